@@ -42,22 +42,24 @@ def check_away(reply: Seen) -> None:
 
 
 @EACH
-def test_a_request_reports_that_redis_does_not_answer(outage: Outage, api_request: ApiRequest) -> None:
+def test_a_request_is_answered_503_while_redis_is_down(outage: Outage, api_request: ApiRequest) -> None:
     check_away(outage.shallow[api_request.name])
 
 
 @EACH
-def test_a_request_that_gets_past_the_door_is_reported_the_same(outage: Outage, api_request: ApiRequest) -> None:
+def test_a_request_that_passed_the_key_check_is_answered_503_while_redis_is_down(
+    outage: Outage, api_request: ApiRequest
+) -> None:
     check_away(outage.deep[api_request.name])
 
 
 @EACH
-def test_the_same_request_is_done_when_redis_is_back(outage: Outage, api_request: ApiRequest) -> None:
+def test_a_repeated_request_succeeds_after_redis_is_back(outage: Outage, api_request: ApiRequest) -> None:
     assert outage.after[api_request.name].status == api_request.done, outage.after[api_request.name]
 
 
 @POSTS
-def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Outage, api_request: ApiRequest) -> None:
+def test_a_post_with_an_idempotency_key_is_executed_once(outage: Outage, api_request: ApiRequest) -> None:
     again = outage.again[api_request.name]
     if api_request.name == "make a key":
         # The API returns a secret only once.
@@ -66,7 +68,7 @@ def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Ou
         assert (again.text, again.headers["idempotent-replayed"]) == (outage.after[api_request.name].text, "true")
 
 
-def test_of_what_was_to_be_made_there_is_one_each(outage: Outage) -> None:
+def test_each_requested_object_is_created_once(outage: Outage) -> None:
     assert {kind: len(made) for kind, made in outage.owned.items()} == {
         "runs": 1,
         "batches": 1,
@@ -76,19 +78,19 @@ def test_of_what_was_to_be_made_there_is_one_each(outage: Outage) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_in_flight_gives_its_result_once(outage: Outage, name: str) -> None:
+def test_a_call_in_flight_returns_its_result_once(outage: Outage, name: str) -> None:
     result = outage.calls[name]
     assert (result["status"], result["success"], result["output"]) == (200, True, "begun\nended\n"), result
     assert outage.acted[name] == 1
 
 
-def test_a_call_in_flight_that_is_sent_again_is_answered_from_memory(outage: Outage) -> None:
+def test_a_repeated_call_is_answered_with_the_stored_response(outage: Outage) -> None:
     assert outage.repeated is not None
     assert (outage.repeated.status, outage.repeated.headers["idempotent-replayed"]) == (200, "true")
     assert json.loads(outage.repeated.text)["output"] == "begun\nended\n"
 
 
-def test_a_call_that_is_sent_into_the_outage_is_refused_or_waits_and_never_acts_twice(outage: Outage) -> None:
+def test_a_call_sent_during_the_outage_is_refused_or_executed_once(outage: Outage) -> None:
     sent_reply = outage.sent_into
     assert sent_reply is not None
     assert not [word for word in WORDS if word in sent_reply.text]
@@ -103,15 +105,15 @@ def test_a_call_that_is_sent_into_the_outage_is_refused_or_waits_and_never_acts_
         )
 
 
-def test_a_call_that_was_asked_for_in_the_outage_and_after_it_acts_once(outage: Outage) -> None:
+def test_a_call_sent_during_and_after_the_outage_is_executed_once(outage: Outage) -> None:
     assert outage.acted["call a tool"] == 1
 
 
-def test_a_run_is_worked_to_its_answer(outage: Outage) -> None:
+def test_a_run_continues_to_its_answer_after_the_outage(outage: Outage) -> None:
     assert (outage.run["state"], outage.run["answer"]) == ("succeeded", f"{STEPS} steps"), outage.run
 
 
-def test_who_follows_a_run_gets_every_event_once(outage: Outage) -> None:
+def test_a_run_event_stream_delivers_every_event_once(outage: Outage) -> None:
     got = [event for part in outage.followed for event in part]
     assert [event["id"] for event in got] == [event["id"] for event in outage.whole]
     assert got == outage.whole
@@ -120,7 +122,7 @@ def test_who_follows_a_run_gets_every_event_once(outage: Outage) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_it_in_words(outage: Outage, page: str) -> None:
+def test_a_page_reports_the_outage_in_plain_text(outage: Outage, page: str) -> None:
     reply = outage.pages[page]
     assert (reply.status, reply.headers["content-type"]) == (503, "text/html; charset=utf-8")
     assert "Redis does not answer" in reply.text
@@ -130,7 +132,7 @@ def test_a_page_says_it_in_words(outage: Outage, page: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_KEYS)
-def test_who_has_no_key_learns_nothing(outage: Outage, name: str) -> None:
+def test_a_request_with_an_invalid_key_gets_no_details_of_the_outage(outage: Outage, name: str) -> None:
     reply = outage.strangers[name]
     if name == "unknown":
         assert (reply.status, reply.text) == (503, outage.strangers["good"].text)
@@ -139,6 +141,6 @@ def test_who_has_no_key_learns_nothing(outage: Outage, name: str) -> None:
     assert not [word for word in WORDS if word in reply.text]
 
 
-def test_the_services_went_on_and_none_of_it_was_a_fault_of_theirs(outage: Outage) -> None:
+def test_the_services_log_no_internal_error_during_the_outage(outage: Outage) -> None:
     assert "api_failed" not in outage.logs
     assert "Traceback" not in outage.logs

@@ -77,7 +77,7 @@ def output_of(row: dict[str, Any]) -> str:
     return str(row["response"]["body"]["output"])
 
 
-async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: ApiStack) -> None:
+async def test_an_uploaded_archive_becomes_the_workspace_and_artifacts_can_be_downloaded(api_stack: ApiStack) -> None:
     archive = tar_of(("src/a.txt", b"from the archive"))
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         file = await upload(client, gzip.compress(archive))
@@ -122,7 +122,7 @@ async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS"), wrong
 
 
-async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_stack: ApiStack) -> None:
+async def test_a_store_location_is_a_workspace_for_its_own_tenant_only(api_stack: ApiStack) -> None:
     for folder in ("acme", "rival", "@shared"):
         (api_stack.store / folder / "in").mkdir(parents=True, exist_ok=True)
         (api_stack.store / folder / "in" / "it.tar").write_bytes(tar_of(("owner", folder.encode())))
@@ -159,7 +159,7 @@ async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_st
             assert "the file is not in the store" in refused.text, place
 
 
-async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:
+async def test_a_file_of_another_tenant_is_not_found(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("rival") as rival:
         file = await upload(client, tar_of(("secret", b"of acme")))
         for answer in (
@@ -177,7 +177,7 @@ async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:
         assert (await client.get(f"/v1/files/{file}")).status_code == 404
 
 
-async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> None:
+async def test_a_hostile_archive_fails_only_its_own_item(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         bomb = io.BytesIO()
         with gzip.open(bomb, "wb", compresslevel=9) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
@@ -221,7 +221,7 @@ async def declare(api_stack: ApiStack, length: int) -> bytes:
     return answer
 
 
-async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -> None:
+async def test_files_above_the_size_limit_are_refused_with_the_limit(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         refused_early = await declare(api_stack, MAX_WORKSPACE_BYTES + 1)
         assert b" 413 " in refused_early.splitlines()[0]
@@ -238,7 +238,7 @@ async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -
         assert str(MAX_WORKSPACE_BYTES) in rows["in"]["error"]["message"]
 
 
-async def test_a_detached_batch_of_the_command_uploads_its_folders_and_its_artifacts_are_exported(
+async def test_a_detached_cli_batch_uploads_its_folders_and_exports_its_artifacts(
     api_stack: ApiStack, tmp_path: Path
 ) -> None:
     (tmp_path / "repo" / "src").mkdir(parents=True)

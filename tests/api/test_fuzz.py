@@ -103,7 +103,7 @@ def target() -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_every_operation_answers_as_it_is_described(target: Target, label: str) -> None:
+def test_every_operation_matches_its_description_for_coverage_cases(target: Target, label: str) -> None:
     for role, most in CASES.items() if label not in SLOW else [("admin", SLOW[label])]:
         cases = SCHEMA.iter_coverage_cases(
             OPERATIONS[label],
@@ -116,7 +116,7 @@ def test_every_operation_answers_as_it_is_described(target: Target, label: str) 
 
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label not in SLOW])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_every_operation_answers_generated_requests_as_its_schema_says(
+def test_every_operation_matches_its_schema_for_generated_requests(
     target: Target, label: str, mode: GenerationMode
 ) -> None:
     try:

@@ -79,7 +79,7 @@ def read_problem(response: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", BREAKING.values(), ids=BREAKING.keys())
-async def test_no_body_breaks_what_reads_it(api: ApiHarness, body: bytes) -> None:
+async def test_a_hostile_body_never_causes_an_internal_error(api: ApiHarness, body: bytes) -> None:
     for path in TAKING:
         response = await api["admin"].post(path, content=body, headers=JSON)
         # The route may accept the remaining fields of the body, so success is allowed too.
@@ -89,7 +89,7 @@ async def test_no_body_breaks_what_reads_it(api: ApiHarness, body: bytes) -> Non
 
 
 @pytest.mark.parametrize("media_type", ["application/json", "Application/JSON", "application/x+Json; charset=utf-8"])
-async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiHarness, media_type: str) -> None:
+async def test_a_body_of_many_values_is_refused_in_bounded_time(api: ApiHarness, media_type: str) -> None:
     began = time.process_time()
     for kind in ("many lists", "many unknown keys"):
         headers = {"Content-Type": media_type}
@@ -99,7 +99,7 @@ async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiHarne
     assert time.process_time() - began < 0.5
 
 
-async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiHarness) -> None:
+async def test_runs_that_cannot_be_stored_as_json_are_refused(api: ApiHarness) -> None:
     for kind in (
         "a history in history",
         "half a character in a list",
@@ -110,7 +110,9 @@ async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiHarne
     assert (await api["acme"].get("/v1/runs")).json()["data"] == []
 
 
-async def test_a_tenant_that_queues_all_it_may_does_not_fill_redis(api: ApiHarness, redis_server: RedisProcess) -> None:
+async def test_a_tenant_that_fills_its_queue_quota_does_not_fill_redis(
+    api: ApiHarness, redis_server: RedisProcess
+) -> None:
     """Calls and results have the rest of the memory, and another tenant still queues its runs."""
     with redis_server.client() as client:
         client.config_set("maxmemory", client.info("memory")["used_memory"] + 16 * 1024 * 1024)
@@ -132,16 +134,14 @@ async def test_a_tenant_that_queues_all_it_may_does_not_fill_redis(api: ApiHarne
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
-    api: ApiHarness, head: bytes
-) -> None:
+async def test_an_ambiguous_request_head_is_refused_and_its_connection_closed(api: ApiHarness, head: bytes) -> None:
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request")
     assert answer.count(b"\r\n\r\n") == 1
     assert b"application/problem+json" in answer
 
 
-async def test_a_request_hidden_behind_another_is_not_answered(api: ApiHarness) -> None:
+async def test_a_smuggled_second_request_is_not_answered(api: ApiHarness) -> None:
     hidden = b"GET /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + api.keys["admin"].encode() + b"\r\n\r\n"
     head = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (len(hidden) + 5)
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head + hidden)
@@ -167,9 +167,7 @@ async def exchange(api: ApiHarness, line: bytes, rest: bytes) -> bytes:
     return bytes(answer)
 
 
-async def test_another_tenants_things_are_reported_as_what_does_not_exist(
-    api: ApiHarness, redis_server: RedisProcess
-) -> None:
+async def test_objects_of_another_tenant_look_like_unknown_objects(api: ApiHarness, redis_server: RedisProcess) -> None:
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     lines = {**JSON, "Content-Type": "application/jsonl"}
     batch = (await api["acme"].post("/v1/batches", content='{"id": "a", "instruction": "x"}', headers=lines)).json()[
@@ -203,7 +201,7 @@ async def ask_for_approval(redis_server: RedisProcess, command: str = "rm -rf /d
         await client.aclose()
 
 
-async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_character(
+async def test_an_approval_shows_control_characters_and_lone_surrogates_exactly(
     api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     approval = await ask_for_approval(redis_server, command="echo \ud800 \u202e é")
@@ -214,12 +212,12 @@ async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_charact
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "TRACE", "CONNECT", "PROPFIND"])
-async def test_methods_that_are_none_are_refused_with_those_that_are(api: ApiHarness, method: str) -> None:
+async def test_an_unsupported_method_is_refused_with_the_allowed_methods(api: ApiHarness, method: str) -> None:
     answer = await api["acme"].request(method, "/v1/runs")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
 
 
-async def test_no_page_of_another_site_may_read_an_answer(api: ApiHarness) -> None:
+async def test_responses_contain_no_cors_headers(api: ApiHarness) -> None:
     headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     for answer in (
         await api["acme"].get("/v1/runs", headers=headers),
@@ -228,7 +226,7 @@ async def test_no_page_of_another_site_may_read_an_answer(api: ApiHarness) -> No
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: ApiHarness) -> None:
+async def test_a_forged_host_header_is_not_repeated_in_responses(api: ApiHarness) -> None:
     names = {"Host": "evil.example", "X-Forwarded-Host": "evil.example", "Forwarded": "host=evil.example"}
     for path in ("/v1/nothing", "/v1/runs/", "/openapi.json"):
         assert "evil.example" not in (await api["acme"].get(path, headers=names)).text
@@ -236,14 +234,14 @@ async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: 
     assert started.headers["location"].startswith("/v1/runs/")
 
 
-async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiHarness) -> None:
+async def test_wrong_keys_with_a_valid_id_get_the_same_refusal(api: ApiHarness) -> None:
     key = api.keys["acme"]
     guesses = [key[:-1] + ("A" if key[-1] != "A" else "B"), key[:20] + "A" * 43, key.upper(), key + "A"]
     answers = [await api.anonymous.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]
     assert {(answer.status_code, answer.text) for answer in answers} == {(401, answers[0].text)}
 
 
-async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
+async def test_stored_responses_of_idempotency_keys_are_limited_for_each_api_key(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once_slots, "KEPT_BYTES", 3000)
@@ -261,7 +259,7 @@ async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
     ).status_code == 202
 
 
-async def test_refused_requests_leave_nothing_behind(api: ApiHarness, redis_server: RedisProcess) -> None:
+async def test_refused_requests_store_no_idempotency_record(api: ApiHarness, redis_server: RedisProcess) -> None:
     for number in range(20):
         await api["acme"].post("/v1/runs", json={"wrong": number}, headers={"Idempotency-Key": f"k{number}"})
     with redis_server.client() as client:

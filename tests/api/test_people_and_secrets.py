@@ -30,7 +30,9 @@ async def logged_in(api: ApiHarness, name: str) -> AsyncIterator[httpx.AsyncClie
         yield client
 
 
-async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiHarness, redis_server: RedisProcess) -> None:
+async def test_the_stored_response_of_a_key_creation_does_not_contain_the_key(
+    api: ApiHarness, redis_server: RedisProcess
+) -> None:
     first = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
     again = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
     assert (first.status_code, again.status_code, again.json()["code"]) == (201, 409, "CONFLICT")
@@ -55,7 +57,7 @@ async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_
             assert (await client.get("/runs")).status_code == 200
 
 
-async def test_what_operators_do_is_put_down_to_their_keys(
+async def test_operator_actions_are_audited_with_their_key(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
@@ -76,12 +78,12 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     ]
 
 
-async def test_a_host_that_is_none_is_not_found(api: ApiHarness) -> None:
+async def test_draining_an_unknown_host_is_answered_404(api: ApiHarness) -> None:
     answer = await api["operator"].post("/v1/hosts/unknown/drain", json={})
     assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
 
 
-async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisProcess) -> None:
+async def test_only_operators_see_the_flower_link(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         fields: dict[str, str | int] = {
             "state": "done",
@@ -97,7 +99,7 @@ async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisPro
         assert "flower_url" not in (await api["acme"].get("/v1/calls/c1")).json()
 
 
-async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> None:
+async def test_an_event_stream_ends_when_its_key_is_revoked(api: ApiHarness) -> None:
     made = (await api["admin"].post("/v1/tenants/acme/keys", json={})).json()
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     async with api.client(made["key"]) as client, client.stream("GET", f"/v1/runs/{run}/events") as stream:
@@ -108,7 +110,7 @@ async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> Non
         assert [line async for line in lines if line.startswith("event: RunEnded")] == []
 
 
-async def test_logging_in_again_and_again_ends_the_first_login(
+async def test_the_oldest_login_of_a_key_ends_at_the_login_limit(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_keys, "LOGINS_PER_KEY", 2)
@@ -119,7 +121,7 @@ async def test_logging_in_again_and_again_ends_the_first_login(
 
 
 @pytest.mark.parametrize("path", ["/approvals/x", "/tenants/acme/pause", "/logout"])
-async def test_no_form_is_accepted_without_a_login(api: ApiHarness, path: str) -> None:
+async def test_a_form_without_a_login_is_redirected_to_the_login_page(api: ApiHarness, path: str) -> None:
     answer = await begun(api, path, 500_000)
     assert answer.startswith(b"HTTP/1.1 303")
     assert b"location: /login" in answer
@@ -128,7 +130,7 @@ async def test_no_form_is_accepted_without_a_login(api: ApiHarness, path: str) -
 @pytest.mark.parametrize(
     ("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)]
 )
-async def test_no_route_takes_more_than_it_needs(api: ApiHarness, path: str, length: int) -> None:
+async def test_each_route_has_its_own_body_limit(api: ApiHarness, path: str, length: int) -> None:
     assert (await begun(api, path, length)).startswith(b"HTTP/1.1 413")
 
 
@@ -144,7 +146,7 @@ async def begun(api: ApiHarness, path: str, length: int) -> bytes:
         writer.close()
 
 
-async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
+async def test_a_long_approval_is_shown_and_decided_on_its_own_page(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(approval_pages, "MOST_CHARS", 200)

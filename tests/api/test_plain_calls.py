@@ -31,7 +31,9 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 @pytest.mark.parametrize("session", ["none-of-that-name", "no%20name", "a" * 65, "none%0A"])
-async def test_the_short_way_reports_what_the_long_one_reports(api: ApiHarness, session: str, body: bytes) -> None:
+async def test_the_short_path_returns_the_same_errors_as_the_long_path(
+    api: ApiHarness, session: str, body: bytes
+) -> None:
     async def ask(kind: str, more: dict[str, str]) -> tuple[int, Any, str | None]:
         answer = await api["acme"].post(
             f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": kind, **more}
@@ -43,7 +45,7 @@ async def test_the_short_way_reports_what_the_long_one_reports(api: ApiHarness, 
         assert await ask(SHORT, more) == await ask(LONG, more)
 
 
-async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiHarness) -> None:
+async def test_a_call_on_the_short_path_for_another_tenant_is_refused(api: ApiHarness) -> None:
     answer = await api["acme"].post("/v1/sessions/s/calls?tenant=rival", json={"name": "bash_tool"})
     assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
 
@@ -63,7 +65,7 @@ class Line(asyncio.Transport):
         return False
 
 
-async def test_an_answer_is_sent_in_one_piece() -> None:
+async def test_a_response_is_sent_in_one_write() -> None:
     async def answer(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"done"})

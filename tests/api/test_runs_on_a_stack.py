@@ -29,7 +29,7 @@ async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict
     return await read_until(client, f"/v1/runs/{run}", "state", *states)
 
 
-async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(api_stack: ApiStack) -> None:
+async def test_a_run_event_stream_continues_on_another_replica(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         run = await started(client, "steps")
         path = f"/v1/runs/{run}/events"
@@ -48,7 +48,7 @@ async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(a
         assert run in [one["id"] for one in (await other.get("/v1/runs", params={"state": "succeeded"})).json()["data"]]
 
 
-async def test_a_run_is_cancelled_from_any_replica_and_its_command_with_it(api_stack: ApiStack) -> None:
+async def test_a_run_is_cancelled_from_any_replica(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("operator", replica=1) as operator:
         run = await started(client, "sleeps")
         await read_events(client, f"/v1/runs/{run}/events", most=4)
@@ -101,7 +101,7 @@ async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str
     ],
     ids=["allowed", "modified", "rejected"],
 )
-async def test_a_call_that_asks_is_decided_over_http(
+async def test_a_call_that_needs_approval_is_decided_over_http(
     api_stack: ApiStack, answer: dict[str, Any], expected: str
 ) -> None:
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
@@ -116,7 +116,7 @@ async def test_a_call_that_asks_is_decided_over_http(
         assert expected in (await until_state(client, run, "succeeded"))["answer"]
 
 
-async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(
+async def test_s2_26_a_tool_disabled_over_http_cannot_be_called_by_an_agent_while_others_can(
     api_stack: ApiStack,
 ) -> None:
     async with api_stack.client("operator") as operator, api_stack.client(replica=1) as client:
@@ -139,7 +139,7 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
             await operator.patch("/v1/tools/glob_tool", json={"enabled": True, "tenant": "acme"})
 
 
-async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> None:
+async def test_a_batch_is_executed_and_its_rows_are_read(api_stack: ApiStack) -> None:
     lines = "".join(f'{{"id": "line-{number}", "instruction": "[item hello] {number}"}}\n' for number in range(5))
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         submitted = await client.post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
@@ -153,7 +153,7 @@ async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> N
         ]
 
 
-async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_runs_twice(api_stack: ApiStack) -> None:
+async def test_runs_of_a_killed_api_continue_on_another_and_no_call_runs_twice(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         runs: list[str] = []
         with api_stack.open_api() as dying:
@@ -171,7 +171,7 @@ async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_r
         assert (await client.get(f"/v1/runs/{runs[-1]}")).json()["attempt"] >= 1
 
 
-def test_the_commands_of_the_page_about_the_api_work_as_they_stand(api_stack: ApiStack) -> None:
+def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
     assert len(BLOCKS) >= 6
     environment = {"API": api_stack.apis[1].url, "KEY": api_stack.keys["admin"]}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -26,7 +26,7 @@ async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiHarness) 
         assert VALUE not in response.text
 
 
-async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_value(api: ApiHarness) -> None:
+async def test_the_secrets_page_sets_and_revokes_secrets_and_never_shows_a_value(api: ApiHarness) -> None:
     form = {"name": "TOKEN", "value": VALUE, "hosts": "api.example, git.example:8443", "place": "basic"}
     async with logged_in(api, "acme") as client:
         empty = await client.get("/secrets")

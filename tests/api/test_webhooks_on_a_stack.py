@@ -49,7 +49,7 @@ def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
     return dict(json.loads(body))
 
 
-async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_receiver_takes_them(
+async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
     api_stack: ApiStack,
 ) -> None:
     url = f"http://127.0.0.1:{api_stack.hook_port}/ended"
@@ -72,7 +72,7 @@ async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_re
         assert (result["type"], result["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
 
 
-async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
+async def test_no_webhook_is_sent_to_a_private_address(api_stack: ApiStack) -> None:
     port = free_port()
     async with api_stack.client() as client, receiving(port, 204) as received:
         url = f"http://127.0.0.1:{port}/"
@@ -88,7 +88,7 @@ async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"url": "ftp://x", "secret": SECRET}, {"url": "https://x.org", "secret": "weak"}])
-async def test_a_webhook_that_cannot_be_used_is_refused(api_stack: ApiStack, fields: dict[str, str]) -> None:
+async def test_an_invalid_webhook_is_refused(api_stack: ApiStack, fields: dict[str, str]) -> None:
     async with api_stack.client() as client:
         refused = await client.post("/v1/runs", json={"instruction": "hello", "webhook": fields})
         assert refused.status_code == 422

@@ -154,7 +154,9 @@ LISTS = {
 
 
 @pytest.mark.parametrize("attack", ARCHIVES)
-def test_put_a_file_where_it_has_power(rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str) -> None:
+def test_a_forged_checkpoint_archive_cannot_place_files_outside_the_sandbox(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str
+) -> None:
     """Aim: a file of the host, a device, a program of the guest, or an owner outside."""
     changes = RootChanges(image, b"", b"", b"")
     for info in (members := copy.deepcopy(ARCHIVES[attack])):
@@ -168,7 +170,7 @@ def test_put_a_file_where_it_has_power(rooted: OwnSandboxd, store: Path, image: 
 
 @pytest.mark.parametrize("attack", LISTS)
 @pytest.mark.parametrize("when", ["replaced", "removed"])
-def test_remove_what_is_not_its_own(
+def test_a_forged_checkpoint_cannot_delete_files_outside_its_own_layer(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str, when: str
 ) -> None:
     """Aim: files of the host, of the image for others, or of the guest."""
@@ -192,7 +194,9 @@ def sparse(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [100 * TIB, 2**63 - 1, 2**80])
-def test_restore_a_giant_file_of_holes(rooted: OwnSandboxd, store: Path, image: str, canary: Path, size: int) -> None:
+def test_a_giant_sparse_file_in_a_checkpoint_uses_no_host_memory(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, size: int
+) -> None:
     """Aim: the disk or the memory of the host."""
     rooted.forget_peak()
     before = rooted.peak_bytes()
@@ -225,7 +229,7 @@ def head(content: bytes, size: int | None = None) -> bytes:
     ],
     ids=range(9),
 )
-def test_break_the_reader_of_the_list(
+def test_a_malformed_checkpoint_list_uses_no_sandboxd_memory(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, archive: bytes
 ) -> None:
     """Aim: memory of sandboxd, or a checkpoint that counts as restored and is not."""

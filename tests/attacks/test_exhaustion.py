@@ -53,7 +53,7 @@ def cleared(shared_box: Box) -> Iterator[Box]:
 
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
-def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, inodes: int) -> None:
+def test_a_writable_folder_is_limited_in_bytes(cleared: Box, place: str, size: int, inodes: int) -> None:
     """Aim: use up the host's memory or disk, or leave the session without free space permanently."""
     answer = cleared.run(FILL.format(place=place))
     total, free, _, _ = usage(cleared.root / place.lstrip("/"))
@@ -65,7 +65,7 @@ def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, ino
 
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
-def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: int, inodes: int) -> None:
+def test_a_writable_folder_is_limited_in_inodes(cleared: Box, place: str, size: int, inodes: int) -> None:
     """Aim: use up the kernel's memory or all inodes with empty files."""
     answer = cleared.run(MAKE_FILES.format(place=place))
     _, _, total, free = usage(cleared.root / place.lstrip("/"))
@@ -76,7 +76,7 @@ def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: in
     assert_still_works(cleared)
 
 
-def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
+def test_a_session_still_works_with_all_writable_folders_full(cleared: Box) -> None:
     """Aim: leave no memory for any later command. Even if all mounts are full of bytes and files, enough memory must
     remain.
     """
@@ -92,7 +92,7 @@ def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
     assert_still_works(cleared)
 
 
-def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APIClient) -> None:
+def test_a_shm_mount_without_an_inode_limit_leads_to_an_oom_kill(engine: APIClient) -> None:
     """Show why the profile mounts /dev/shm with a limit. The engine's own /dev/shm has no nr_inodes, so empty files
     there lead to the OOM killer.
     """
@@ -106,7 +106,7 @@ def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APICl
         assert weaker.oom_kills() >= 1
 
 
-def test_write_one_huge_sparse_file(cleared: Box) -> None:
+def test_a_sparse_file_cannot_exceed_the_workspace(cleared: Box) -> None:
     """Aim: claim more disk space than exists."""
     answer = cleared.run(f"truncate -s {LIMITS.workspace_bytes} /workspace/most; truncate -s 1T /workspace/huge")
     sizes = {path.name: path.stat().st_size for path in (cleared.root / "workspace").iterdir()}
@@ -116,14 +116,14 @@ def test_write_one_huge_sparse_file(cleared: Box) -> None:
     assert_still_works(cleared)
 
 
-def test_hide_a_huge_file_in_a_memfd(cleared: Box) -> None:
+def test_a_memfd_cannot_exceed_the_file_size_limit(cleared: Box) -> None:
     """Aim: keep more data in memory than any mount allows."""
     answer = cleared.run(python(f"import os; os.truncate(os.memfd_create('x'), {LIMITS.workspace_bytes} + 1)"))
 
     assert answer.status != 0
 
 
-def test_leave_a_core_file_of_the_whole_memory(cleared: Box) -> None:
+def test_a_crash_leaves_no_core_file(cleared: Box) -> None:
     """Aim: fill the workspace, or the host's folder for core files."""
     cleared.run("cd /workspace && python3 -c 'import os; os.abort()'")
 
@@ -140,7 +140,7 @@ while True:
 """)
 
 
-def test_fork_without_end(engine: APIClient, box: Box) -> None:
+def test_a_fork_bomb_is_limited_to_its_own_sandbox(engine: APIClient, box: Box) -> None:
     """Aim: use up the processes of the host or of a neighbour."""
     with open_box(engine) as neighbour:
         box.feed(f"({BOMB}\n) 2>/dev/null &\n")
@@ -158,7 +158,7 @@ def test_fork_without_end(engine: APIClient, box: Box) -> None:
         assert box.processes() == []
 
 
-def test_take_all_memory(engine: APIClient, box: Box) -> None:
+def test_memory_exhaustion_is_limited_to_its_own_sandbox(engine: APIClient, box: Box) -> None:
     """Aim: use up the host's memory, or get a neighbour killed."""
     hog = "import itertools\nkept = [bytearray(1 << 20) for _ in itertools.count()]"
     with open_box(engine) as neighbour:
@@ -177,7 +177,7 @@ def perl_ipc(source: str) -> str:
     return f"perl <<'END'\n$| = 1;\n{source}\nEND"
 
 
-def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
+def test_shared_memory_segments_are_removed_with_their_processes(cleared: Box) -> None:
     """Aim: keep memory in System V segments. The segments belong to no process and to no mount, and survive a kill of
     all processes.
     """
@@ -193,7 +193,7 @@ def left_in_ipc(box: Box, kind: str) -> int:
     return int(box.run(f"tail -n +2 /proc/sysvipc/{kind} | wc -l").output)
 
 
-def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box) -> None:
+def test_message_queues_and_semaphores_are_limited(cleared: Box) -> None:
     """Aim: keep memory in message queues and semaphores after a kill of all processes."""
     queues = (
         "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
@@ -207,7 +207,7 @@ def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box)
     assert_still_works(cleared)
 
 
-def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
+def test_asynchronous_io_slots_of_the_host_cannot_be_taken(cleared: Box) -> None:
     """Aim: use up fs.aio-max-nr, a limit of the whole host that no namespace divides."""
     before = int(Path("/proc/sys/fs/aio-nr").read_text())
     number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
@@ -217,7 +217,7 @@ def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
     assert int(Path("/proc/sys/fs/aio-nr").read_text()) == before
 
 
-def test_open_descriptors_without_end(cleared: Box) -> None:
+def test_open_descriptors_are_limited(cleared: Box) -> None:
     """Aim: use up the host's open files."""
     answer = cleared.run(
         python("""
@@ -232,7 +232,7 @@ except OSError as error: print(opened[-1], error.strerror)
     assert answer.output.strip() == f"{LIMITS.nofile - 1} Too many open files"
 
 
-def test_fill_the_hosts_disk_through_output(cleared: Box) -> None:
+def test_output_does_not_fill_the_disk_of_the_host(cleared: Box) -> None:
     """Aim: fill the host's disk through the engine's log."""
     cleared.run("yes | head -c 8000000")
     where = cleared.host_folder()
@@ -241,7 +241,7 @@ def test_fill_the_hosts_disk_through_output(cleared: Box) -> None:
     assert sum(path.stat().st_size for path in where.rglob("*") if path.is_file()) < 200_000
 
 
-def test_take_more_of_the_processors_than_its_share(cleared: Box) -> None:
+def test_cpu_use_stays_within_the_limit(cleared: Box) -> None:
     """Aim: slow down everything else on the host."""
     counter = cleared.cgroup_file("cpuacct", "cpuacct.usage", "cpu.stat")
     before, started = used_s(counter), time.monotonic()
@@ -269,7 +269,7 @@ HOGS = {
 
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
-def test_have_another_process_killed_for_want_of_memory(sandboxd: OwnSandboxd, hog: str) -> None:
+def test_the_oom_killer_ends_the_process_that_uses_the_memory(sandboxd: OwnSandboxd, hog: str) -> None:
     """Aim: let the guest, another call or a background job be killed instead of the hog, or leave the reason of a
     death unreported.
     """

@@ -61,7 +61,7 @@ def plain(sealed: bytes | str) -> str:
 @pytest.mark.parametrize(
     "keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"]
 )
-async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+async def test_a_forged_api_key_is_refused(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
     mine = await ApiKeys(client, "d", keys or GUESS).add("default", "admin")
     if keys is None:
         await client.hset(api_keys_key("d"), mine.id, mine.record.model_dump_json())  # type: ignore[misc]
@@ -74,7 +74,7 @@ async def test_a_forged_api_key_is_no_admin(client: "redis.asyncio.Redis", keys:
 @pytest.mark.parametrize(
     "keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"]
 )
-async def test_a_forged_login_belongs_to_no_user(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
+async def test_a_forged_login_is_refused(client: "redis.asyncio.Redis", keys: SigningKeys | None) -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
     logins, word = LoginStore(client, "d", KEY), "w" * 43
     forged = keys.seal(logins._purpose(word), admin.id) if keys is not None else admin.id
@@ -82,7 +82,7 @@ async def test_a_forged_login_belongs_to_no_user(client: "redis.asyncio.Redis", 
     assert await logins.find(word) is None
 
 
-async def test_a_login_that_was_copied_to_another_cookie_belongs_to_no_user(client: "redis.asyncio.Redis") -> None:
+async def test_a_login_copied_to_another_cookie_is_refused(client: "redis.asyncio.Redis") -> None:
     admin = await ApiKeys(client, "d", KEY).add("default", "admin")
     logins, other = LoginStore(client, "d", KEY), "w" * 43
     word = await logins.open(admin.id)
@@ -94,7 +94,7 @@ async def test_a_login_that_was_copied_to_another_cookie_belongs_to_no_user(clie
 @pytest.mark.parametrize(
     "keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"]
 )
-async def test_a_forged_answer_to_an_idempotency_key_is_not_replayed(
+async def test_a_forged_idempotency_response_is_not_replayed(
     client: "redis.asyncio.Redis", keys: SigningKeys | None
 ) -> None:
     slots = IdempotencyStore(client, "d", KEY)
@@ -126,7 +126,7 @@ async def test_a_forged_policy_gives_a_tenant_no_rights(
         WorkerTenants(blocking, "d", KEY).policy("acme")
 
 
-async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
+async def test_a_forged_switch_enables_no_tool_and_passes_no_text_to_a_model(
     client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     switches = RedisSwitches(client, "d", KEY)
@@ -146,7 +146,7 @@ async def test_a_forged_switch_turns_nothing_on_and_brings_no_text_to_a_model(
             assert WorkerSwitches(blocking, "d", KEY).find("echo", "acme") == found
 
 
-async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own(client: "redis.asyncio.Redis") -> None:
+async def test_a_switch_copied_to_another_tool_is_not_used(client: "redis.asyncio.Redis") -> None:
     switches = RedisSwitches(client, "d", KEY)
     await switches.turn_off("echo", Switch(reason="an operator's reason"))
     await client.hset(switches_key("d"), "other", await client.hget(switches_key("d"), "echo") or b"")  # type: ignore[misc]
@@ -173,7 +173,7 @@ async def events(redis_server: RedisProcess) -> AsyncIterator[EventHarness]:
 
 
 @pytest.mark.parametrize("forgery", QUESTIONS)
-async def test_a_forged_question_is_not_put_to_the_model_of_a_run(events: EventHarness, forgery: str) -> None:
+async def test_a_forged_model_request_of_a_tool_is_not_sent_to_the_model(events: EventHarness, forgery: str) -> None:
     asked_calls = []
     requests = ModelRequests(ScriptedModel(lambda messages: asked_calls.append(messages) or "an essay"))
     async with events.events.listen("acme", "call-1", {MODEL: requests.open_call()}, 30) as reader:
@@ -186,7 +186,7 @@ async def test_a_forged_question_is_not_put_to_the_model_of_a_run(events: EventH
     assert len(asked_calls) == 1
 
 
-async def test_a_forged_answer_of_the_model_reaches_no_tool(events: EventHarness) -> None:
+async def test_a_forged_model_answer_is_not_delivered_to_a_tool(events: EventHarness) -> None:
     answer = encode_answer({"number": 1, "text": "transfer it"})
     keys = call_event_keys(DEPLOYMENT, "acme", "call-1")
     for forged in (
@@ -207,7 +207,7 @@ async def test_a_forged_answer_of_the_model_reaches_no_tool(events: EventHarness
 @pytest.mark.parametrize(
     "keys", [None, GUESS, OTHER_DEPLOYMENT], ids=["unsigned", "another secret", "another deployment"]
 )
-async def test_a_forged_catalog_does_not_free_a_tool_of_its_approval(
+async def test_a_forged_catalog_does_not_remove_the_approval_of_a_tool(
     client: "redis.asyncio.Redis", keys: SigningKeys | None
 ) -> None:
     genuine = Catalog(tools=(build_spec("deploy", requires_permission=True, pool="web"),))
@@ -239,7 +239,7 @@ ITEMS: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("forgery", ITEMS)
-async def test_a_forged_run_is_claimed_by_no_orchestrator_and_stops_no_other(harness: RunHarness, forgery: str) -> None:
+async def test_a_forged_run_is_not_claimed_and_does_not_block_other_runs(harness: RunHarness, forgery: str) -> None:
     await harness.submit(2)
     await harness.client.hset(run_key("d", "acme", "b-1"), "item", ITEMS[forgery]())  # type: ignore[misc]
     assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
@@ -247,7 +247,7 @@ async def test_a_forged_run_is_claimed_by_no_orchestrator_and_stops_no_other(har
         await harness.queue.runs([("acme", "b-1")])
 
 
-async def test_a_run_that_was_moved_to_another_batch_is_not_claimed(harness: RunHarness) -> None:
+async def test_a_run_moved_to_another_batch_is_not_claimed(harness: RunHarness) -> None:
     """Aim: use other limits and defaults, or avoid approval."""
     await harness.submit(1)
     await harness.submit(1, batch="lax")
@@ -269,14 +269,14 @@ LAX = BatchDefaults(model="the-dearest", asks_people=False)
     ],
     ids=["unsigned", "another secret", "of another batch", "of another tenant", "where rows are written"],
 )
-async def test_forged_defaults_of_a_batch_hold_for_no_item(harness: RunHarness, field: str, value: str) -> None:
+async def test_forged_batch_defaults_are_not_used(harness: RunHarness, field: str, value: str) -> None:
     await harness.submit(1)
     await harness.client.hset(batch_key("d", "acme", "b"), field, value)  # type: ignore[misc]
     with pytest.raises(ConfigError, match="record of batch b of tenant acme cannot be verified, so it is not used"):
         await harness.queue.batch("acme", "b")
 
 
-async def test_what_a_run_came_to_cannot_be_forged_or_copied(harness: RunHarness) -> None:
+async def test_a_forged_or_copied_run_outcome_is_refused(harness: RunHarness) -> None:
     await harness.submit(2)
     for claim in await harness.queue.claim(2):
         await harness.queue.finish(claim, build_outcome(claim))
@@ -324,7 +324,7 @@ LOGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("forgery", LOGS)
-async def test_a_forged_log_is_not_gone_on_with(harness: RunHarness, forgery: str) -> None:
+async def test_a_forged_run_log_is_not_continued(harness: RunHarness, forgery: str) -> None:
     forged = LOGS[forgery](await write_log(harness))
     key = run_log_key("d", "acme", "b-1")
     await harness.client.delete(key)
@@ -335,7 +335,7 @@ async def test_a_forged_log_is_not_gone_on_with(harness: RunHarness, forgery: st
         await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1))
 
 
-async def test_the_log_of_an_earlier_attempt_does_not_pass_for_the_present_one(harness: RunHarness) -> None:
+async def test_the_log_of_an_earlier_attempt_is_refused_for_the_current_attempt(harness: RunHarness) -> None:
     await write_log(harness)
     assert len((await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1))).entries) == 2
     with pytest.raises(ConfigError, match="cannot be verified"):

@@ -83,7 +83,7 @@ def loose(start: str, engine: APIClient, images: dict[str, str]) -> Iterator[Own
         yield opened
 
 
-def test_start_a_program_of_its_own_as_root(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_entrypoint_user_and_other_settings_of_an_image_are_ignored(loose: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: make the engine use the image's entrypoint, command, user, folder, health check or stop signal."""
     with loose.session(session="loud", image=images["loud"]) as session:
         watched = session.watched
@@ -95,7 +95,7 @@ def test_start_a_program_of_its_own_as_root(loose: OwnSandboxd, images: dict[str
         assert not [line for line in session.programs().values() if "66" in line]
 
 
-def test_load_a_library_of_the_image_into_the_guest(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_the_guest_loads_no_library_of_the_image(loose: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: run code of the image in PID 1, by a variable that the loader of every program reads."""
     with loose.session(session="preload", image=images["loud"]) as session:
         assert session.bash("echo ${LD_PRELOAD-unset}").done["exit_code"] == 0
@@ -105,7 +105,7 @@ def test_load_a_library_of_the_image_into_the_guest(loose: OwnSandboxd, images: 
             assert "/usr/lib/x86_64-linux-gnu/libz" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_labels_of_an_image_do_not_replace_sandboxd_labels(loose: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: avoid the clean-up of every sandboxd, or have another daemon's sandboxes removed."""
     with loose.session(session="labels", image=images["loud"]) as session:
         labels = session.watched.labels()
@@ -115,9 +115,7 @@ def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: OwnSandboxd, i
         assert labels["toolcrew.lease"] != "0"
 
 
-def test_take_the_hosts_disk_by_a_volume_of_the_image(
-    engine: APIClient, loose: OwnSandboxd, images: dict[str, str]
-) -> None:
+def test_an_image_with_a_volume_is_refused(engine: APIClient, loose: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: get an anonymous volume, which is a folder of the host without a limit."""
     before = {volume["Name"] for volume in engine.volumes()["Volumes"] or []}
     with pytest.raises(SandboxUnavailable, match="/data"), loose.session(session="volume", image=images["volume"]):
@@ -128,7 +126,7 @@ def test_take_the_hosts_disk_by_a_volume_of_the_image(
     assert not [text for text in described if images["volume"] in text]
 
 
-def test_replace_the_guest_by_a_program_of_the_image(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_an_image_cannot_replace_the_guest_program(loose: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: be PID 1, to flood sandboxd or to impersonate the guest. The mounted toolkit hides the image's program."""
     for name in ("hollow", "liar"):
         loose.forget_peak()

@@ -50,7 +50,7 @@ def neighbour(
         yield session
 
 
-def test_find_files_processes_or_sockets_of_another(neighbour: HostileSession) -> None:
+def test_files_processes_and_sockets_of_another_session_are_not_visible(neighbour: HostileSession) -> None:
     """Aim: read the files or processes of another session: folders, guessed paths, /proc, System V keys, abstract
     names and loopback.
     """
@@ -64,7 +64,7 @@ def test_find_files_processes_or_sockets_of_another(neighbour: HostileSession) -
     assert lines == ["0", "0", "0"]
 
 
-def test_open_what_another_shares_by_its_key_or_name(neighbour: HostileSession) -> None:
+def test_shared_objects_of_another_session_cannot_be_opened_by_key_or_name(neighbour: HostileSession) -> None:
     """Aim: guess a key. Namespaces must make the same key a different object."""
     answer = neighbour.bash(
         (
@@ -83,7 +83,7 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
     assert answer.streams["merged"].decode().split() == ["nonenone", "none"]
 
 
-def test_read_a_path_that_only_the_neighbour_has(neighbour: HostileSession, victim: HostileSession) -> None:
+def test_file_tools_cannot_read_a_path_of_another_session(neighbour: HostileSession, victim: HostileSession) -> None:
     """Aim: read the exact path through the tools, or through the container's pid."""
     paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
     paths += [
@@ -100,7 +100,7 @@ def test_read_a_path_that_only_the_neighbour_has(neighbour: HostileSession, vict
 @pytest.mark.parametrize(
     "name", ["first:s2", "second:s1", "s1", "first", ":s1", "first:", "first:s1:", "first:s1/", "FIRST:s1", " first:s1"]
 )
-def test_call_into_a_session_by_a_guessed_id(sandboxd: OwnSandboxd, victim: HostileSession, name: str) -> None:
+def test_a_guessed_session_id_reaches_no_session(sandboxd: OwnSandboxd, victim: HostileSession, name: str) -> None:
     """Aim: reach another session with an id that is similar to its id. The ids of a worker come from a signed
     context.
     """
@@ -111,7 +111,9 @@ def test_call_into_a_session_by_a_guessed_id(sandboxd: OwnSandboxd, victim: Host
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: HostileSession, victim: HostileSession) -> None:
+def test_processes_of_another_session_cannot_be_signalled_by_host_pid(
+    neighbour: HostileSession, victim: HostileSession
+) -> None:
     """Aim: signal processes of other sandboxes. All sandboxes of a host have the same uid, but their pids must be
     separate.
     """
@@ -126,7 +128,7 @@ def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: HostileSessio
     assert victim.programs() == before
 
 
-def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
+def test_writable_folders_are_not_shared_between_containers(engine: APIClient, box: Box) -> None:
     """Aim: find files of another container in a writable folder."""
     with open_box(engine) as neighbour:
         box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/output/f; echo mine >/dev/shm/f")
@@ -135,7 +137,7 @@ def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
     assert found.output.split() == ["/dev/shm:", "/output:", "/tmp:", "/workspace:"]
 
 
-def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
+def test_processes_of_the_host_are_not_visible(shared_box: Box) -> None:
     """Aim: find the engine, sandboxd or a worker among the visible processes."""
     answer = shared_box.run("ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     count = int(answer.output.split()[0])
@@ -144,7 +146,7 @@ def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
     assert "dockerd" not in answer.output
 
 
-def test_get_a_sandbox_that_another_has_used(sandboxd: OwnSandboxd) -> None:
+def test_a_new_session_never_gets_a_used_container(sandboxd: OwnSandboxd) -> None:
     """Aim: find data of the previous session in a reused container."""
     with sandboxd.session("first", "before") as before:
         before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")

@@ -164,7 +164,7 @@ LOST: dict[str, Callable[[ToolCall], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("forgery", LOST)
-async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
+async def test_a_forged_host_loss_does_not_repeat_a_running_call(
     attacker: Attacker, tmp_path: Path, forgery: str
 ) -> None:
     call, gate, key = attacker.call(), tmp_path / "gate", ""
@@ -188,7 +188,7 @@ async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forger_without_the_secret_runs_nothing(attacker: Attacker, forgery: str) -> None:
+def test_a_message_without_a_valid_signature_is_refused_and_counted(attacker: Attacker, forgery: str) -> None:
     reason, forge = FORGERIES[forgery]
     call, before = attacker.call(), attacker.counted(reason)
     attacker.push(forge(call), call)
@@ -198,7 +198,7 @@ def test_a_forger_without_the_secret_runs_nothing(attacker: Attacker, forgery: s
     assert attacker.pool.acted(call.id) == 0
 
 
-def test_a_call_that_is_pushed_twice_acts_once_and_keeps_its_result(attacker: Attacker) -> None:
+def test_a_call_queued_twice_runs_once_and_keeps_its_result(attacker: Attacker) -> None:
     call, before = attacker.call(), attacker.counted("repeated")
     message = attacker.message(encode_call(call, build_context(), KEYS), call.id)
     attacker.redis.lpush(POOL_WEB, message, message)
@@ -208,7 +208,7 @@ def test_a_call_that_is_pushed_twice_acts_once_and_keeps_its_result(attacker: At
     assert attacker.pool.acted(call.id) == 1
 
 
-async def test_a_copied_call_is_not_run_again_after_its_end(attacker: Attacker) -> None:
+async def test_a_copied_call_does_not_run_again_after_its_end(attacker: Attacker) -> None:
     call, before = attacker.call(), attacker.counted("repeated")
     assert (await dispatch(attacker, call)).success
     attacker.push(encode_call(call, build_context(), KEYS), call)
@@ -217,14 +217,14 @@ async def test_a_copied_call_is_not_run_again_after_its_end(attacker: Attacker) 
     assert stored_state(attacker.redis, attacker.task_id(call.id)) is None
 
 
-def test_an_expired_call_is_answered_and_not_run(attacker: Attacker) -> None:
+def test_an_expired_call_is_answered_with_a_timeout_and_does_not_run(attacker: Attacker) -> None:
     call = attacker.call()
     attacker.push(encode_call(call, build_context(deadline_at=time.time() - 1), KEYS), call)
     result = attacker.await_result(call)
     assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.TIMEOUT, 0)
 
 
-def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_run(attacker: Attacker) -> None:
+def test_a_call_for_a_session_on_another_host_or_of_another_tenant_does_not_run(attacker: Attacker) -> None:
     # A key that only a worker of a sandbox host may read. This worker has the role here.
     attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:t:*:session.*:place"])
     place = {"state": "open", "queue": "host.b.1", "fence": "2"}
@@ -236,7 +236,7 @@ def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_r
         assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.HOST_LOST, 0)
 
 
-def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attacker: Attacker) -> None:
+def test_a_call_of_an_unregistered_tenant_is_refused_and_counted(attacker: Attacker) -> None:
 
     def is_refused() -> bool:
         call = attacker.call()
@@ -255,7 +255,7 @@ def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attack
     assert attacker.counted("wrong_tenant") == before + 1
 
 
-def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> None:
+def test_a_forged_cancel_order_has_no_effect(attacker: Attacker) -> None:
     before = attacker.counted("signature")
     order = ToolCall(id=secrets.token_hex(8), name="session.cancel", arguments={"call_id": "c1"})
     attacker.redis.lpush(control_queue(POOL_WEB), encode_call(order, build_context(), SigningKeys.of("a guess")))
@@ -274,7 +274,7 @@ def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     "cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"]
 )
-async def test_a_redis_that_takes_no_writes_is_reported_and_nothing_runs(
+async def test_a_redis_that_refuses_writes_is_reported_and_no_call_runs(
     attacker: Attacker, crippled: Callable[..., None], cripple: tuple[str, ...]
 ) -> None:
     call = attacker.call()
@@ -288,7 +288,7 @@ async def test_a_redis_that_takes_no_writes_is_reported_and_nothing_runs(
 @pytest.mark.parametrize(
     "command", ["shutdown", "pool_shrink", "add_consumer", "rate_limit", "revoke", "time_limit", "terminate"]
 )
-def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker, command: str) -> None:
+def test_celery_control_commands_have_no_effect(attacker: Attacker, command: str) -> None:
     app = Celery("attacker", broker=attacker.server.url("admin"), set_as_current=False)
     arguments = {
         "n": 5,
@@ -308,7 +308,7 @@ def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker
         app.close()
 
 
-async def test_after_all_this_a_call_is_served_and_no_user_missed_a_right(attacker: Attacker) -> None:
+async def test_after_all_attacks_a_call_succeeds_and_no_redis_user_lacked_a_right(attacker: Attacker) -> None:
     call = attacker.call()
     assert (await dispatch(attacker, call)).success
     assert attacker.pool.acted(call.id) == 1

@@ -542,7 +542,7 @@ def test_an_attempt_obtains_nothing(name: str, harness: SecretHarness) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_other(
+def test_a_decompression_bomb_ends_at_its_session_quota_and_delays_no_other_session(
     coding: str, harness: SecretHarness
 ) -> None:
     packer = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
@@ -572,7 +572,7 @@ def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_oth
     assert harness.proxy.wait_for_line(session=f"bomb-{coding}")["outcome"] == "bytes_spent"
 
 
-def test_an_attempt_that_succeeds_would_be_noticed(harness: SecretHarness) -> None:
+def test_the_check_detects_an_attempt_that_obtains_the_secret(harness: SecretHarness) -> None:
     assert len(ATTEMPTS) >= 54
     harness.ask(harness.get("/", BEARER))
     assert find_secret(harness.site.seen)

@@ -63,14 +63,14 @@ BREAKERS = {
 
 
 @pytest.mark.parametrize("script", BREAKERS.values(), ids=BREAKERS.keys())
-def test_a_session_is_not_broken_by(guest: Guest, script: str) -> None:
+def test_a_later_command_still_works_after(guest: Guest, script: str) -> None:
     """Aim: leave a state in which no later command runs."""
     command(guest, script)
     assert is_well(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
     assert command(guest, "echo again; pwd", state="fresh")["exit_code"] == 0
 
 
-def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest) -> None:
+def test_a_forged_shell_state_does_not_break_the_session(guest: Guest) -> None:
     """Aim: run code in every later command, or prevent all later commands."""
     state = guest.output / ".state" / "shell"
     command(guest, "true")
@@ -85,14 +85,14 @@ def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest
 @pytest.mark.parametrize(
     "attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"]
 )
-def test_a_session_is_not_left_without_a_state_by_an_attacker_who_takes_its_folder(guest: Guest, attack: str) -> None:
+def test_a_session_recovers_its_state_folder_after(guest: Guest, attack: str) -> None:
     """Aim: leave no folder for the state."""
     command(guest, attack.format(guest.output / ".state"))
     command(guest, "cd /tmp")
     assert is_well(guest)
 
 
-def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) -> None:
+def test_guest_memory_does_not_grow_with_the_output(guest: Guest) -> None:
     """Aim: fill the memory of PID 1."""
     command(guest, "true")
     before = guest.resident_bytes()
@@ -105,7 +105,7 @@ def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) ->
     assert guest.resident_bytes() - before < 2 << 20
 
 
-def test_a_daemonised_child_holds_nothing_of_the_session(guest: Guest) -> None:
+def test_a_daemonised_child_inherits_no_state_descriptor(guest: Guest) -> None:
     """Aim: read or write the next state through a descriptor that was left open."""
     files = "for fd in /proc/self/fd/*; do readlink $fd; done"
     done = command(guest, f"(setsid sh -c '{files}') | grep -c -e memfd -e state")

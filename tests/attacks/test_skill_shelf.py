@@ -50,7 +50,7 @@ def said(session: HostileSession, script: str) -> str:
     return session.bash(script).streams.get("merged", b"").decode()
 
 
-def test_change_a_skill_from_inside(sandboxd: OwnSandboxd) -> None:
+def test_a_skill_cannot_be_changed_from_inside_a_sandbox(sandboxd: OwnSandboxd) -> None:
     """Aim: replace a script that an operator trusts with a script of the model."""
     with sandboxd.session() as session:
         folder = place(sandboxd, session)
@@ -74,7 +74,7 @@ def test_change_a_skill_from_inside(sandboxd: OwnSandboxd) -> None:
         ]
 
 
-def test_find_the_skills_of_another_tenant(sandboxd: OwnSandboxd) -> None:
+def test_skills_of_another_tenant_cannot_be_found(sandboxd: OwnSandboxd) -> None:
     """Aim: find the skills of another tenant. All sandboxes mount the same volume, but a tenant's skills must stay
     hidden from other tenants.
     """
@@ -95,7 +95,7 @@ def test_find_the_skills_of_another_tenant(sandboxd: OwnSandboxd) -> None:
         assert place(sandboxd, rival, secret) != folder
 
 
-def test_everybodys_skill_lies_there_once(sandboxd: OwnSandboxd) -> None:
+def test_a_shared_skill_is_stored_once(sandboxd: OwnSandboxd) -> None:
     with sandboxd.session("acme") as one, sandboxd.session("rival") as other:
         folder = place(sandboxd, one, shared=True)
         assert place(sandboxd, other, shared=True) == folder
@@ -103,7 +103,7 @@ def test_everybodys_skill_lies_there_once(sandboxd: OwnSandboxd) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "./a", "a//b", ""])
-def test_place_files_elsewhere(sandboxd: OwnSandboxd, name: str) -> None:
+def test_a_bundle_with_an_unsafe_path_is_refused(sandboxd: OwnSandboxd, name: str) -> None:
     """Aim of a compromised worker: write into another bundle, or outside of the volume."""
     files = {name: b"x", **FILES}
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
@@ -114,7 +114,7 @@ def test_place_files_elsewhere(sandboxd: OwnSandboxd, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_place_what_is_no_file(sandboxd: OwnSandboxd, kind: bytes) -> None:
+def test_a_bundle_with_a_special_file_is_refused(sandboxd: OwnSandboxd, kind: bytes) -> None:
     odd, files = tarfile.TarInfo("data/odd"), {**FILES, "kind": kind}
     odd.type, odd.linkname = kind, "/etc/passwd"
     with (
@@ -125,7 +125,7 @@ def test_place_what_is_no_file(sandboxd: OwnSandboxd, kind: bytes) -> None:
         client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
 
 
-def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
+def test_a_sparse_bundle_uses_bounded_memory(sandboxd: OwnSandboxd) -> None:
     """Aim: exhaust the memory of sandboxd, so that the daemon and all its sandboxes are killed."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -149,7 +149,7 @@ def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
     assert sandboxd.peak_bytes() - before < 64 * 1024 * 1024
 
 
-def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
+def test_a_bundle_whose_content_differs_from_its_digest_is_refused(sandboxd: OwnSandboxd) -> None:
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         for archive in (
             pack({**FILES, "data/word.txt": b"other"}),
@@ -162,7 +162,7 @@ def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
         assert client.find_skill(session.name, "0" * 64, shared=False) is None
 
 
-def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
+def test_a_bundle_above_the_size_limit_uses_bounded_memory(sandboxd: OwnSandboxd) -> None:
     class Large(io.BytesIO):
         remaining = 200 * 1024 * 1024
 
@@ -184,7 +184,7 @@ def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
     assert sandboxd.peak_bytes() - before < 32 * 1024 * 1024
 
 
-def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(sandboxd: OwnSandboxd) -> None:
+def test_a_call_cancelled_before_its_start_does_not_run(sandboxd: OwnSandboxd) -> None:
     """Aim: make sandboxd forget a cancel that arrives before the call starts, so that the script runs to its limit."""
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         place(sandboxd, session)

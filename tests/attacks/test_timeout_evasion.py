@@ -107,7 +107,7 @@ def busy(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
 
 
 @pytest.mark.parametrize(("script", "is_late"), EVADERS.values(), ids=EVADERS.keys())
-def test_a_call_and_all_that_it_started_end_at_its_limit_despite(
+def test_a_call_ends_with_all_its_processes_at_its_limit_despite(
     busy: HostileSession, script: str, is_late: bool
 ) -> None:
     """Aim: continue unseen, or hold the call and its worker beyond the limit. Other programs of the session must not
@@ -134,7 +134,7 @@ def assert_killed(answer: GuestResponse, is_late: bool) -> None:
     assert 0 <= kill["ms"] < 1000 * GRACE_S
 
 
-def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_more(sandboxd: OwnSandboxd) -> None:
+def test_a_program_that_kills_everything_ends_only_its_own_session_processes(sandboxd: OwnSandboxd) -> None:
     """Aim: end PID 1, or leave calls that are never answered."""
     with sandboxd.session(session="killer") as killer, sandboxd.session(session="bystander") as bystander:
         waiting = killer.start("exec sleep 777", state="use")
@@ -150,7 +150,7 @@ def test_a_program_that_kills_all_it_can_ends_its_own_session_s_programs_and_no_
         assert list(bystander.programs().values()) == ["sleep 999"]
 
 
-def test_a_fork_bomb_at_the_limit_of_processes_ends_with_its_call(sandboxd: OwnSandboxd) -> None:
+def test_a_fork_bomb_ends_with_its_call(sandboxd: OwnSandboxd) -> None:
     """Aim: leave no free process for the code that ends the call."""
     with sandboxd.session(session="bomb") as session:
         before = session.watched.pids_refused()
@@ -180,7 +180,7 @@ def unfreeze(session: HostileSession) -> None:
         os.kill(session.watched.pid, signal.SIGCONT)
 
 
-def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_limit(
+def test_a_container_with_a_frozen_guest_is_removed_two_seconds_after_the_call_limit(
     sandboxd: OwnSandboxd, frozen: HostileSession
 ) -> None:
     """Aim: prevent PID 1 from killing the programs, and continue."""
@@ -195,7 +195,7 @@ def test_a_guest_that_cannot_answer_costs_the_container_two_seconds_after_the_li
     assert frozen.watched.id not in sandboxd.footprint.containers()
 
 
-def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(
+def test_a_container_with_a_frozen_guest_is_removed_after_its_worker_was_killed(
     sandboxd: OwnSandboxd, frozen: HostileSession
 ) -> None:
     """Aim: outlive the limit because no process waits for the answer."""
@@ -208,7 +208,7 @@ def test_a_guest_that_cannot_answer_is_removed_though_its_worker_was_killed(
     assert frozen.watched.id not in sandboxd.footprint.containers()
 
 
-def test_a_fork_bomb_does_not_outlive_a_killed_sandboxd(engine: APIClient) -> None:
+def test_a_fork_bomb_ends_when_sandboxd_is_killed(engine: APIClient) -> None:
     """Aim: run without a limit after the death of sandboxd. The guest sees the end of its input and must get
     processor time to act.
     """

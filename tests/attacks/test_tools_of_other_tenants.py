@@ -47,7 +47,7 @@ def _words(result: ToolResult, name: str) -> tuple[ErrorCode | None, str]:
 
 
 @pytest.mark.parametrize("tenant", ["acme", "BOLT", "bolt2", "default"])
-async def test_another_tenants_tool_looks_like_an_unknown_tool(tenant: str) -> None:
+async def test_a_tool_of_another_tenant_looks_like_an_unknown_tool(tenant: str) -> None:
     refused, sent = await _dispatched("bolts_tool", tenant)
     unknown, _ = await _dispatched("nuts_tool", tenant)
     assert (_words(refused, "bolts_tool"), sent) == (_words(unknown, "nuts_tool"), 0)
@@ -55,22 +55,22 @@ async def test_another_tenants_tool_looks_like_an_unknown_tool(tenant: str) -> N
     assert "bolts_tool" not in json.dumps(refused.metadata), "not among the nearest names either"
 
 
-async def test_the_tenant_itself_calls_it() -> None:
+async def test_a_tenant_can_call_its_own_tool() -> None:
     result, sent = await _dispatched("bolts_tool", "bolt")
     assert (result.success, sent) == (True, 1)
 
 
-def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue() -> None:
+def test_a_worker_refuses_a_queued_call_for_a_tool_of_another_tenant() -> None:
     refused, unknown = _executed("bolts_tool", "acme"), _executed("nuts_tool", "acme")
     assert _words(refused, "bolts_tool") == _words(unknown, "nuts_tool")
     assert _executed("bolts_tool", "bolt").output == "ran"
 
 
-def test_names_that_outlive_their_worker_do_not_reveal_it() -> None:
+def test_the_list_of_known_tool_names_does_not_contain_tenant_tools() -> None:
     entries = WorkerCatalogStore(None, "default", KEY)._build_entries({"tools": Catalog(tools=(BOLTS, COMMON))})  # type: ignore[arg-type]
     assert json.loads(entries[1][1]) == ["common_tool"]
 
 
-def test_a_spec_of_everybodys_tool_is_as_an_earlier_program_reads_it() -> None:
+def test_a_tool_spec_without_tenants_is_encoded_as_in_earlier_releases() -> None:
     assert "tenants" not in COMMON.model_dump_json()
     assert ToolSpec.model_validate_json(BOLTS.model_dump_json()).tenants == ("bolt",)

@@ -15,7 +15,7 @@ SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
 """A fixed seed gives the same faults each time; scripts/chaos batch draws other seeds."""
 
 
-def test_if_any_process_is_killed_every_item_of_a_batch_has_one_row_and_acts_once(engine: APIClient) -> None:
+def test_every_batch_item_has_one_row_and_acts_once_when_any_process_is_killed(engine: APIClient) -> None:
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
     with open_chaos(engine, Terms(has_tools=False)) as harness:

@@ -43,11 +43,11 @@ def _say(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
 
 
-def test_if_any_process_is_killed_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
+def test_every_call_has_one_result_and_acts_at_most_once_when_any_process_is_killed(harness: Harness) -> None:
     hold(harness, [blow for blow in BLOWS if blow.deed == "kill"])
 
 
-def test_if_any_process_hangs_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
+def test_every_call_has_one_result_and_acts_at_most_once_when_any_process_hangs(harness: Harness) -> None:
     """Pause one worker until the worker is considered lost. After the pause the worker must not run the calls that it
     held.
     """

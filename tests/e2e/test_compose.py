@@ -230,7 +230,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]
     assert not any(leftovers.values()), leftovers
 
 
-def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
+def test_a_call_passes_through_the_whole_compose_stack(composed: ComposeStack) -> None:
     ran = composed.compose(
         "exec", "-T", "orchestrator", "toolcrew", "call", "bash_tool", "command=echo $((6*7))", "--json"
     )
@@ -239,7 +239,7 @@ def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
     assert (result["success"], result["output"].strip()) == (True, "42")
 
 
-def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeStack) -> None:
+def test_a_detached_batch_is_executed_by_the_service(composed: ComposeStack) -> None:
     line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "echo $((6*7))"}})
     submit = f"cat > /tmp/in.jsonl <<'END'\n{line}\nEND\ntoolcrew batches submit /tmp/in.jsonl --detach --id composed"
     ran = composed.execute("orchestrator", "sh", "-c", submit)
@@ -254,7 +254,7 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
     assert (row["custom_id"], row["response"]["body"]["output"].strip()) == ("a", "42")
 
 
-def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
+def test_a_host_program_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
     with composed.open_client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         # It uses a few milliseconds, so that a report of the usage at the same time does not take all of it.
@@ -268,14 +268,14 @@ def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(compos
         assert client.delete(f"/v1/sessions/{session}").status_code == 204
 
 
-def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(composed: ComposeStack) -> None:
+def test_a_call_of_the_web_pool_cannot_reach_the_internal_network(composed: ComposeStack) -> None:
     ran = composed.execute("orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
     result = json.loads(ran.out)
     assert result["error_code"] == "SECURITY_REFUSED", f"{ran.out}{ran.err}\n{composed.tell()}"
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd"}))
-def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
+def test_a_compromised_service_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
     ran = composed.execute(
         service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock"
     )
@@ -288,7 +288,7 @@ def test_only_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) 
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_a_service_that_is_taken_over_holds_no_other_right_and_cannot_change_its_files(
+def test_a_compromised_service_has_no_extra_capability_and_cannot_change_its_files(
     composed: ComposeStack, service: str
 ) -> None:
     ran = composed.execute(
@@ -300,11 +300,11 @@ def test_a_service_that_is_taken_over_holds_no_other_right_and_cannot_change_its
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_an_image_of_a_service_holds_nothing_that_gives_rights(composed: ComposeStack, service: str) -> None:
+def test_a_service_image_contains_no_file_that_gives_rights(composed: ComposeStack, service: str) -> None:
     assert scan_image(f"toolcrew-{service}:dev") == []
 
 
-def test_sandboxes_are_started_by_sandboxd_on_disks_and_have_no_right_on_the_host(composed: ComposeStack) -> None:
+def test_sandboxes_have_disk_images_and_no_rights_on_the_host(composed: ComposeStack) -> None:
     ask = "from workers.sandbox_client import SandboxClient as C; import json, os; "
     ask += "print(json.dumps(C(os.environ['TOOLCREW_SANDBOXD_SOCKET']).status()))"
     status = json.loads(composed.execute("sandboxd", "python", "-c", ask).out)
@@ -333,7 +333,7 @@ def find_processes(sandboxes: Iterable[str]) -> set[int]:
     return found
 
 
-def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> None:
+def test_files_survive_the_death_of_their_sandbox_and_of_sandboxd(composed: ComposeStack) -> None:
     """Also those that root inside has changed in the image's file system, and those of forks."""
     with composed.open_client() as client:
         files = {
@@ -374,7 +374,7 @@ def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> Non
         assert {client.delete(f"/v1/sessions/{session}").status_code for session in files} == {204}
 
 
-def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
+def test_services_log_only_json_lines(composed: ComposeStack) -> None:
     """Redis and Flower are exceptions, because they have their own log formats."""
     for service in sorted(SERVICES - {"redis", "flower"}):
         (container,) = composed.list_left("container", service)
@@ -385,7 +385,7 @@ def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack)
         assert all({"timestamp", "level", "event", "service"} <= set(event) for event in events), service
 
 
-def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(composed: ComposeStack) -> None:
+def test_a_compromised_worker_cannot_connect_to_outside_addresses(composed: ComposeStack) -> None:
     addresses = [find_gateway(f"{composed.name}_{network}") for network in ("egress", "backend")]
     with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
         port = listener.getsockname()[1]
@@ -422,7 +422,7 @@ def test_only_sandboxd_reaches_the_egress_proxy(composed: ComposeStack) -> None:
         assert composed.execute(service, "ls", "/run/toolcrew-egress/egress.sock").status != 0
 
 
-def test_an_egress_proxy_that_is_taken_over_knows_no_neighbour_of_the_inner_network(composed: ComposeStack) -> None:
+def test_a_compromised_egress_proxy_cannot_resolve_internal_services(composed: ComposeStack) -> None:
     ran = composed.execute("egress", "python", "-c", "import socket; print(socket.gethostbyname('redis'))")
     assert ran.status != 0, ran.out
 
@@ -432,11 +432,11 @@ def find_gateway(network: str) -> str:
     return run_well(["docker", "network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network]).strip()
 
 
-def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) -> None:
+def test_sandboxd_has_only_a_loopback_interface(composed: ComposeStack) -> None:
     assert composed.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
 
 
-def test_redis_requires_a_password_and_no_service_may_rewrite_its_configuration(composed: ComposeStack) -> None:
+def test_redis_requires_a_password_and_services_cannot_change_its_configuration(composed: ComposeStack) -> None:
     assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
     for role in ("orchestrator", "worker", "web", "flower"):
         for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys x", "acl list"):
@@ -448,7 +448,7 @@ def test_redis_requires_a_password_and_no_service_may_rewrite_its_configuration(
             assert ran.out.startswith("NOPERM"), f"{role}: {command}: {ran}"
 
 
-def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
+def test_no_service_lacked_a_redis_permission(composed: ComposeStack) -> None:
     shell = 'REDISCLI_AUTH="$TOOLCREW_REDIS_ADMIN_PASSWORD" redis-cli --user admin --no-auth-warning acl log'
     text = composed.execute("redis", "sh", "-c", shell).out
     # The attempts of the test above are in the log too. A refused command or key of a service would be an additional
@@ -471,7 +471,7 @@ def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
     assert [value for value in values if value in shown] == []
 
 
-def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
+def test_flower_requires_its_password(composed: ComposeStack) -> None:
     request = urllib.request.Request(f"http://127.0.0.1:{composed.flower_port}/api/workers")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=ANSWER_S)
@@ -494,7 +494,7 @@ os.kill(next(pid for pid, parent in parents.items() if parent == "1"), 9)
 """
 
 
-def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(composed: ComposeStack) -> None:
+def test_a_crashed_worker_restarts_and_a_drained_worker_stays_stopped(composed: ComposeStack) -> None:
     starts = composed.worker_ends()[2] + 1
     assert composed.execute("worker", "python", "-c", KILL_WORKER).status in (0, 137)
     wait_until(lambda: composed.worker_ends()[::2] == ("running", starts), ANSWER_S, composed.tell)

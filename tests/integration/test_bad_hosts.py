@@ -80,7 +80,7 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
     ],
     ids=["image", "runtime", "runtime of a class", "egress without a proxy"],
 )
-async def test_what_is_missing_is_named_with_the_setting_to_change(
+async def test_a_missing_requirement_is_reported_with_the_setting_to_change(
     api: APIClient, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(OperatorError, match=message):
@@ -92,12 +92,12 @@ class EngineWithoutSeccomp(Engine):
         return replace(await super().facts(), seccomp=False)
 
 
-async def test_a_kernel_without_seccomp_gets_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
+async def test_a_kernel_without_seccomp_starts_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not be isolated"):
         await open_on(build_settings(tmp_path), EngineWithoutSeccomp())
 
 
-async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_time(
+async def test_sandboxd_does_not_start_with_an_engine_that_hangs_or_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine")
@@ -130,7 +130,7 @@ class EngineWithBadRuntime(Engine):
         return await super().start({**config, "HostConfig": weaker}, name)
 
 
-async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
+async def test_the_profile_is_checked_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
     far = TenantClass(runtime=OTHER_RUNTIME)
     settings = build_settings(tmp_path, sandbox_start="engine", tenant_classes={"far": far})
     good, bad = EngineWithBadRuntime(), EngineWithBadRuntime(OTHER_RUNTIME)
@@ -149,9 +149,7 @@ def find_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
 
 
-async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_there(
-    api: APIClient, tmp_path: Path
-) -> None:
+async def test_the_check_examines_the_state_folder_and_changes_nothing_in_it(api: APIClient, tmp_path: Path) -> None:
     settings, engine = build_settings(tmp_path, sandbox_workspace="folder"), Engine()
     settings.state().mkdir(parents=True)
     (settings.state() / "kept").touch()
@@ -167,7 +165,7 @@ async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_
     assert [path.name for path in settings.state().iterdir()] == ["kept"]
 
 
-async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
+async def test_the_check_examines_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
     settings, engine = build_settings(tmp_path), Engine()
     try:
         evidence = await examine(settings, Plans(settings), engine)
@@ -191,7 +189,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     assert find_files(tmp_path) == []
 
 
-async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_has_that_runs(
+async def test_a_check_removes_leftovers_of_a_killed_check_and_not_of_a_running_one(
     api: APIClient, tmp_path: Path
 ) -> None:
     settings, engine = build_settings(tmp_path), Engine()
@@ -214,7 +212,7 @@ async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_ha
     assert names == ["doctor-running.name"]
 
 
-async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
+async def test_the_check_without_an_engine_still_reports_the_other_guarantees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
@@ -245,7 +243,7 @@ class SettingsOfAnother(SandboxdSettings):
         (SettingsOfAnother, "broken", "which may not be the egress proxy"),
     ],
 )
-async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
+async def test_the_check_accepts_an_egress_proxy_only_under_an_allowed_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, message: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
@@ -269,7 +267,7 @@ def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]
     )
 
 
-def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:
+def test_the_program_ends_with_one_sentence_and_no_traceback(tmp_path: Path) -> None:
     missing = f"unix://{tmp_path}/missing"
     stranger = '{"a": {"pool": {"strange": 1}}}'
     with (

@@ -18,7 +18,7 @@ MOST_LINES = 20_400
 MOST_RUN = 5_570
 
 
-def test_one_bash_call_runs_the_known_files_and_stays_below_the_limit(footprint: Footprint) -> None:
+def test_one_bash_call_executes_the_known_files_and_stays_below_the_limits(footprint: Footprint) -> None:
     script = [sys.executable, "-m", "scripts.call_path", "--json"]
     ran = subprocess.run(script, cwd=ROOT, env=footprint.environment(), stdout=subprocess.PIPE, timeout=110, check=True)
 

@@ -143,7 +143,7 @@ def seen(where: dict[str, bytes], canaries: Iterable[str]) -> set[tuple[str, str
     return {(place, word) for place, text in where.items() for word in canaries if word.encode() in text}
 
 
-async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None:
+async def test_no_secret_argument_or_output_is_left_where_others_can_read(watched: Stack) -> None:
     url = SecretStr(watched.redis_url)
     password = urlsplit(watched.redis_url).password or ""
     assert password
@@ -203,7 +203,7 @@ async def test_an_api_key_is_stored_nowhere(watched: Stack) -> None:
     assert seen(everywhere, (key, key.split("_", 2)[2])) == set()
 
 
-async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
+async def test_a_message_for_an_unknown_task_is_not_logged_with_its_content(watched: Stack) -> None:
     """Celery logs the whole message of an unknown task. An orchestrator of another release may send such a message
     with a tenant's arguments.
     """

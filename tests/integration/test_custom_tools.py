@@ -156,7 +156,7 @@ async def call(session: Session, name: str, timeout_s: float | None = None, **ar
     return json.loads(result.output or "null")
 
 
-async def test_an_installed_package_serves_its_tools_and_a_session_remembers(
+async def test_an_installed_package_serves_its_tools_and_keeps_session_state(
     fresh_client: ToolClient, shop: Session
 ) -> None:
     specs = {spec.name: spec for spec in await fresh_client.tools()}
@@ -169,12 +169,12 @@ async def test_an_installed_package_serves_its_tools_and_a_session_remembers(
         assert (await call(other, "quote_basket"))["total"] == 0
 
 
-async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:
+async def test_processes_of_the_pool_share_session_state_without_lost_updates(shop: Session) -> None:
     await asyncio.gather(*(call(shop, "count", times=10) for _ in range(4)))
     assert await call(shop, "count", times=1) == 41
 
 
-async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: ToolClient) -> None:
+async def test_a_tool_uses_the_model_of_the_run_and_the_run_is_charged(fresh_client: ToolClient) -> None:
     counted = {"choices": [], "usage": {"prompt_tokens": 7000, "completion_tokens": 3000}}
 
     def reply(messages: list[Any]) -> Any:
@@ -206,7 +206,9 @@ async def test_a_tool_is_stopped_at_its_limit_and_the_next_call_works(shop: Sess
     assert await call(shop, "where_am_i") > 0
 
 
-async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(harness: Harness, shop: Session) -> None:
+async def test_a_tool_that_raises_system_exit_fails_its_call_and_not_the_worker(
+    harness: Harness, shop: Session
+) -> None:
     before = set(children_of(harness.worker.pid))
     result = await shop.call("leave", {})
     assert (result.error_code, result.error) == (ErrorCode.INTERNAL, "SystemExit: 1")

@@ -87,7 +87,7 @@ class Writer:
         self._is_told = True
 
 
-async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(harness: Harness) -> None:
+async def test_sessions_of_a_killed_worker_continue_with_all_their_files(harness: Harness) -> None:
     async with ToolClient.connect(settings=settings_of(harness)) as client:
         session = await client.open_session()
         home = (await session.info()).host

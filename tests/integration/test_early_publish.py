@@ -88,16 +88,14 @@ async def hold(orchestrator: Orchestrator) -> None:
         pass
 
 
-async def test_a_slot_that_never_came_is_given_back(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
+async def test_an_early_slot_that_was_not_used_is_released(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
     async with ours.admission.slot(build_request(), is_early=True):
         pass
     async with asyncio.timeout(10), ours.admission.slot(build_request()):
         pass
 
 
-async def test_without_redis_it_is_certain_that_the_call_was_not_sent(
-    ours: Orchestrator, redis_server: RedisProcess
-) -> None:
+async def test_without_redis_the_call_is_reported_as_not_sent(ours: Orchestrator, redis_server: RedisProcess) -> None:
     async with ours.admission.slot(build_request()):
         pass
     await asyncio.to_thread(redis_server.stop)

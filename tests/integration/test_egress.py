@@ -172,7 +172,7 @@ def test_pip_downloads_a_package(place: Place) -> None:
     assert text_of(ran) == "tiny-1.0-py3-none-any.whl\n"
 
 
-def test_a_refusal_is_reported_in_words(place: Place) -> None:
+def test_a_refusal_reaches_the_program_as_403(place: Place) -> None:
     ran = place.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
     assert "403" in text_of(ran)
 
@@ -198,19 +198,19 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
     return str(outputs[0]["content"][0]["text"])
 
 
-def test_a_servers_program_has_the_network_of_its_session(place: Place) -> None:
+def test_an_mcp_server_has_the_network_of_its_session(place: Place) -> None:
     assert _call_fetcher(place, "session", "acme") == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
     assert _call_fetcher(place, "session", "unknown").startswith("URLError")
 
 
-def test_a_server_without_network_runs_only_in_sessions_without(place: Place) -> None:
+def test_an_mcp_server_without_network_runs_only_in_sessions_without_network(place: Place) -> None:
     with pytest.raises(ToolFailure) as caught:
         _call_fetcher(place, "none", "acme")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
     assert _call_fetcher(place, "none", "unknown").startswith("URLError")
 
 
-def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_server(place: Place) -> None:
+def test_unset_proxy_variables_do_not_make_a_session_one_without_network(place: Place) -> None:
     request = {
         "op": "exec",
         "argv": None,
@@ -234,7 +234,7 @@ def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_ser
 
 
 @pytest.mark.parametrize("tenant", ["acme", "unknown"])
-def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str) -> None:
+def test_only_the_port_of_the_proxy_is_reachable(place: Place, tenant: str) -> None:
     tries = "\n".join(
         [
             "import socket",
@@ -262,14 +262,14 @@ def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
     assert text_of(ran).startswith("0\n")
 
 
-def test_a_neighbour_gets_by_its_own_rules_only(place: Place) -> None:
+def test_each_session_is_checked_against_the_rules_of_its_own_tenant(place: Place) -> None:
     ran = place.run(f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1; true", "rival", "theirs")
     assert "403" in text_of(ran)
     line = next(line for line in reversed(place.harness.logs) if line["event"] == "egress")
     assert (line["tenant"], line["session"]) == ("rival", "theirs")
 
 
-def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_more_through(place: Place) -> None:
+def test_a_withdrawn_network_ends_open_connections_and_refuses_new_ones(place: Place) -> None:
     place.stall.asked.clear()
     got: list[GuestResponse] = []
     stalling = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/ 2>&1 | tail -1 | tail -c 300"
@@ -292,7 +292,7 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
 # Ends of connections
 
 
-def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
+def test_a_cancelled_call_ends_its_connections_at_the_proxy(place: Place) -> None:
     place.stall.asked.clear()
     before = place.harness.served
     fetch = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/"
@@ -304,7 +304,7 @@ def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
-def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, stop: signal.Signals) -> None:
+def test_a_client_gets_an_error_when_the_proxy_ends_during_a_response(place: Place, stop: signal.Signals) -> None:
     own = place.footprint.folder / f"egress-{stop.name}.sock"
     place.stall.asked.clear()
     got: list[GuestResponse] = []
@@ -323,7 +323,7 @@ def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, 
     place.point_at(place.harness.path)
 
 
-def test_without_a_proxy_a_program_learns_it_and_calls_continue(place: Place) -> None:
+def test_a_program_gets_502_when_the_proxy_is_unavailable(place: Place) -> None:
     place.point_at(place.footprint.folder / "nothing.sock")
     try:
         ran = place.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")

@@ -55,7 +55,7 @@ def test_curl_downloads(harness: Harness, place: tuple[str, int], authority: str
     assert (tmp_path / "got").read_bytes() == (site / "big").read_bytes()
 
 
-def test_curl_uploads_and_is_answered(harness: Harness, place: tuple[str, int], authority: str) -> None:
+def test_curl_uploads_and_gets_a_response(harness: Harness, place: tuple[str, int], authority: str) -> None:
     url, port = place
     with open_front(harness, build_rules(port)) as proxy:
         ran = run(
@@ -74,7 +74,7 @@ def test_curl_uploads_and_is_answered(harness: Harness, place: tuple[str, int], 
     assert ran.stdout.endswith("501"), ran
 
 
-def test_curl_learns_why_it_is_refused(harness: Harness, place: tuple[str, int]) -> None:
+def test_curl_shows_the_reason_of_a_refusal(harness: Harness, place: tuple[str, int]) -> None:
     url, port = place
     refused = url.replace("site.example", "evil.example")
     with open_front(harness, build_rules(port)) as proxy:
@@ -116,7 +116,7 @@ def test_git_clones_a_repository(harness: Harness, place: tuple[str, int], autho
     assert run("git", "-C", str(tmp_path / "code"), "log", "--format=%s").stdout == "first\n"
 
 
-def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(harness: Harness, site: Path) -> None:
+def test_the_client_sees_the_certificate_of_the_server(harness: Harness, site: Path) -> None:
     with open_site(site, server_context()) as port, open_front(harness, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, f"https://site.example:{port}/big")
     # The authority of the test is not in the system's list. If the proxy presented its own certificate, this client
@@ -125,7 +125,7 @@ def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(harness: Harne
     assert ran.returncode == 60
 
 
-def test_a_client_that_fronts_another_server_is_cut_off(harness: Harness, site: Path) -> None:
+def test_a_client_with_another_server_name_in_its_tunnel_is_disconnected(harness: Harness, site: Path) -> None:
     with open_site(site, server_context()) as port, open_front(harness, build_rules(port)) as proxy:
         # Sends search.example as the server name in a tunnel that was requested for site.example.
         ran = run(

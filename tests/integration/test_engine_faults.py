@@ -85,7 +85,7 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
     ],
     ids=["silent", "stalling", "dripping", "garbage", "another server"],
 )
-async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer_asked(
+async def test_an_engine_without_valid_answers_is_reported_in_time_and_not_called_again(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     behaviour: Behaviour,
@@ -108,7 +108,7 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
+async def test_an_unreachable_engine_is_reported_with_what_to_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with opened(monkeypatch, tmp_path / "unknown") as engine:
@@ -121,9 +121,7 @@ async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
             await engine.pause("x")
 
 
-async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_an_answer_of_another_server_is_not_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with stub_engine(tmp_path / "engine", answers_something_else):
         operations: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
@@ -139,7 +137,7 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
                     await ask(engine)
 
 
-async def test_an_engine_that_refuses_is_quoted_and_asked_again(
+async def test_a_refusal_of_the_engine_is_quoted_and_the_engine_is_called_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with (
@@ -153,7 +151,7 @@ async def test_an_engine_that_refuses_is_quoted_and_asked_again(
         assert engine.describe()["breaker"] == "closed"
 
 
-async def test_an_engine_that_times_out_on_itself_counts_as_silent(
+async def test_an_engine_that_reports_its_own_timeout_counts_as_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     message = b"containerd: context deadline exceeded"
@@ -165,7 +163,7 @@ async def test_an_engine_that_times_out_on_itself_counts_as_silent(
         assert engine.describe()["breaker"] == "open"
 
 
-async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_it_later(
+async def test_a_container_created_after_the_start_deadline_is_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with (
@@ -183,7 +181,7 @@ async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_
         assert "late_container_removed" in [entry["event"] for entry in logs]
 
 
-async def test_a_start_whose_caller_left_leaves_nothing(
+async def test_a_start_whose_caller_was_cancelled_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
@@ -198,7 +196,7 @@ async def test_a_start_whose_caller_left_leaves_nothing(
         await until(lambda: engine.describe()["late_starts"] == 0 and engine.describe()["running"]["starts"] == 0)
 
 
-async def test_a_start_that_is_cut_off_half_way_leaves_nothing(
+async def test_a_start_whose_connection_was_cut_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
@@ -215,7 +213,7 @@ async def test_a_start_that_is_cut_off_half_way_leaves_nothing(
         await until(lambda: engine.describe()["late_starts"] == 0)
 
 
-async def test_an_engine_that_hung_is_used_again_when_it_is_back(
+async def test_an_engine_that_hung_is_used_again_after_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
@@ -230,7 +228,7 @@ async def test_an_engine_that_hung_is_used_again_when_it_is_back(
         await engine.remove(attached.id)
 
 
-async def test_connections_that_broke_while_idle_cost_no_call(
+async def test_connections_that_broke_while_idle_fail_no_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: APIClient
 ) -> None:
     async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
@@ -242,7 +240,7 @@ async def test_connections_that_broke_while_idle_cost_no_call(
         assert engine.describe()["failures"] == 0
 
 
-async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, Any], api: APIClient) -> None:
+async def test_a_paused_sandbox_is_listed_resumed_and_removed(config: dict[str, Any], api: APIClient) -> None:
     engine = Engine()
     try:
         attached = await engine.start(config, f"toolcrew-frozen-{secrets.token_hex(8)}")
@@ -317,9 +315,7 @@ def own_image(api: APIClient) -> Iterator[str]:
         api.remove_container(container, force=True)
 
 
-async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is_filled_anew(
-    api: APIClient, own_image: str
-) -> None:
+async def test_two_sandboxds_fill_a_partly_filled_guest_volume_concurrently(api: APIClient, own_image: str) -> None:
     identity = api.inspect_image(own_image)["Id"]  # type: ignore[no-untyped-call]
     volume = f"toolcrew-guest-{identity.partition(':')[2][:12]}"
     api.create_volume(volume)
@@ -372,7 +368,9 @@ def spoil(api: APIClient, image: str, volume: str) -> None:
     api.remove_container(container, force=True)
 
 
-async def test_a_socket_that_is_no_engine_at_all_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_socket_without_a_listener_is_reported_as_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "deaf"
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(path))  # no process listens

@@ -84,7 +84,7 @@ async def evicted(session: Session, stack: Stack) -> None:
     )
 
 
-async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session: Session) -> None:
+async def test_an_evicted_session_continues_unchanged_with_the_next_call(evicting: Stack, session: Session) -> None:
     await bash(session, FILL)
     await session.call("read_tool", {"file_path": "/workspace/seen"})
     await session.call("read_tool", {"file_path": "/workspace/changed"})
@@ -109,7 +109,7 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
     assert (await bash(session, f"wc -l < {path_match[0].rstrip('.:,')}")).strip() == "100000"
 
 
-async def test_a_store_that_is_full_costs_a_session_nothing(session: Session, small_disk: Path) -> None:
+async def test_a_full_store_leaves_the_session_running(session: Session, small_disk: Path) -> None:
     await bash(session, "head -c 100000000 /dev/urandom > large; export word=kept")
     with pytest.raises(SandboxUnavailable, match="free space"):
         await session.checkpoint()

@@ -91,9 +91,7 @@ async def until_it_hears(stack: Stack, session: Session) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(
-    stack: Stack, session: Session
-) -> None:
+async def test_flower_lists_calls_by_tool_without_arguments_and_output(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     # The output differs from the argument, so that a match shows which of the two leaked.
     word = f"canary-{secrets.token_hex(6)}"
@@ -123,7 +121,7 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
     assert [place for place, text in shown.items() if word in text or word.upper() in text or password in text] == []
 
 
-async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, session: Session) -> None:
+async def test_flower_has_times_states_and_counts_for_each_tool(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     call_ids = make_ids(2)
     await session.call("bash_tool", {"command": "sleep 0.6"}, call_id=call_ids[0])
@@ -147,7 +145,7 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
     assert samples(stack, "flower_worker_online", worker=worker)[0][1] == 1
 
 
-async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Session) -> None:
+async def test_flower_lists_both_workers_and_their_queues(stack: Stack, session: Session) -> None:
     def read_workers() -> Any:
         workers = ask(stack, "/api/workers?refresh=1").json()
         return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
@@ -160,7 +158,7 @@ async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Se
     assert {entry["name"]: entry["messages"] for entry in lengths} == dict.fromkeys(queues, 0)
 
 
-async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session) -> None:
+async def test_a_call_refused_by_a_worker_is_a_failed_task(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     before = sum(
         value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
@@ -179,7 +177,7 @@ async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session
     assert after == before + 1
 
 
-async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, session: Session) -> None:
+async def test_a_task_page_names_its_call_and_links_to_its_page(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
@@ -194,9 +192,7 @@ async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, s
 HOSTILE = ("call x' onclick=alert(1)", "call ../../v1/tenants", 'call x"><script>alert(1)</script>', "call a\nb")
 
 
-async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_page(
-    stack: Stack, session: Session
-) -> None:
+async def test_forged_events_put_neither_script_nor_link_into_a_page(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     fields = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
     app = Celery("forger", broker=stack.redis_url, set_as_current=False)
@@ -217,7 +213,7 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
     assert {(shown, sign) for shown, page in pages.items() for sign in signs if sign in page} == set()
 
 
-def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
+def test_every_path_requires_the_password(stack: Stack) -> None:
     """Every path that Flower serves is refused, also as a websocket handshake."""
     bare = httpx.URL(str(stack.info.flower_url)).copy_with(username=None, password=None)
     upgrade = {
@@ -252,7 +248,9 @@ def paths() -> dict[str, type]:
     return {path: handler for path, handler in found.items() if path != ".*" and not path.startswith("/static/")}
 
 
-async def test_the_password_does_not_permit_to_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
+async def test_the_password_does_not_allow_starting_stopping_or_changing_anything(
+    stack: Stack, session: Session
+) -> None:
     """The aim of a user with the password: end a call or a worker, or run a call."""
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
@@ -287,7 +285,7 @@ async def test_the_password_does_not_permit_to_start_stop_or_change_anything(sta
     assert stack.pid("worker") == before
 
 
-async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
+async def test_the_worker_log_contains_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
     word, call_ids = f"canary-{secrets.token_hex(6)}", make_ids(2)
 
     await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
@@ -302,7 +300,7 @@ async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, se
     assert word.upper() not in log, "output is in worker.log"
 
 
-async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, session: Session) -> None:
+async def test_a_killed_flower_restores_its_tasks(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
@@ -322,7 +320,7 @@ async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, s
     )
 
 
-async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack, session: Session) -> None:
+async def test_a_flower_with_a_damaged_state_file_starts_empty_and_logs_it(stack: Stack, session: Session) -> None:
     killed = stack.pid("flower")
     os.kill(killed, signal.SIGSTOP)
     for file in files_of_state(stack):
@@ -337,7 +335,7 @@ async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack,
     assert [event for event in events if "Failed to load state" in event.get("message", "")]
 
 
-async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session) -> None:
+async def test_flower_keeps_at_most_the_configured_number_of_tasks(stack: Stack, session: Session) -> None:
     await until_it_hears(stack, session)
     call_ids = make_ids(MAX_TASKS + 10)
     await asyncio.gather(*(session.call("glob_tool", {"pattern": "*"}, call_id=call_id) for call_id in call_ids))

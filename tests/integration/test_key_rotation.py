@@ -43,7 +43,7 @@ async def call_from(server: Server, secret: str, previous: tuple[str, ...], path
     ],
     ids=["learned", "signing"],
 )
-async def test_no_call_is_lost_in_any_order_of_restarts(
+async def test_no_call_is_lost_in_any_order_of_restarts_during_a_key_rotation(
     server: Server, worker: tuple[str, str], senders: list[tuple[str, tuple[str, ...]]]
 ) -> None:
     variables = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}

@@ -43,9 +43,7 @@ def asked(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
 
 
-async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
-    client: ToolClient, tools: dict[str, PoolTool]
-) -> None:
+async def test_every_tool_of_the_tenant_has_its_exact_schema(client: ToolClient, tools: dict[str, PoolTool]) -> None:
     specs = {spec.name: spec for spec in await client.tools()}
     assert tools.keys() == specs.keys()
     assert all(isinstance(tool, BaseTool) for tool in tools.values())
@@ -67,7 +65,7 @@ async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(to
     json.dumps(message.artifact)
 
 
-async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of_a_run(
+async def test_a_failure_is_a_tool_message_with_status_error_and_the_error_text(
     session: Session, tools: dict[str, PoolTool]
 ) -> None:
     message = await tools["read_tool"].ainvoke(asked("read_tool", file_path="/workspace/none.txt"))
@@ -79,7 +77,7 @@ async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
-async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
+async def test_arguments_that_cannot_be_encoded_are_an_error_for_the_model(
     tools: dict[str, PoolTool], wrong: object
 ) -> None:
     message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
@@ -87,7 +85,7 @@ async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
     assert "timeout" in message.content
 
 
-async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
+async def test_a_call_that_needs_approval_is_requested_and_a_refusal_is_reported(
     client: ToolClient, session: Session
 ) -> None:
     requests: list[ApprovalRequest] = []
@@ -120,12 +118,12 @@ async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
     await wait_until_async(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
 
 
-async def test_invoke_in_the_clients_own_loop_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
+async def test_invoke_in_the_event_loop_of_the_client_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
     with pytest.raises(RuntimeError, match="use ainvoke"):
         tools["bash_tool"].invoke({"command": "true"})
 
 
-async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClient, session: Session) -> None:
+async def test_names_select_tools_and_an_unknown_name_is_refused(client: ToolClient, session: Session) -> None:
     assert [tool.name for tool in await as_langchain_tools(client, session, ["read_tool", "bash_tool"])] == [
         "bash_tool",
         "read_tool",
@@ -135,7 +133,7 @@ async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClien
     assert "bash_tool" in raised.value.metadata["nearest"]
 
 
-async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, PoolTool]) -> None:
+async def test_a_langgraph_tool_node_runs_the_tools_in_parallel(tools: dict[str, PoolTool]) -> None:
     prebuilt = pytest.importorskip("langgraph.prebuilt")
     graphs = pytest.importorskip("langgraph.graph")
     graph = graphs.StateGraph(graphs.MessagesState)
@@ -153,7 +151,7 @@ async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, 
     assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")
 
 
-def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) -> None:
+def test_a_program_without_a_loop_invokes_tools_through_a_thread(stack: Stack) -> None:
     with open_in_thread(stack) as (_, tools, _):
         message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
     assert (message.content, message.status) == ("plain\n", "success")
@@ -161,7 +159,7 @@ def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) ->
         tools["bash_tool"].invoke(asked("bash_tool", command="true"))
 
 
-def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
+def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
     with open_in_thread(stack) as (portal, tools, session):
         where = portal.call(find_container, stack, session)
 

@@ -43,7 +43,7 @@ def _left(stack: Stack) -> list[str]:
     return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
 
-async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(
+async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fail_alone(
     engine: APIClient, tmp_path: Path
 ) -> None:
     file = tmp_path / "servers.json"
@@ -102,7 +102,7 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()
 
 
-async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_began(
+async def test_a_session_keeps_its_mcp_servers_and_a_cancelled_call_ends_its_own(
     engine: APIClient, tmp_path: Path
 ) -> None:
     file, began, closed = tmp_path / "servers.json", threading.Event(), threading.Event()
@@ -176,9 +176,7 @@ def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[
     return wait
 
 
-async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(
-    engine: APIClient, tmp_path: Path
-) -> None:
+async def test_mcp_servers_that_appear_or_change_are_adopted_at_run_time(engine: APIClient, tmp_path: Path) -> None:
     file, source = tmp_path / "servers.json", {"tools": [TOOL]}
     with open_raw_peer(lambda request: modern(request, tools=source["tools"])) as web:
         down = web.replies.pop("*")

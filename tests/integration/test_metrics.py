@@ -79,7 +79,7 @@ def starts(stack: Stack) -> float:
         return float(sandboxd.status()["counts"]["starts"]["count"])
 
 
-async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, session: Session) -> None:
+async def test_every_call_is_counted_once_by_its_result(stack: Stack, session: Session) -> None:
     before = await scrape(stack)
     for _ in range(3):
         assert (await session.call("bash_tool", {"command": "echo hi"})).success
@@ -110,7 +110,7 @@ async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, s
     assert page[key("toolcrew_redis_memory_used_bytes")] > 0
 
 
-async def test_two_programs_that_end_at_once_have_counted_all_of_theirs(stack: Stack) -> None:
+async def test_calls_of_two_clients_that_close_at_once_are_all_counted(stack: Stack) -> None:
     before = await scrape(stack)
 
     async def work() -> None:
@@ -121,7 +121,7 @@ async def test_two_programs_that_end_at_once_have_counted_all_of_theirs(stack: S
     assert calls(await scrape(stack), before) == {("", "ok", "glob_tool"): 10}
 
 
-async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twice(stack: Stack) -> None:
+async def test_a_restarted_worker_counts_no_start_of_its_sandboxd_twice(stack: Stack) -> None:
     await scrape_until(stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over")
     pid = stack.pid("worker")
     os.kill(pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twi
     assert page[STARTS] == result
 
 
-async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: Stack) -> None:
+async def test_a_restarted_sandboxd_adds_to_the_previous_counts(stack: Stack) -> None:
     before = await scrape_until(
         stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over"
     )
@@ -154,7 +154,7 @@ async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: 
     assert went_back == {}
 
 
-async def test_promtool_takes_the_page(stack: Stack) -> None:
+async def test_promtool_accepts_the_page(stack: Stack) -> None:
     client = open_redis(stack.broker)
     try:
         promtool("check", "metrics", text=await render_metrics(client, stack.broker.deployment))

@@ -62,7 +62,7 @@ def start(session: Session, command: str, call_id: str) -> "asyncio.Task[ToolRes
     return asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id, timeout_s=120))
 
 
-def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
+def test_a_session_is_used_by_successive_commands_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
     """A command opens the session. Other commands fill, use, read and close the session."""
 
     def run(*arguments: str, text: str = "") -> Result:
@@ -101,7 +101,7 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
     assert (closed.exit_code, "there is no such session" in closed.stderr) == (125, True)
 
 
-async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(
+async def test_output_of_a_program_is_shown_live_in_a_session_of_another_process(
     client: ToolClient, other: ToolClient
 ) -> None:
     async with await client.open_session() as session:
@@ -126,7 +126,7 @@ async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_anothe
     assert "".join(text for stream, text in shown if stream == "stderr") == "two\n"
 
 
-async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, client: ToolClient) -> None:
+async def test_sessions_of_other_tenants_cannot_be_attached(stack: Stack, client: ToolClient) -> None:
     """The aim: enter another tenant's session by its id. A tenant that stops its work leaves the session open."""
     async with await client.open_session() as session, ToolClient.connect(stack.redis_url, tenant="mallory") as foreign:
         with pytest.raises(ToolFailure) as refused:
@@ -138,7 +138,7 @@ async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, clie
         assert (await session.call("bash_tool", {"command": "true"})).success
 
 
-async def test_a_running_command_is_killed_with_all_it_started_by_another_process(
+async def test_another_process_kills_a_running_command_with_all_its_child_processes(
     stack: Stack, session: Session, other: ToolClient
 ) -> None:
     container, call_id = await stack.container_of(session), f"kill-{secrets.token_hex(4)}"
@@ -168,9 +168,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
 
 
-async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(
-    stack: Stack, other: ToolClient
-) -> None:
+async def test_calls_of_a_paused_tenant_wait_and_a_waiting_call_can_be_killed(stack: Stack, other: ToolClient) -> None:
     tenant = f"t{secrets.token_hex(4)}"
     tenants = other._pool.tenants
     async with ToolClient.connect(stack.redis_url, tenant=tenant) as client, await client.open_session() as session:
@@ -194,7 +192,7 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
         assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
 
 
-async def test_a_call_that_its_host_has_not_begun_never_begins(
+async def test_a_killed_call_that_its_host_has_not_started_never_runs(
     stack: Stack, session: Session, other: ToolClient
 ) -> None:
     """The host's slots are occupied. The call lies in the queue, or waits for a slot, and can still be ended."""

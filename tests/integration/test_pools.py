@@ -111,7 +111,9 @@ async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
 
 
 @pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
-async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispatcher: Dispatcher, tool: str) -> None:
+async def test_a_call_runs_in_the_pool_of_its_tool_with_tenant_session_and_limit(
+    dispatcher: Dispatcher, tool: str
+) -> None:
     result = await dispatcher.dispatch(Request(call(tool), "acme", "s1", "a queue without workers", timeout_s=7))
 
     fields = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
@@ -119,7 +121,7 @@ async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispa
     assert result.sandbox is None
 
 
-async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher: Dispatcher) -> None:
+async def test_a_tool_that_needs_a_sandbox_is_refused_in_a_pool_without_sandboxes(dispatcher: Dispatcher) -> None:
     result = await dispatcher.dispatch(Request(call("grasping_tool"), *ROUTE))
 
     assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (
@@ -128,7 +130,7 @@ async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher:
     )
 
 
-async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_call_at_its_limit_can_clean_up_and_its_process_continues(pool: Pool, dispatcher: Dispatcher) -> None:
     mark, started = pool.mark("limited"), time.monotonic()
     result = await dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE, timeout_s=0.5))
 
@@ -142,7 +144,7 @@ async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Po
     assert is_alive(int(mark.with_suffix(".began").read_text()))
 
 
-async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(
+async def test_an_unstoppable_call_is_killed_at_its_limit_or_on_cancel_and_its_process_replaced(
     pool: Pool, dispatcher: Dispatcher
 ) -> None:
     limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
@@ -169,7 +171,7 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
     assert served & pids == set()
 
 
-async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_cancelled_call_ends_at_once_and_can_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("cancelled")
     running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
@@ -189,7 +191,7 @@ class Program:
     dispatcher: Dispatcher
 
 
-async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_call_is_killed_by_another_program_and_can_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("killed-elsewhere")
     one = call("wait_tool", path=str(mark))
     running = asyncio.create_task(dispatcher.dispatch(Request(one, *ROUTE)))
@@ -228,7 +230,9 @@ async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, di
     assert not pool.mark("queued").with_suffix(".began").exists()
 
 
-async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_cancel_of_another_tenant_or_with_a_forged_signature_has_no_effect(
+    pool: Pool, dispatcher: Dispatcher
+) -> None:
     """The attacker's aim: end calls of others."""
     mark, victim = pool.mark("victim"), "victims-call"
     running = asyncio.create_task(
@@ -249,9 +253,7 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     await has(mark.with_suffix(".cleaned"))
 
 
-async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(
-    pool: Pool, dispatcher: Dispatcher
-) -> None:
+async def test_a_call_whose_process_dies_has_an_unknown_outcome(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("killed")
     running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
@@ -264,7 +266,7 @@ async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(
     assert (await where(dispatcher)).success
 
 
-async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
+async def test_a_tool_of_another_pool_is_not_found(pool: Pool) -> None:
     misled = call("bash_tool", command="true")
     envelope = make_envelope(pool.broker, misled, tenant="acme", session="s1")
     client = open_redis(pool.broker)
@@ -288,7 +290,7 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
         )
 
 
-async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:
+async def test_a_session_of_an_embedded_stack_reaches_the_web_pool(stack: Stack, session: Session) -> None:
     web = await session.call("webfetch_tool", {"url": "http://127.0.0.1:9/"})
     command = await session.call("bash_tool", {"command": "echo on"})
 
@@ -297,7 +299,7 @@ async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(
     assert len(children_of(stack.pid("web"))) == WEB_CONCURRENCY
 
 
-async def test_an_envelope_that_is_not_signed_by_us_does_not_run_here_either(pool: Pool) -> None:
+async def test_an_envelope_with_a_forged_signature_does_not_run_in_a_pool(pool: Pool) -> None:
     forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
     with pool.open_redis() as store:

@@ -88,7 +88,7 @@ async def test_a_forged_envelope_never_runs_and_is_counted(
     assert refusals(store) - before == Counter({"signature": 4, "version": 1, "wrong_task": 2, "malformed": 2})
 
 
-async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
+async def test_an_unknown_task_is_refused_and_the_worker_continues(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """An orchestrator of another release may send such a task. The refusal is reported and counted, and the call is
@@ -168,7 +168,7 @@ CHOKING = (
 GARBAGE = (*CHOKING, b"{}", b'{"body": "eA==", "properties": {}}', b"garbage", b"[]", b"null", b"\xff\xfe\x00")
 
 
-async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -> None:
+async def test_malformed_messages_in_the_queue_do_not_stop_the_worker(own_stack: Stack) -> None:
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
         queue = (await session.info()).queue
@@ -189,7 +189,7 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
         await session.close()
 
 
-async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome(
+async def test_a_call_whose_id_was_used_by_another_client_has_an_unknown_outcome(
     stack: Stack, session: Session
 ) -> None:
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -203,7 +203,7 @@ async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stack: Stack, session: Session) -> None:
+async def test_two_concurrent_calls_with_one_id_both_end_and_act_once(stack: Stack, session: Session) -> None:
     command = {"command": "echo ran >> log; sleep 1"}
 
     results = await all_of((session.call("bash_tool", command, call_id="twice-3", timeout_s=5) for _ in range(2)), 15)
@@ -215,7 +215,7 @@ async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stac
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_once(
+async def test_a_republished_envelope_acts_once_and_is_answered_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """A genuine envelope is taken from the queue and published again."""
@@ -233,7 +233,7 @@ async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_onc
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_a_message_that_redis_gives_out_again_acts_once(
+async def test_a_message_that_redis_delivers_again_acts_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """A Redis that comes back without its last second has forgotten, in queue and ledger, that the call runs."""
@@ -272,7 +272,7 @@ async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Se
     assert await files_of(session) == ""
 
 
-async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(
+async def test_a_call_that_waited_too_long_in_the_queue_times_out_and_does_not_run(
     stack: Stack, session: Session
 ) -> None:
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -296,7 +296,7 @@ async def _continue_later(pid: int, after_s: float) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
+async def test_a_call_that_no_worker_takes_times_out_soon(stack: Stack) -> None:
     """The record shows that no worker took the call before its deadline. So the call did not run and never will."""
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:

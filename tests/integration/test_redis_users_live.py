@@ -197,7 +197,9 @@ async def cancel_once_it_runs(pool: PoolHarness, session: Session, tool: str, ar
         await call
 
 
-async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: PoolHarness, tmp_path: Path) -> None:
+async def test_session_calls_files_checkpoints_output_and_cancels_need_no_other_right(
+    pool: PoolHarness, tmp_path: Path
+) -> None:
     pieces = list[str]()
     (tmp_path / "given").write_text("given\n")
     async with pool.client() as client:
@@ -218,7 +220,7 @@ async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: Pool
         assert await client.delete_checkpoint(checkpoint)
 
 
-async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
+async def test_web_tools_and_operator_tools_need_no_other_right(pool: PoolHarness) -> None:
     def reply(messages: list[Any]) -> Any:
         content = str(messages[-1]["content"])
         return "an answer" if content == "q" else content if messages[-1]["role"] == "tool" else Calls([("ask", {})])
@@ -237,7 +239,7 @@ async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
         ).answer == "an answer"
 
 
-def test_switches_tenants_and_keys_that_an_operator_sets(pool: PoolHarness) -> None:
+def test_operator_commands_need_no_other_right(pool: PoolHarness) -> None:
     for command in (
         ("tools", "list"),
         ("hosts", "list"),
@@ -265,7 +267,7 @@ async def until_glob_is_refused(opened: Any) -> None:
         assert (await session.call("bash_tool", {"command": "true"})).success
 
 
-async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(pool: PoolHarness) -> None:
+async def test_two_orchestrators_that_share_a_tenant_limit_need_no_other_right(pool: PoolHarness) -> None:
     redis = open_redis(pool.settings.broker())
     tenants = RedisTenants(redis, "default", pool.settings.broker().signing_keys())
     await tenants.replace("default", TenantPolicy(in_flight=1))
@@ -286,7 +288,7 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(pool: Po
         await redis.aclose()
 
 
-def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(pool: PoolHarness, tmp_path: Path) -> None:
+def test_batch_commands_need_no_other_right(pool: PoolHarness, tmp_path: Path) -> None:
     file, slow, out = tmp_path / "in.jsonl", tmp_path / "slow.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
@@ -349,7 +351,7 @@ def cancel_once_it_is_worked(batch: str) -> Callable[[PoolHarness], Awaitable[No
     return watch
 
 
-async def test_flower_and_health_checks_see_the_workers_and_their_calls(pool: PoolHarness) -> None:
+async def test_flower_and_health_checks_need_no_other_right(pool: PoolHarness) -> None:
     await wait_until_async(lambda: flower_knows(pool), UP_S, pool.last_words)
     for user, node in (("worker", "a"), ("web", "web-tools")):
         destination = f"{node}@{os.uname().nodename}"
@@ -366,7 +368,7 @@ def flower_knows(pool: PoolHarness) -> bool:
     return len(workers) == 3 and {"tool.bash_tool", "tool.count"} <= {task["name"] for task in tasks.values()}
 
 
-async def test_a_host_that_is_lost_and_one_that_is_drained(pool: PoolHarness) -> None:
+async def test_a_lost_host_and_a_drained_host_need_no_other_right(pool: PoolHarness) -> None:
     async with pool.client() as client, await client.open_session() as session:
         assert (await session.call("bash_tool", {"command": "echo kept > file"})).success
         first = await session.info()

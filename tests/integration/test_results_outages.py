@@ -39,7 +39,7 @@ def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 1000.0)
 
 
-async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
+async def test_a_listener_disconnected_for_slowness_receives_all_results(
     redis_server: RedisProcess, sweeping: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening(redis_server) as (hub, client):
@@ -58,7 +58,7 @@ async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
         assert "results_connection_lost" in caplog.text
 
 
-async def test_a_subscription_that_died_without_a_word_is_made_anew(
+async def test_a_silently_lost_subscription_is_renewed(
     redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "QUIET_S", 0.05)
@@ -122,7 +122,7 @@ class Pool:
                 await asyncio.sleep(0.05)
 
 
-async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_twice(
+async def test_a_redis_outage_with_calls_in_flight_loses_none_and_runs_none_twice(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.2)
@@ -149,9 +149,7 @@ async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_
     await client.aclose()
 
 
-async def test_calls_that_are_sent_while_redis_restarts_run_once_or_are_said_not_to_have_been_sent(
-    redis_server: RedisProcess, sweeping: None
-) -> None:
+async def test_calls_sent_while_redis_restarts_run_once(redis_server: RedisProcess, sweeping: None) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
     hub = ResultHub(client)
     await hub.start()

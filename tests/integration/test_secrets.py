@@ -101,7 +101,7 @@ async def set_class(place: Place, secrets: tuple[str, ...] | None = None) -> Non
         await client.aclose()
 
 
-async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place: Place) -> None:
+async def test_a_secret_is_used_by_a_run_audited_revoked_and_never_exposed(place: Place) -> None:
     await set_class(place)
     reply = place.command("set", "TOKEN", "--host", f"localhost:{place.site.port}", text=VALUE)
     async with ToolClient.connect(settings=place.settings) as client:
@@ -144,7 +144,7 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place
     assert VALUE.encode() not in state
 
 
-async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(place: Place) -> None:
+async def test_a_session_gets_only_existing_secrets_that_the_policy_allows(place: Place) -> None:
     place.command("set", "GIVEN", "--host", "localhost", text=VALUE)
     async with ToolClient.connect(settings=place.settings) as client:
         await set_class(place, ("GIVEN", "MISSING"))

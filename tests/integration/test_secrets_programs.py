@@ -115,7 +115,7 @@ def install_python(place: Place) -> None:
     assert place.run("mkdir -p packages && tar -xzf packages.tgz -C packages").done["exit_code"] == 0
 
 
-def test_curl(place: Place) -> None:
+def test_curl_uses_a_secret(place: Place) -> None:
     program = shutil.which("curl")
     assert program is not None
     packed = io.BytesIO()
@@ -170,7 +170,7 @@ def test_npm_installs_from_a_private_registry(place: Place) -> None:
     assert TOKEN not in text_of(ran)
 
 
-def test_httpx_and_the_openai_client(place: Place) -> None:
+def test_httpx_and_the_openai_client_use_a_secret(place: Place) -> None:
     install_python(place)
     script = f"""
 import os, sys
@@ -198,7 +198,7 @@ def test_a_program_sees_only_placeholders(place: Place) -> None:
     assert "canary" not in output
 
 
-def test_a_revoked_secret_stops_at_once_on_new_and_kept_connections(place: Place) -> None:
+def test_a_revoked_secret_stops_working_on_new_and_open_connections(place: Place) -> None:
     script = f"""
 import http.client, os, sys, time
 connection = http.client.HTTPSConnection("127.0.0.1", 3128)

@@ -33,7 +33,7 @@ async def assert_goes_on(session: Session) -> ToolResult:
     return result
 
 
-async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stack, session: Session) -> None:
+async def test_at_the_limit_all_child_processes_of_a_call_are_killed(stack: Stack, session: Session) -> None:
     """New sessions, double forks and nohup are included. The output until the limit is kept."""
     container = await stack.container_of(session)
     command = (
@@ -61,7 +61,7 @@ async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stac
     assert container.startswith(after.sandbox.id)
 
 
-async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: Session) -> None:
+async def test_a_call_survives_the_kill_of_another_call_in_its_session(stack: Stack, session: Session) -> None:
     neighbour = asyncio.create_task(session.call("bash_tool", {"command": "setsid sleep 3 & wait; echo survived"}))
 
     killed = await session.call("bash_tool", {"command": "setsid sleep 60 & sleep 60"}, timeout_s=1)
@@ -70,7 +70,7 @@ async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: 
     assert (await neighbour).metadata["stdout"] == "survived\n"
 
 
-async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack, session: Session) -> None:
+async def test_leftover_processes_of_a_call_are_killed_and_reported(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "nohup setsid sleep 300 >/dev/null 2>&1 & echo started"})
@@ -81,7 +81,7 @@ async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack
     await assert_only_the_guest_runs(container)
 
 
-async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stack, session: Session) -> None:
+async def test_a_fork_bomb_ends_at_its_limit_and_the_session_continues(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "bomb() { bomb | bomb & }; bomb; sleep 60"}, timeout_s=2)
@@ -96,7 +96,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stac
     await assert_goes_on(session)
 
 
-async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: Session) -> None:
+async def test_a_command_that_exhausts_memory_reports_out_of_memory(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
     hog = "python3 -c 'held = [bytearray(50_000_000) for _ in range(200)]'"
 
@@ -108,7 +108,7 @@ async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: S
     assert stack.has_container(container)
 
 
-async def test_an_output_flood_is_bounded_and_cut_with_a_notice(session: Session) -> None:
+async def test_unlimited_output_is_truncated_with_a_notice(session: Session) -> None:
     result = await session.call("bash_tool", {"command": "yes flood"}, timeout_s=1.5)
 
     assert (result.error_code, result.truncated) == (ErrorCode.TIMEOUT, True)
@@ -130,7 +130,7 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
     await assert_goes_on(session)
 
 
-async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
+async def test_a_call_is_cancelled_at_once_even_if_every_slot_is_busy(stack: Stack, session: Session) -> None:
     """All calls except one bypass admission, because admission would leave a slot for others."""
     container = await stack.container_of(session)
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -174,7 +174,7 @@ async def says_what_is_left(session: Session, result: ToolResult) -> bool:
     return expected in (result.error or "")
 
 
-async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
+async def test_a_container_with_a_stopped_guest_is_removed_two_seconds_after_the_limit(
     stack: Stack, client: ToolClient
 ) -> None:
     """The second line of defence: the guest cannot answer, so sandboxd ends the container and reports the cause."""
@@ -223,7 +223,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         )
 
 
-async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
+async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_call(
     stack: Stack, client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
@@ -245,7 +245,7 @@ async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
         await assert_goes_on(session)
 
 
-async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, client: ToolClient) -> None:
+async def test_a_cancelled_session_open_leaves_no_container(stack: Stack, client: ToolClient) -> None:
     """The program ends while its session is being opened, so no client can close the session."""
     before = set(stack.footprint.containers())
     os.kill(stack.pid("sandboxd"), signal.SIGSTOP)
@@ -273,7 +273,7 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
             stack.api.remove_container(container, force=True)
 
 
-async def test_the_text_of_short_files_is_listed_as_it_is(session: Session) -> None:
+async def test_the_file_list_shows_the_text_of_short_files(session: Session) -> None:
     command = r"""
         printf 'def f(x):\n    return x.split("  ")\n%s' "$(seq 10)" > code.py; seq 13 > long.py; seq 5 > data.txt
         printf '%0401d\n' 0 > wide.txt
@@ -284,7 +284,7 @@ async def test_the_text_of_short_files_is_listed_as_it_is(session: Session) -> N
     assert lines == ["code.py: 11 lines", *code, "data.txt: 5 lines", "long.py: 13 lines", "wide.txt: 1 lines"]
 
 
-async def test_the_files_of_a_session_are_listed_in_few_characters(session: Session) -> None:
+async def test_the_file_list_of_a_session_is_short(session: Session) -> None:
     assert await list_files(session) == ""
     command = r"""
         printf 'name,amount\na,1\n' > t.csv; printf 'one\ntwo\nthree\n' > 'a b.txt'; mkdir folder; touch folder/{1,2,3}

@@ -183,7 +183,7 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
             assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
 
 
-async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None:
+async def test_a_skill_with_a_sidecar_file_is_a_tool(stack: Stack) -> None:
     assert "skill_name_taken" in stack.log("worker")
     async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
         specs = {spec.name: spec for spec in await client.tools()}
@@ -198,7 +198,7 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None
         assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
 
 
-async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(
+async def test_tools_allowed_by_a_trusted_skill_need_no_approval_after_the_run_loaded_it(
     stack: Stack, system: Path
 ) -> None:
     digest = load_skill(system / "keep-house").summary.digest
@@ -224,7 +224,7 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
     assert "- keep-house: Tidies up." in text
 
 
-async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: Stack, tmp_path: Path) -> None:
+async def test_a_skill_installed_for_a_tenant_is_visible_to_that_tenant_only(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own"
     write_skill(own, "private", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
     write_skill(own, "late", files={"scripts/run.sh": "echo ours"})
@@ -266,7 +266,7 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: St
         assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
 
-async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stack: Stack, tmp_path: Path) -> None:
+async def test_a_tenant_skill_is_a_tool_and_is_disabled_with_bash(stack: Stack, tmp_path: Path) -> None:
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
     for name in ("shout", "loud", "read_tool"):
         path = str(shout(tmp_path, name, "ours"))
@@ -320,7 +320,7 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stac
         assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
 
 
-async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -> None:
+async def test_skills_in_the_workspace_of_a_session_take_precedence(stack: Stack) -> None:
     front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"
     async with (
         ToolClient.connect(stack.redis_url) as client,

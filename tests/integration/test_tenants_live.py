@@ -81,7 +81,7 @@ async def past_all_checks(dispatcher: Dispatcher, session: Session, command: str
     return await dispatcher.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
 
 
-async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(
+async def test_a_policy_takes_effect_on_both_sides_of_the_queue_within_two_seconds(
     stack: Stack, session: Session, office: Office
 ) -> None:
     async with open_dispatcher(stack.broker) as dispatcher:

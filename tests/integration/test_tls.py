@@ -56,7 +56,7 @@ async def refusals(broker: BrokerSettings) -> list[str]:
     return [str(refused.value), str(refused_there.value)]
 
 
-async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(harness: Harness) -> None:
+async def test_a_call_succeeds_when_both_sides_present_their_certificates(harness: Harness) -> None:
     with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay, harness.server.client() as watch:
         pair = {"ssl_certfile": str(harness.client.certificate), "ssl_keyfile": str(harness.client.key)}
         broker = broker_at(harness, relay.port, **pair)
@@ -73,7 +73,7 @@ async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(har
     [("DNS:other.example", 30, "Hostname mismatch"), ("DNS:localhost", -1, "certificate has expired")],
     ids=["another host", "expired"],
 )
-async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(
+async def test_an_expired_certificate_or_one_for_another_host_is_refused(
     harness: Harness, names: str, days: int, word: str
 ) -> None:
     pair = harness.ours.issue(f"wrong{days}", names, days)
@@ -84,9 +84,7 @@ async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(
 
 
 @pytest.mark.parametrize("authority", ["stranger", None])
-async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
-    harness: Harness, authority: str | None
-) -> None:
+async def test_a_certificate_of_an_untrusted_authority_is_refused(harness: Harness, authority: str | None) -> None:
     with open_relay(harness.right, harness.server.port) as relay:
         ca = str(harness.stranger.ca) if authority else ""
         for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=ca)):
@@ -100,12 +98,12 @@ async def test_a_missing_client_certificate_is_reported_with_its_settings(harnes
             assert "ssl_certfile" in message
 
 
-async def test_a_file_that_is_not_there_is_reported(harness: Harness, tmp_path: Path) -> None:
+async def test_a_missing_certificate_file_is_reported(harness: Harness, tmp_path: Path) -> None:
     for message in await refusals(broker_at(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
         assert "ssl_ca_certs" in message or "ssl_certfile" in message
 
 
-async def test_no_password_is_in_any_of_these_sentences(harness: Harness) -> None:
+async def test_tls_error_messages_contain_no_password(harness: Harness) -> None:
     with open_relay(harness.right, harness.server.port) as relay:
         for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=str(harness.stranger.ca))):
             assert harness.server.password not in message

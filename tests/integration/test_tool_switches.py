@@ -54,7 +54,7 @@ async def seconds_until_untold(client: ToolClient) -> float:
     return time.monotonic() - started
 
 
-async def test_every_worker_and_every_client_knows_within_two_seconds(
+async def test_a_tool_switch_takes_effect_in_every_worker_and_client_within_two_seconds(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
     async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as dispatcher:

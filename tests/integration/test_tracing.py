@@ -75,7 +75,7 @@ def of_trace(collector: Collector, trace: str) -> list[Collected]:
     return [span for span in list(collector.spans) if span.trace == trace]
 
 
-async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_every_part_in_its_place(
+async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace(
     traced_stack: Stack, collector: Collector
 ) -> None:
     turns = [Calls([("bash_tool", {"command": "sleep 0.05; echo hi"})]), Calls([("shout", {"text": "hi"})]), "done"]
@@ -112,7 +112,9 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_eve
     assert {span.kind for span in spans if span.name.startswith("chat ")} == {"client"}
 
 
-async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stack: Stack, collector: Collector) -> None:
+async def test_attributes_follow_the_conventions_and_contain_no_content(
+    traced_stack: Stack, collector: Collector
+) -> None:
     turns = [Calls([("bash_tool", {"command": f"echo needle {KEY}"})], "needle"), "needle"]
     async with ToolClient.connect(traced_stack.redis_url, approver=AutoApprover()) as client:
         result = await client.run("find the needle", model=ScriptedModel(turns), tools=["bash_tool"])
@@ -142,7 +144,7 @@ async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stac
     assert KEY not in everything
 
 
-async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
+async def test_recorded_content_is_masked_cleaned_and_truncated(
     traced_stack: Stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp-content")
@@ -160,9 +162,7 @@ async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
     assert not {"\x1b", "\u202e"} & set(everything)
 
 
-async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_with_a_session(
-    client: ToolClient, collector: Collector
-) -> None:
+async def test_each_call_and_each_session_operation_is_its_own_trace(client: ToolClient, collector: Collector) -> None:
     async with await client.open_session() as session:
         await session.write_file("note", b"kept")
         checkpoint = await session.checkpoint()
@@ -193,7 +193,7 @@ async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
     assert assert_one_tree(of_trace(collector, root.trace)) == root
 
 
-async def test_a_trace_that_is_not_recorded_costs_workers_nothing(
+async def test_workers_record_no_spans_for_an_unsampled_trace(
     traced_stack: Stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")

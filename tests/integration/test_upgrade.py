@@ -72,7 +72,7 @@ def batch_in(harness: Harness, tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_both_releases(
+def test_a_batch_of_an_earlier_orchestrator_runs_on_hosts_of_both_releases(
     harness: Harness, earlier: Path, tmp_path: Path
 ) -> None:
     work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
@@ -99,7 +99,7 @@ def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_bot
     ]
 
 
-async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_under_load(harness: Harness) -> None:
+async def test_sessions_of_an_earlier_host_move_to_a_new_host_when_it_is_drained_under_load(harness: Harness) -> None:
     async with ToolClient.connect(settings=settings_of(harness)) as client:
         homes = await open_on_both(client)
         sessions = [session for held in homes.values() for session in held]

@@ -98,7 +98,7 @@ async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: H
     assert_nothing_ran(old_host)
 
 
-def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Harness) -> None:
+def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_release(new_host: Harness) -> None:
     """Such a call lies in a queue when its host is upgraded without a drain."""
     call = ToolCall(id="left-over", name="bash_tool", arguments={"command": "touch $TALLY/ran"})
     with new_host.open_redis() as store:
@@ -113,7 +113,7 @@ def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host:
 
 
 @pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
-def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
+def test_no_orchestrator_executes_a_batch_on_hosts_of_the_other_release(
     new_host: Harness, old_host: Harness, earlier: Path, tmp_path: Path, submits_earlier: bool
 ) -> None:
     submits, works, harness = (earlier, ROOT, old_host) if submits_earlier else (ROOT, earlier, new_host)

@@ -52,7 +52,7 @@ async def bash(session: Session, command: str, call_id: str | None = None) -> fl
     return result.usage.cpu_s
 
 
-async def test_the_sum_over_parallel_calls_is_the_cpu_time_of_the_control_group(
+async def test_the_cpu_time_of_parallel_calls_adds_up_to_that_of_the_control_group(
     metered: Stack, client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
@@ -67,7 +67,7 @@ async def test_the_sum_over_parallel_calls_is_the_cpu_time_of_the_control_group(
         assert used == pytest.approx(in_group, rel=0.02)
 
 
-async def test_a_result_has_peak_and_bytes(client: ToolClient) -> None:
+async def test_a_result_reports_peak_memory_and_written_bytes(client: ToolClient) -> None:
     async with await client.open_session() as session:
         written = await session.call(
             "bash_tool",
@@ -83,7 +83,7 @@ async def test_a_result_has_peak_and_bytes(client: ToolClient) -> None:
     assert idle.usage.network_bytes == 0
 
 
-async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_worker(
+async def test_session_totals_match_the_control_group_with_jobs_and_a_killed_worker(
     metered: Stack, client: ToolClient
 ) -> None:
     began = time.time()
@@ -119,7 +119,7 @@ async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_work
     assert sum(row.amounts["cpu_us"] for row in rows) / 1e6 >= in_group * 0.98
 
 
-async def test_a_budget_is_in_force_in_every_process_within_two_seconds(metered: Stack, client: ToolClient) -> None:
+async def test_a_budget_takes_effect_in_every_process_within_two_seconds(metered: Stack, client: ToolClient) -> None:
     def set_limit(*options: str) -> None:
         environment = {"TOOLCREW_REDIS_URL": metered.redis_url}
         done = run_toolcrew(metered.footprint, "tenants", "set", "default", *options, environment=environment)

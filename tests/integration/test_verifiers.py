@@ -74,7 +74,7 @@ def read_traces(folder: Path, process: "subprocess.Popen[str]") -> dict[str, dic
     return {trace["task"]["data"]["id"]: trace for episode in episodes for trace in episode["traces"]}
 
 
-def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path) -> None:
+def test_only_a_completed_grader_gives_a_reward(pool: Stack, tmp_path: Path) -> None:
     """The sandbox of one agent is lost while its call runs, and so are all sandboxes of one grader."""
     agent_sleeps, grader_sleeps = "sleep 177.125", "sleep 178.125"
     script = [
@@ -112,7 +112,7 @@ def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_a_limit_of_verifiers_ends_the_agent_and_its_work_is_graded(pool: Stack, tmp_path: Path) -> None:
+def test_a_verifiers_limit_ends_the_agent_and_its_work_is_graded(pool: Stack, tmp_path: Path) -> None:
     with (
         running_model_server([rule("printf right > answer")]) as server,
         running_eval(pool, server, tmp_path, {"right": RIGHT}, "--env.agent.max-turns", "1") as process,

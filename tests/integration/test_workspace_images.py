@@ -50,7 +50,7 @@ async def started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Bo
         yield box
 
 
-async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_in_the_next_container(
+async def test_a_full_workspace_image_reports_no_space_and_its_files_outlive_the_container(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
@@ -82,7 +82,7 @@ async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_
     assert not (tmp_path / "one").exists()
 
 
-async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
+async def test_a_workspace_in_use_by_a_container_is_not_mounted_again(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     made = await images.make("one", SIZE)
@@ -95,7 +95,7 @@ async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
 
 
-async def test_a_workspace_swept_under_a_running_container_is_gone_with_it(
+async def test_a_workspace_deleted_under_a_running_container_stays_usable_until_its_end(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
@@ -105,9 +105,7 @@ async def test_a_workspace_swept_under_a_running_container_is_gone_with_it(
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
 
 
-async def test_a_container_whose_start_missed_the_mount_cannot_write(
-    engine: APIClient, images: ImageWorkspaces
-) -> None:
+async def test_a_container_without_its_workspace_mount_cannot_write(engine: APIClient, images: ImageWorkspaces) -> None:
     """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
     workspace = await images.make("one", SIZE)
     async with workspace.mounted() as mount:

@@ -59,7 +59,7 @@ PLAIN = tar_of(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
 @pytest.mark.parametrize(
     "content", [PLAIN, gzip.compress(PLAIN), bz2.compress(PLAIN), lzma.compress(PLAIN)], ids=["tar", "gz", "bz2", "xz"]
 )
-async def test_a_tar_is_unpacked_however_it_is_compressed(content: bytes, client: ToolClient, tmp_path: Path) -> None:
+async def test_a_tar_is_unpacked_with_every_compression(content: bytes, client: ToolClient, tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(content)
     async with await client.open_session(tmp_path / "it") as session:
         assert await output(session, "find . ! -name . | sort; cat link ./-n") == "./-n\n./d\n./d/a.txt\n./link\nxy"
@@ -71,7 +71,9 @@ async def test_a_zip_is_unpacked(client: ToolClient, tmp_path: Path) -> None:
         assert await output(session, "find . -type f | sort") == "./-n\n./d/ä.txt\n"
 
 
-async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client: ToolClient, tmp_path: Path) -> None:
+async def test_a_git_bundle_is_cloned_with_its_branches_and_without_a_remote(
+    client: ToolClient, tmp_path: Path
+) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
     git(repository, "init", "-q", "-b", "trunk")
@@ -101,7 +103,7 @@ HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {
 }
 
 
-async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(session: Session) -> None:
+async def test_a_hostile_or_damaged_archive_is_refused_and_writes_nothing_outside(session: Session) -> None:
     found = {}
     for name, (kind, content, _) in HOSTILE.items():
         await output(session, f"mkdir '/workspace/{name}'")
@@ -120,7 +122,9 @@ async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(sess
     ],
     ids=["tar.gz", "zip"],
 )
-async def test_a_bomb_ends_where_the_room_does(kind: str, content: Callable[[], bytes], session: Session) -> None:
+async def test_a_decompression_bomb_ends_when_the_folder_is_full(
+    kind: str, content: Callable[[], bytes], session: Session
+) -> None:
     with pytest.raises(ToolFailure) as refused:
         # /tmp is the smallest writable folder of a sandbox.
         await session._verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)

@@ -52,7 +52,7 @@ def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
     return list(reply["sessions"] if isinstance(reply, dict) else reply)
 
 
-async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) -> None:
+async def test_a_named_session_is_used_and_stays_open(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         async with mcp_stack.stdio_client("--tenant", "acme", "--session", session) as other:
@@ -61,7 +61,7 @@ async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) ->
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
+async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
     async with mcp_stack.stdio_client("--tenant", "acme", mode=revision) as client:
         calling = asyncio.ensure_future(bash(client, "sleep 7342"))
         await wait_until_async(lambda: mcp_stack.runs("sleep 7342"), SOON_S, "the command runs")
@@ -71,7 +71,7 @@ async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, r
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: McpStack, revision: str) -> None:
+async def test_the_user_of_the_client_is_asked_in_every_protocol_revision(mcp_stack: McpStack, revision: str) -> None:
     for person, expected in ((Person(allow=True), "gone\n"), (Person(allow=False), "the call was denied")):
         async with mcp_stack.stdio_client("--tenant", "acme", mode=revision, elicitation_callback=person) as client:
             assert expected in text_of(await bash(client, DELETE))
@@ -138,7 +138,7 @@ def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
         end_process(process)
 
 
-def test_what_is_no_message_is_reported_and_harms_nothing(by_hand: ByHand) -> None:
+def test_an_invalid_message_is_reported_and_the_connection_continues(by_hand: ByHand) -> None:
     by_hand.greet()
     by_hand.say(b"")
     for line in (
@@ -156,7 +156,7 @@ def test_what_is_no_message_is_reported_and_harms_nothing(by_hand: ByHand) -> No
     assert by_hand.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
 
 
-def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
+def test_a_signal_ends_the_server_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
     by_hand.greet()
     call = {"name": "bash_tool", "arguments": {"command": "sleep 7343"}}
     by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
@@ -167,7 +167,7 @@ def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, 
     wait_until(lambda: not mcp_stack.runs("sleep 7343"), 20, "the command ends")
 
 
-def test_a_client_that_goes_ends_the_program_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
+def test_a_closed_stdin_ends_the_server_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
     by_hand.greet()
     call = {"name": "bash_tool", "arguments": {"command": "sleep 7344"}}
     by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
@@ -178,7 +178,7 @@ def test_a_client_that_goes_ends_the_program_with_its_command(by_hand: ByHand, m
     wait_until(lambda: not mcp_stack.runs("sleep 7344"), 20, "the command ends")
 
 
-async def test_in_a_session_that_stays_the_command_ends_with_the_client_too(mcp_stack: McpStack) -> None:
+async def test_a_closed_stdin_ends_the_command_in_a_named_session(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         with open_by_hand(mcp_stack, "--session", session) as by_hand:

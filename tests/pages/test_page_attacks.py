@@ -48,7 +48,7 @@ async def token_of(client: httpx.AsyncClient) -> str:
         {"Sec-Fetch-Site": "none"},
     ],
 )
-async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_token(
+async def test_a_form_from_another_site_is_refused_even_with_cookie_and_token(
     world: World, visitors: Visitors, headers: dict[str, str]
 ) -> None:
     async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
@@ -59,7 +59,7 @@ async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_to
         assert 'Disable<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
 
 
-async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: World, visitors: Visitors) -> None:
+async def test_a_form_without_an_origin_is_refused(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
         form = {"form_token": await token_of(client), "enabled": "no"}
         del client.headers["Origin"]
@@ -80,7 +80,7 @@ async def test_a_form_needs_the_token_of_its_own_login(world: World, visitors: V
             assert (token, response.status_code) == (token, 403)
 
 
-async def test_a_form_from_a_foreign_page_has_no_user(world: World, visitors: Visitors) -> None:
+async def test_a_form_on_another_site_is_sent_without_the_login_cookie(world: World, visitors: Visitors) -> None:
     async def evil(route: Route) -> None:
         form = (
             f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" '
@@ -97,7 +97,9 @@ async def test_a_form_from_a_foreign_page_has_no_user(world: World, visitors: Vi
         assert await visit.page.get_by_role("button", name="Disable read_tool for all tenants").count() == 1
 
 
-async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(world: World, visitors: Visitors) -> None:
+async def test_scripts_cannot_read_the_login_cookie_and_redis_does_not_store_it(
+    world: World, visitors: Visitors
+) -> None:
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/")
         assert await visit.page.evaluate("document.cookie") == ""
@@ -111,20 +113,22 @@ async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(wor
 
 
 @pytest.mark.parametrize("word", ["", "x", "A" * 43, "../" * 14 + "A", "A" * 5000, "\u00e9" * 43])
-async def test_a_guessed_session_cookie_belongs_to_no_user(world: World, visitors: Visitors, word: str) -> None:
+async def test_a_guessed_login_cookie_is_redirected_to_the_login_page(
+    world: World, visitors: Visitors, word: str
+) -> None:
     async with someone(visitors.api.url) as client:
         response = await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}".encode("latin-1")})
         assert (response.status_code, response.headers["location"]) == (303, "/login?next=%2Fruns")
 
 
-async def test_logging_out_ends_copied_sessions(world: World, visitors: Visitors) -> None:
+async def test_logging_out_ends_copied_login_cookies(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         word, token = client.cookies[COOKIE], await token_of(client)
         assert (await client.post("/logout", data={"form_token": token})).status_code == 303
         assert (await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}"})).status_code == 303
 
 
-async def test_logging_in_makes_a_new_word_and_ends_the_one_that_was_there(world: World, visitors: Visitors) -> None:
+async def test_logging_in_creates_a_new_cookie_and_ends_the_previous_login(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         before = client.cookies[COOKIE]
         await client.post("/login", data={"key": visitors.api.keys["acme"]})
@@ -133,7 +137,7 @@ async def test_logging_in_makes_a_new_word_and_ends_the_one_that_was_there(world
         assert (await thief.get("/runs", headers={"Cookie": f"{COOKIE}={before}"})).status_code == 303
 
 
-async def test_wrong_revoked_and_malformed_keys_are_reported_alike(world: World, visitors: Visitors) -> None:
+async def test_wrong_revoked_and_malformed_keys_get_the_same_response(world: World, visitors: Visitors) -> None:
     revoked = await world.add_key("acme")
     await world.revoke_key(revoked)
     right = visitors.api.keys["acme"]
@@ -157,7 +161,7 @@ async def test_wrong_revoked_and_malformed_keys_are_reported_alike(world: World,
 @pytest.mark.parametrize(
     "path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"]
 )
-async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
+async def test_objects_of_another_tenant_look_like_unknown_objects(world: World, visitors: Visitors, path: str) -> None:
     assert world.rivals is not None
     theirs = {
         "runs": world.rival_run,
@@ -176,7 +180,7 @@ async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, v
         assert refused[0].text == refused[1].text
 
 
-async def test_a_rivals_things_cannot_be_changed(world: World, visitors: Visitors) -> None:
+async def test_objects_of_another_tenant_cannot_be_changed(world: World, visitors: Visitors) -> None:
     assert world.rivals is not None
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         form = {"form_token": await token_of(client)}
@@ -194,7 +198,7 @@ async def test_a_rivals_things_cannot_be_changed(world: World, visitors: Visitor
             assert (path, (await client.post(path, data=sent)).status_code) == (path, status)
 
 
-async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: World, visitors: Visitors) -> None:
+async def test_a_decision_with_a_wrong_digest_or_invalid_arguments_is_refused(world: World, visitors: Visitors) -> None:
     question = await world.ask("make", number=50)
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         form = {"form_token": await token_of(client), "decision": "allow", "digest": "0" * 64}
@@ -221,13 +225,13 @@ async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: Wo
         "",
     ],
 )
-async def test_logging_in_leads_nowhere_else(world: World, visitors: Visitors, next_: str) -> None:
+async def test_login_does_not_redirect_to_another_site(world: World, visitors: Visitors, next_: str) -> None:
     async with someone(visitors.api.url) as client:
         response = await client.post("/login", data={"key": visitors.api.keys["acme"], "next": next_})
         assert (response.status_code, response.headers["location"]) == (303, "/")
 
 
-async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -> None:
+async def test_every_response_has_the_security_headers(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         for path in (
             "/",
@@ -247,7 +251,9 @@ async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -
         assert (await client.get("/login")).headers["content-security-policy"].startswith("default-src 'none'")
 
 
-async def test_a_login_is_no_key_of_the_api_and_a_key_is_no_login(world: World, visitors: Visitors) -> None:
+async def test_a_login_cookie_is_not_accepted_by_the_api_and_a_key_not_by_the_pages(
+    world: World, visitors: Visitors
+) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         assert (await client.get("/v1/tools")).status_code == 401
     async with someone(visitors.api.url) as client:
@@ -255,13 +261,13 @@ async def test_a_login_is_no_key_of_the_api_and_a_key_is_no_login(world: World, 
         assert (await client.get("/runs", headers=headers)).status_code == 303
 
 
-async def test_words_in_an_address_are_not_said_by_the_page(world: World, visitors: Visitors) -> None:
+async def test_text_in_a_url_is_not_repeated_on_the_page(world: World, visitors: Visitors) -> None:
     async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
         for path in ("/tools?done=call+0800", "/runs?state=call+0800", "/approvals?shown=call+0800"):
             assert "call 0800" not in (await client.get(path)).text
 
 
-async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
+async def test_behind_tls_the_cookie_is_secure_and_host_only() -> None:
     with open_server() as server:
         async with open_api(server.url(), page_url="https://crew.test") as api, someone(api.url) as client:
             response = await client.post(
@@ -273,7 +279,7 @@ async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
             assert "Domain" not in cookie
 
 
-async def test_a_dead_redis_is_reported_without_its_address() -> None:
+async def test_an_unreachable_redis_is_reported_without_its_address() -> None:
     with open_server() as server:
         async with open_api(server.url()) as api, someone(api.url, api.keys["acme"]) as client:
             server.kill()

@@ -43,7 +43,7 @@ async def tab_to(page: Page, name: str, most: int = 60) -> None:
     pytest.fail(f"{name} is not reached with the keyboard")
 
 
-async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) -> None:
+async def test_a_running_run_is_shown_live(world: World, visitors: Visitors) -> None:
     async with visitors.visit("acme") as visit:
         page = visit.page
         async with world.work_run("Watch me") as worked:
@@ -65,7 +65,7 @@ async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) 
         assert await page.evaluate("window.owned") is None
 
 
-async def test_the_tree_of_forks_leads_from_run_to_run(world: World, visitors: Visitors) -> None:
+async def test_the_fork_tree_links_runs_to_each_other(world: World, visitors: Visitors) -> None:
     run = await world.hosted.start("acme", RunBody(instruction="Branch here"))
     source = ForkSource(run=run.id, step=2, attempt=1, entries=0)
     fork = await world.hosted.start(
@@ -102,7 +102,7 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
     assert [(one.target, one.actor.name) for one in entries if one.target == run.id] == [(run.id, "operator")]
 
 
-async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, visitors: Visitors) -> None:
+async def test_an_approval_shows_the_exact_characters_and_is_allowed(world: World, visitors: Visitors) -> None:
     question = await world.ask("rm -rf /data\u202e cu\u0430l x\u200b \n", number=1, warning="it removes files")
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
@@ -122,9 +122,7 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
     assert (await answer_of(world, question)).answer.is_allowed
 
 
-async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(
-    world: World, visitors: Visitors
-) -> None:
+async def test_an_approval_with_changed_arguments_keeps_every_other_character(world: World, visitors: Visitors) -> None:
     question = await world.ask("ls \u202e\x00\t\n", number=3)
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
@@ -139,7 +137,7 @@ async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_
     assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
-async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, visitors: Visitors) -> None:
+async def test_a_second_decision_is_refused_and_the_first_one_stays(world: World, visitors: Visitors) -> None:
     question = await world.ask("ls", number=4)
     async with visitors.visit("acme") as first, visitors.visit("operator") as second:
         for visit in (first, second):
@@ -152,7 +150,7 @@ async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, vi
     assert not (await answer_of(world, question)).answer.is_allowed
 
 
-async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World, visitors: Visitors) -> None:
+async def test_a_tool_is_disabled_for_all_tenants_and_for_one_tenant(world: World, visitors: Visitors) -> None:
     async with visitors.visit("operator") as visit:
         page = visit.page
         await page.goto("/tools")
@@ -173,7 +171,7 @@ async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World,
         assert await visit.page.get_by_role("button", name="able").count() == 0
 
 
-async def test_tools_are_shown_as_the_policy_of_the_tenant_allows_them(world: World, visitors: Visitors) -> None:
+async def test_tools_are_shown_as_the_tenant_policy_allows(world: World, visitors: Visitors) -> None:
     before = await world.tenants.policy("rival")
     await world.tenants.replace("rival", before.model_copy(update={"tools": ("read_tool", "webfetch_tool")}))
     try:
@@ -206,7 +204,7 @@ async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) 
         await expect(row).to_contain_text("active")
 
 
-async def test_a_host_is_drained_only_when_it_is_marked_that_files_may_be_lost(
+async def test_draining_a_host_requires_the_confirmation_that_files_may_be_lost(
     world: World, visitors: Visitors
 ) -> None:
     await world.report_host("h7", queue="host.h7.b00t")
@@ -233,9 +231,7 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
     assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
 
 
-async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_task(
-    world: World, visitors: Visitors
-) -> None:
+async def test_a_call_is_found_by_its_id_and_by_its_celery_task_id(world: World, visitors: Visitors) -> None:
     task = await world.note_call("call-of-a-page")
     async with visitors.visit("operator") as visit:
         await visit.page.goto("/")
@@ -255,7 +251,7 @@ async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_t
         assert len({await page.text() for page in pages}) == 1
 
 
-async def test_calls_are_listed_and_a_call_that_runs_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
+async def test_calls_are_listed_and_a_waiting_call_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
     await world.note_call("ended-call")
     await world.note_call("lost-queue", state="queued")
     await world.note_call("rivals-call", tenant="rival")
@@ -299,7 +295,7 @@ async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visit
         assert answer.status == 404
 
 
-async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: Visitors) -> None:
+async def test_login_and_approval_work_with_the_keyboard_only(world: World, visitors: Visitors) -> None:
     question = await world.ask("make", number=5)
     async with visitors.visit() as visit:
         page = visit.page
@@ -323,7 +319,7 @@ async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: V
     assert (await answer_of(world, question)).answer.reason == "no"
 
 
-async def test_a_login_ends_with_its_key_and_says_so_to_pages_that_are_open(world: World, visitors: Visitors) -> None:
+async def test_a_revoked_key_ends_its_login_and_open_pages_report_it(world: World, visitors: Visitors) -> None:
     key = await world.add_key("acme")
     async with visitors.visit() as visit:
         await log_in(visit.page, key.text)

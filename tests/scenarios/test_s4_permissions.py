@@ -68,7 +68,7 @@ def text_for_model(model: ScriptedModel) -> str:
     return str(model.requests[1].messages[-1]["content"])
 
 
-async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_runs() -> None:
+async def test_s4_05_permission_is_requested_before_the_tool_runs() -> None:
     requests: list[ApprovalRequest] = []
 
     def say(request: ApprovalRequest) -> bool:
@@ -80,14 +80,14 @@ async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_ru
     assert ([request.call.arguments for request in requests], ran) == ([{"text": "hello"}], ["hello"])
 
 
-async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why() -> None:
+async def test_s4_05_without_permission_the_tool_does_not_run_and_the_model_reads_why() -> None:
     ran, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
     assert ran == []
     assert "PERMISSION_DENIED" in text_for_model(model)
     assert "no approver is configured" in text_for_model(model)
 
 
-async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_warning() -> None:
+async def test_s4_06_a_dangerous_operation_is_shown_with_an_extra_warning() -> None:
     shown = io.StringIO()
     wipe = build_spec("wipe", dangerous=True)
     ran, _ = await run_agent(wipe, "text", "all", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
@@ -102,7 +102,7 @@ async def test_s4_06_a_tool_that_only_requires_permission_is_shown_without_the_w
     assert "WARNING" not in shown.getvalue()
 
 
-async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
+async def test_s4_24_a_dangerous_command_needs_an_explicit_approval() -> None:
     ran_after: dict[str, list[str]] = {}
     for answer in ("n\n", "y\n"):
         console = ConsoleApprover(io.StringIO(answer), io.StringIO())
@@ -110,7 +110,7 @@ async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
     assert ran_after == {"n\n": [], "y\n": ["rm -rf /srv/build"]}
 
 
-async def test_s4_24_a_command_on_the_allowed_list_is_not_asked_about() -> None:
+async def test_s4_24_a_command_on_the_allowed_list_needs_no_approval() -> None:
     policy = ApprovalPolicy((Rule("allow", tool="bash_tool", argv_prefix=("rm", "-rf", "/srv/build")),))
     ran, _ = await run_agent(BASH, "command", "rm -rf /srv/build", RefusingApprover(), policy)
     assert ran == ["rm -rf /srv/build"]
@@ -124,7 +124,7 @@ async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_despite
         assert str(ErrorCode.SECURITY_REFUSED) in text_for_model(model)
 
 
-async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> None:
+async def test_s4_25_a_command_string_reaches_the_shell_exactly_as_approved() -> None:
     command = "printf '%s' \"a  b\" '$HOME' `echo` \\; && echo \u00e9"
     reviewed = await review(build_call("bash_tool", command=command), BASH, AutoApprover())
     assert isinstance(reviewed, ToolCall)
@@ -134,7 +134,7 @@ async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> 
     assert (client.requests[0]["argv"], client.bodies) == (None, [command.encode()])
 
 
-async def test_s4_25_input_that_is_put_into_a_command_without_escaping_is_found_out() -> None:
+async def test_s4_25_unescaped_input_that_adds_a_dangerous_command_is_refused() -> None:
     user_input = "notes.txt; rm -rf /"
     ran, model = await run_agent(BASH, "command", f"cat {user_input}", AutoApprover(), ApprovalPolicy())
     assert ran == []

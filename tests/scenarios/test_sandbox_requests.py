@@ -118,7 +118,7 @@ def test_the_command_line_opens_a_session_with_sizes_and_user(stack: Stack) -> N
     assert (wrong.returncode, "cpus, memory, workspace, pids, user" in wrong.stderr) == (2, True)
 
 
-def test_lines_of_a_batch_have_sizes_and_user_of_their_own(stack: Stack, tmp_path: Path) -> None:
+def test_lines_of_a_batch_have_their_own_sizes_and_user(stack: Stack, tmp_path: Path) -> None:
     lines = [
         {"id": "own", "tool": "bash_tool", "arguments": {"command": SHOW}, "workspace_bytes": 48 * MIB},
         {"id": "default", "tool": "bash_tool", "arguments": {"command": SHOW}, "user": "sandbox"},

@@ -80,7 +80,7 @@ def harness(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Harn
         yield Harness(stack, footprint, server, tmp_path)
 
 
-def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(harness: Harness) -> None:
+def test_approvals_decided_by_other_processes_apply_after_the_batch_resumes(harness: Harness) -> None:
     lines = harness.folder / "in.jsonl"
     lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
     other = harness.folder / "arguments.json"

@@ -190,7 +190,7 @@ async def open_queue(place: Place) -> AsyncIterator[tuple["redis.asyncio.Redis",
         await client.aclose()
 
 
-async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_stopped_or_killed_costs_nothing(
+async def test_orchestrators_share_batches_and_lose_nothing_when_one_is_stopped_or_killed(
     place: Place,
 ) -> None:
     ours, theirs = [f"a{number}" for number in range(6)], [f"b{number}" for number in range(6)]
@@ -249,7 +249,7 @@ def assert_no_secret(place: Place, key: str, output: str) -> None:
         assert secret.encode() not in dumped + traces
 
 
-async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(
+async def test_a_cancelled_batch_ends_and_an_attached_batch_is_left_to_its_submitter(
     place: Place, service: Service
 ) -> None:
     await submit_by_hand(place, "kept", [call("k")], is_detached=False)
@@ -295,7 +295,7 @@ async def submit_by_hand(
         await queue.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
 
 
-async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
+async def test_a_forged_batch_record_cannot_read_or_write_files_of_the_orchestrator(
     place: Place, service: Service, tmp_path: Path
 ) -> None:
     secret, stolen = tmp_path / "secret", tmp_path / "stolen"
@@ -370,9 +370,7 @@ async def find_run(client: ToolClient, item: str) -> HostedRun:
     return run
 
 
-async def test_a_run_of_the_command_line_is_continued_after_its_process_was_killed(
-    place: Place, service: Service
-) -> None:
+async def test_a_cli_run_continues_in_the_service_after_its_process_was_killed(place: Place, service: Service) -> None:
     async with place.client() as client:
         with started_run(place, "alone") as process:
             begun = await find_run(client, "alone")
@@ -390,7 +388,7 @@ async def test_a_run_of_the_command_line_is_continued_after_its_process_was_kill
         await (await client.session(str(ended.session))).close()
 
 
-async def test_an_interrupted_run_of_the_command_line_is_cancelled(place: Place, service: Service) -> None:
+async def test_an_interrupted_cli_run_is_cancelled(place: Place, service: Service) -> None:
     async with place.client() as client:
         with started_run(place, "endless") as process:
             process.send_signal(signal.SIGINT)

@@ -99,7 +99,7 @@ def fault(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **when}
 
 
-def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shell: TroubledShell) -> None:
+def test_an_invalid_file_is_reported_line_by_line_and_nothing_is_submitted(shell: TroubledShell) -> None:
     lines = [
         b"\xef\xbb\xbf" + json.dumps({"id": "a", "instruction": "fine"}).encode() + b"\r",
         b'{"id": "b", "instruction": "x"',
@@ -122,7 +122,7 @@ def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shel
     assert shell.run("batches", "show", "wrong").returncode == 1
 
 
-def test_an_output_that_is_the_input_or_another_batchs_is_reported_and_left_as_it_is(shell: TroubledShell) -> None:
+def test_an_output_file_with_other_content_is_refused_and_unchanged(shell: TroubledShell) -> None:
     file = shell.write(1)
     before = file.read_bytes()
     done = shell.run("batches", "submit", str(file), "--output", str(file), "--id", "same")
@@ -137,7 +137,7 @@ def test_an_output_that_is_the_input_or_another_batchs_is_reported_and_left_as_i
     assert shell.run("batches", "show", "same").returncode == 1
 
 
-def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell) -> None:
+def test_a_full_disk_delays_rows_and_loses_none(shell: TroubledShell) -> None:
     disk = shell.folder / "disk"
     disk.mkdir()
     script = (
@@ -166,7 +166,7 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
     assert shell.rows("out.errors.jsonl") == []
 
 
-def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
+def test_a_batch_waits_while_its_model_is_unavailable_and_repeats_no_reply(
     stack: Stack, footprint: Footprint, tmp_path: Path
 ) -> None:
     script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
@@ -194,7 +194,7 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
     assert "the model answers again" in text.said()
 
 
-def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(shell: TroubledShell) -> None:
+def test_a_batch_whose_model_is_unreachable_can_be_interrupted_and_resumed(shell: TroubledShell) -> None:
     port = free_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
     text = Told(
@@ -212,7 +212,7 @@ def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(sh
     assert answers(shell.rows()) == expected(6)
 
 
-def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledShell) -> None:
+def test_a_refused_model_key_stops_the_batch_and_fails_no_item(shell: TroubledShell) -> None:
     arguments = (
         "batches",
         "submit",
@@ -237,7 +237,7 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
     assert shell.run("batches", "cancel", "refused").returncode == 0
 
 
-def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: TroubledShell) -> None:
+def test_tenant_quotas_make_a_batch_wait_and_fail_no_item(shell: TroubledShell) -> None:
     shell.run("tenants", "add", "small", "--sandboxes", "2", "--in-flight", "1", "--queued", "1")
     try:
         done = shell.run(

@@ -62,12 +62,14 @@ def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, pr
     )
 
 
-def test_questions_about_data_are_answered_right(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_the_data_questions_example_is_answered_correctly(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
     example = EXAMPLES / "data-questions"
     ask_some(stack, footprint, tmp_path, example, example)
 
 
-def test_questions_about_sources_are_answered_right(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_the_repository_questions_example_is_answered_correctly(
+    stack: Stack, footprint: Footprint, tmp_path: Path
+) -> None:
     example = EXAMPLES / "repository-questions"
     spec = importlib.util.spec_from_file_location("prepare_sources", example / "prepare.py")
     assert spec is not None
@@ -78,9 +80,7 @@ def test_questions_about_sources_are_answered_right(stack: Stack, footprint: Foo
     ask_some(stack, footprint, tmp_path, example, tmp_path)
 
 
-def test_the_failing_tests_are_repaired_in_what_the_batch_hands_back(
-    stack: Stack, footprint: Footprint, tmp_path: Path
-) -> None:
+def test_the_fix_the_test_example_returns_repaired_projects(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
     example, repaired = EXAMPLES / "fix-the-test", tmp_path / "repaired"
     work(stack, footprint, tmp_path, example / "batch.jsonl", example / "script.jsonl", "--artifacts", str(repaired))
     assert check("fix-the-test", tmp_path, "--artifacts", str(repaired)) == "5 of 5 right"

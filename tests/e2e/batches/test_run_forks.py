@@ -67,5 +67,5 @@ async def work(server: ModelServer) -> None:
             await (await client.session(session.id)).close()
 
 
-def test_forks_continue_from_the_files_of_a_step(server: ModelServer) -> None:
+def test_forks_of_a_run_continue_with_the_files_and_messages_of_their_step(server: ModelServer) -> None:
     asyncio.run(work(server))
