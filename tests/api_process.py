@@ -50,7 +50,7 @@ class ApiProcess:
         fields = read_proc(self.pid, "stat").rpartition(b")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
-    def has_said(self, event: str) -> bool:
+    def has_logged(self, event: str) -> bool:
         return any(json.loads(line).get("event") == event for line in self.log().splitlines() if line.startswith("{"))
 
 
@@ -78,10 +78,10 @@ def open_api_process(
         )
     opened = ApiProcess(process, port, log)
     try:
-        wait_until(lambda: opened.has_said("api_connected") or process.poll() is not None, START_S, opened.log)
+        wait_until(lambda: opened.has_logged("api_connected") or process.poll() is not None, START_S, opened.log)
         if process.poll() is not None:
             pytest.fail(f"the API did not start: {opened.log()}")
-        wait_until(lambda: opened.has_said("api_serving"), START_S, opened.log)
+        wait_until(lambda: opened.has_logged("api_serving"), START_S, opened.log)
         yield opened
     finally:
         end_process(process)

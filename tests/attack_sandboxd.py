@@ -121,7 +121,7 @@ class HostileSession:
             lambda: f"{text}: {self.programs()}",
         )
 
-    def is_well(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether the next command runs in the same container and nothing of the previous command remains."""
         answer = self.bash("echo well")
         return answer.streams.get("merged") == b"well\n" and self.watched.id.startswith(answer.done["sandbox"]["id"])
@@ -173,10 +173,10 @@ class OwnSandboxd:
         return subprocess.Popen(argv, cwd=ROOT, env=self.footprint.environment(), stderr=subprocess.DEVNULL)
 
     def peak_bytes(self) -> int:
-        """Return the peak memory of sandboxd since `forget_peak`, in bytes."""
+        """Return the peak memory of sandboxd since `reset_peak`, in bytes."""
         return int(read_proc(self.process.pid, "status").split(b"VmHWM:")[1].split()[0]) * 1024
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def log(self) -> str:

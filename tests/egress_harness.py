@@ -185,24 +185,24 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connectio
 
 
 @contextmanager
-def open_front(harness: Harness, rules: Mapping[str, Any]) -> Iterator[str]:
+def open_tcp_port(harness: Harness, rules: Mapping[str, Any]) -> Iterator[str]:
     """Open a TCP port that replaces a sandbox's loopback and the tunnels of sandboxd. Yields the proxy URL as a
     sandbox sees the URL.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=_accept_front, args=(listening, harness, rules), daemon=True).start()
+        threading.Thread(target=_accept, args=(listening, harness, rules), daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         with contextlib.suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
 
 
-def _accept_front(listening: socket.socket, harness: Harness, rules: Mapping[str, Any]) -> None:
+def _accept(listening: socket.socket, harness: Harness, rules: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         while True:
-            outer, _ = listening.accept()
-            inner = harness.connect(rules)
-            inner.settimeout(None)
-            for source, sink in ((outer, inner), (inner, outer)):
+            client_side, _ = listening.accept()
+            proxy_side = harness.connect(rules)
+            proxy_side.settimeout(None)
+            for source, sink in ((client_side, proxy_side), (proxy_side, client_side)):
                 threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
 
 

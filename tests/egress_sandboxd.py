@@ -15,7 +15,7 @@ from workers.sandbox_client import GuestResponse, SandboxClient
 
 
 @contextlib.contextmanager
-def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
+def run_module(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
     with open(footprint.folder / f"{module}.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -33,7 +33,7 @@ def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "
 @contextlib.contextmanager
 def running_sandboxd(footprint: Footprint, environment: dict[str, str]) -> Iterator[Path]:
     """Run a sandboxd with this environment, and yield its socket."""
-    with running(footprint, "workers.sandboxd", environment):
+    with run_module(footprint, "workers.sandboxd", environment):
         socket = Path(environment["TOOLCREW_SANDBOXD_SOCKET"])
         wait_until(socket.exists, UP_S, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
         yield socket

@@ -44,7 +44,7 @@ class MemorySandboxd:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
         self.kept: list[str] = []
-        self.kept_of: list[str] = []
+        self.checkpointed: list[str] = []
         self.deleted: list[str] = []
         self.closed: list[str] = []
         self.refuse: dict[str, Exception] = {}
@@ -84,7 +84,7 @@ class MemoryClient(SandboxClient):
             raise host.refuse[name]
         host.rows[name]["changed"] = False
         host.kept.append(f"c{len(host.kept) + 1}")
-        host.kept_of.append(name)
+        host.checkpointed.append(name)
         return {"ok": True, "checkpoint": host.kept[-1], "bytes": host.checkpoint_bytes}
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class HostHarness:
     def hosts(self) -> WorkerHostStore:
         return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)
 
-    def put_place(self, name: str, **fields: Any) -> None:
+    def put_location(self, name: str, **fields: Any) -> None:
         tenant, _, session = name.partition(":")
         fields |= {field: seal_checkpoint(KEY, tenant, session, fields[field]) for field in _SIGNED if field in fields}
         plain: Mapping[str, Any] = {"state": "open", "queue": "host.a.b1", "fence": 1, **fields}
@@ -138,7 +138,7 @@ class HostHarness:
         opened = {field: open_checkpoint(KEY, tenant, session, getattr(found, field)) for field in _SIGNED}
         return found.model_copy(update=opened)
 
-    def drop_place(self, name: str) -> None:
+    def delete_location(self, name: str) -> None:
         self.redis.delete(self._key(name))
 
     def _key(self, name: str) -> str:

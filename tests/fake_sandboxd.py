@@ -41,12 +41,12 @@ PLAN: SandboxPlan = PLANS.standard()
 
 
 @dataclass(eq=False)
-class KeptWorkspace:
+class MemoryWorkspace:
     """A workspace that lives as long as the object that created the workspace."""
 
     name: str
     size: WorkspaceSize
-    owner: "KeptWorkspaces"
+    owner: "MemoryWorkspaces"
 
     @property
     def kind(self) -> Literal["image"]:
@@ -71,25 +71,25 @@ class KeptWorkspace:
         self.owner.alive.pop(self.name, None)
 
 
-class KeptWorkspaces:
+class MemoryWorkspaces:
     """Workspaces in memory that outlive containers. `overfull`: the result of `find_overfull`."""
 
     kind: Literal["image"] = "image"
 
     def __init__(self, *, is_hard: bool = True) -> None:
         self.is_hard = is_hard
-        self.alive: dict[str, KeptWorkspace] = {}
+        self.alive: dict[str, MemoryWorkspace] = {}
         self.overfull: dict[str, int] = {}
         self.refuse_removals = 0
 
-    async def make(self, name: str, size: WorkspaceSize) -> KeptWorkspace:
-        self.alive[name] = KeptWorkspace(name, size, self)
+    async def make(self, name: str, size: WorkspaceSize) -> MemoryWorkspace:
+        self.alive[name] = MemoryWorkspace(name, size, self)
         return self.alive[name]
 
     def stack(self, name: str, below: Workspace) -> None:
         """Return None: these workspaces have no disks."""
 
-    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> KeptWorkspace | None:
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> MemoryWorkspace | None:
         return self.alive.get(name)
 
     async def sweep(self, keep: Set[str]) -> int:
@@ -195,9 +195,9 @@ def build_host(
 
 
 @asynccontextmanager
-async def open_host(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[FakeHost]:
+async def open_host(folder: Path, *behaviours: Behaviour, **options: Any) -> AsyncIterator[FakeHost]:
     """Open a host and close the host on exit, even if the engine refuses requests."""
-    host = build_host(folder, *behaviours, **how)
+    host = build_host(folder, *behaviours, **options)
     try:
         yield host
     finally:
@@ -267,10 +267,10 @@ async def running_sandboxd(
     checkpoints: Any = None,
     files: Any = None,
     plans: Plans = PLANS,
-    **how: Any,
+    **options: Any,
 ) -> AsyncIterator[Sandboxd]:
     """Run sandboxd without a container engine. `behaviours`: of the guests, in the order of their start."""
-    host = build_host(path, *behaviours, plans=plans, **how)
+    host = build_host(path, *behaviours, plans=plans, **options)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     skills = SkillVolume(host.engine, "default", {})  # type: ignore[arg-type]
     values = SecretValues(host.sessions.cut_users)
@@ -295,7 +295,9 @@ async def running_sandboxd(
         await server.close_connections()
 
 
-def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
+def build_listed_container(
+    name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any
+) -> Any:
     """Return a container as the engine lists the container."""
     from workers.sandboxd.runtime.base import ListedContainer
 

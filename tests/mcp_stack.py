@@ -55,7 +55,7 @@ class McpStack:
         async with Client(server, **{"mode": REVISIONS[0], **options}) as client:
             yield client
 
-    def runs(self, text: str) -> list[str]:
+    def find_programs(self, text: str) -> list[str]:
         """Return the programs in any sandbox whose command line contains `text`."""
         containers = self.stack.footprint.containers()
         return [command for container in containers for command in commands_in(container).values() if text in command]
@@ -80,10 +80,10 @@ def open_mcp_process(
         )
     opened = ApiProcess(process, port, log)
     try:
-        wait_until(lambda: opened.has_said("mcp_serving") or process.poll() is not None, START_S, opened.log)
+        wait_until(lambda: opened.has_logged("mcp_serving") or process.poll() is not None, START_S, opened.log)
         if process.poll() is not None:
             pytest.fail(f"MCP was not served: {opened.log()}")
-        wait_until(lambda: opened.has_said("api_connected"), START_S, opened.log)
+        wait_until(lambda: opened.has_logged("api_connected"), START_S, opened.log)
         yield opened
     finally:
         end_process(process)
@@ -120,13 +120,13 @@ def text_of(result: CallToolResult) -> str:
     return "".join(getattr(part, "text", "") for part in result.content)
 
 
-class Person:
+class ElicitingUser:
     """A user of a client who answers the server's questions."""
 
     def __init__(self, **content: Any) -> None:
         self.content = content
-        self.asked: list[str] = []
+        self.questions: list[str] = []
 
     async def __call__(self, _: object, params: ElicitRequestParams) -> ElicitResult:
-        self.asked.append(params.message)
+        self.questions.append(params.message)
         return ElicitResult(action="accept", content=self.content)

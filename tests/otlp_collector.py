@@ -16,7 +16,7 @@ KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedSpan:
     """A span as the collector received the span. Times are in nanoseconds."""
 
     trace: str
@@ -31,7 +31,7 @@ class Collected:
     is_error: bool
     service: str
 
-    def encloses(self, other: "Collected") -> bool:
+    def encloses(self, other: "CollectedSpan") -> bool:
         """Return whether this span encloses `other`, within the resolution of the clock."""
         return self.start - 50_000 <= other.start and other.end <= self.end + 50_000
 
@@ -41,7 +41,7 @@ class Collector:
     """A collector. `status`: the status of its responses. `held`: requests wait until this event is set."""
 
     url: str
-    spans: list[Collected] = field(default_factory=list)
+    spans: list[CollectedSpan] = field(default_factory=list)
     requests: int = 0
     status: int = 200
     held: threading.Event = field(default_factory=threading.Event)
@@ -66,10 +66,10 @@ class Collector:
             self._forgotten |= {span.trace for span in self.spans}
             self.spans.clear()
 
-    def named(self, name: str) -> list[Collected]:
+    def named(self, name: str) -> list[CollectedSpan]:
         return [span for span in list(self.spans) if span.name == name]
 
-    def one(self, name: str) -> Collected:
+    def one(self, name: str) -> CollectedSpan:
         """Return the only span of that name."""
         found = self.named(name)
         assert len(found) == 1, f"{len(found)} spans {name} among {sorted(span.name for span in self.spans)}"
@@ -83,9 +83,9 @@ class Collector:
         span_ids = {span.id for span in self.spans}
         return all(not span.parent or span.parent in span_ids for span in self.spans)
 
-    def _wait(self, is_so: Any, within_s: float) -> None:
+    def _wait(self, condition: Any, within_s: float) -> None:
         with self._news:
-            assert self._news.wait_for(is_so, within_s), (
+            assert self._news.wait_for(condition, within_s), (
                 f"only {self.requests} requests with {sorted(span.name for span in self.spans)}"
             )
 
@@ -109,7 +109,7 @@ def open_collector() -> Iterator[Collector]:
         thread.join()
 
 
-def assert_one_tree(spans: list[Collected]) -> Collected:
+def assert_one_tree(spans: list[CollectedSpan]) -> CollectedSpan:
     """Fail unless all spans form one trace with one root, each inside a known parent and its time. Returns the root."""
     assert len({span.trace for span in spans}) == 1, sorted((span.trace, span.name) for span in spans)
     by_id = {span.id: span for span in spans}
@@ -138,12 +138,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def _spans(request: ExportTraceServiceRequest) -> Iterator[Collected]:
+def _spans(request: ExportTraceServiceRequest) -> Iterator[CollectedSpan]:
     for resource in request.resource_spans:
         service = {item.key: _value(item.value) for item in resource.resource.attributes}.get("service.name", "")
         for scope in resource.scope_spans:
             for span in scope.spans:
-                yield Collected(
+                yield CollectedSpan(
                     span.trace_id.hex(),
                     span.span_id.hex(),
                     span.parent_span_id.hex(),

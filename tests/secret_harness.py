@@ -42,7 +42,7 @@ class Site:
     connections: int = 0
 
     @property
-    def seen(self) -> bytes:
+    def received(self) -> bytes:
         return b"".join(self.requests)
 
 
@@ -123,11 +123,11 @@ class SecretHarness:
     ) -> socket.socket:
         """Return a tunnel of a session with these secrets, before TLS."""
         names = ["site.example", "search.example"]
-        given = build_rules(self.site.port, hosts=names, private_hosts=names, **rules)
+        allowed = build_rules(self.site.port, hosts=names, private_hosts=names, **rules)
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         client.settimeout(SOON_S)
         client.connect(str(self.proxy.path))
-        opening = {"v": 1, "tenant": "acme", "session": session, "run": "r1", "rules": given, "secrets": secrets}
+        opening = {"v": 1, "tenant": "acme", "session": session, "run": "r1", "rules": allowed, "secrets": secrets}
         at = place or self.host
         client.sendall(json.dumps(opening).encode() + f"\nCONNECT {at} HTTP/1.1\r\nHost: {at}\r\n\r\n".encode())
         assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")

@@ -7,7 +7,7 @@ from orchestrator.runs.run_slots import RunSlot
 
 
 @asynccontextmanager
-async def given_up(slot: RunSlot, call: str) -> AsyncIterator[None]:
+async def released_slot(slot: RunSlot, call: str) -> AsyncIterator[None]:
     """Release the slot around the wait of a call. The block ends after the run has a slot again."""
     slot.rest(call)
     yield

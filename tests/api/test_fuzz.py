@@ -99,7 +99,7 @@ def target() -> Iterator[Target]:
         with open_api_process(footprint, server.url) as api:
             assert session.get(f"{api.url}/openapi.json", timeout=60).json() == DESCRIPTION
             yield Target(api, keys, session)
-            assert not api.has_said("api_failed"), api.log()
+            assert not api.has_logged("api_failed"), api.log()
 
 
 @pytest.mark.parametrize("label", OPERATIONS)

@@ -17,8 +17,8 @@ from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
 
 JSON = {"Content-Type": "application/json"}
-HALF = b"\\ud800"
-FOREIGN = [
+LONE_SURROGATE = b"\\ud800"
+TENANT_ROUTES = [
     ("GET", "/v1/runs/{run}"),
     ("POST", "/v1/runs/{run}/cancel"),
     ("GET", "/v1/runs/{run}/transcript"),
@@ -32,26 +32,26 @@ FOREIGN = [
     ("POST", "/v1/approvals/{approval}"),
 ]
 BODIES = {"/retry": {"kinds": ["model"]}, "/approvals/": {"decision": "allow", "digest": "x"}}
-BREAKING = {
-    "lists in lists": b"[" * 200_000,
-    "objects in objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "a history in history": b'{"instruction": "x", "history": [' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"]}",
+HOSTILE_BODIES = {
+    "nested lists": b"[" * 200_000,
+    "nested objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "deeply nested history": b'{"instruction": "x", "history": [' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"]}",
     "NaN": (b'{"instruction": "x", "max_wall_s": NaN, "ttl_s": NaN, "timeout_s": NaN, "name": "a", "policy": {"weight": '
 b'NaN}}'),
-    "more than any float": (b'{"instruction": "x", "max_wall_s": 1e999, "ttl_s": 1e999, "timeout_s": 1e999, "name": "a", "policy": '
+    "number above the float range": (b'{"instruction": "x", "max_wall_s": 1e999, "ttl_s": 1e999, "timeout_s": 1e999, "name": "a", "policy": '
 b'{"weight": 1e999}}'),
-    "a number of 5,000 digits": b'{"instruction": "x", "priority": ' + b"9" * 5000 + b"}",
-    "half a character": b'{"instruction": "' + HALF + b'", "name": "' + HALF + b'", "reason": "' + HALF + b'", "image": "' + HALF + b'"}',
-    "half a character in a list": b'{"instruction": "x", "tools": ["' + HALF + b'"], "policy": {"tools": ["' + HALF + b'"]}, "kinds": ["' + HALF + b'"]}',
-    "half a character as a key": b'{"instruction": "x", "metadata": {"' + HALF + b'": "' + HALF + b'"}}',
-    "half a character in the history": b'{"instruction": "x", "history": [{"role": "user", "content": "' + HALF + b'"}]}',
-    "no UTF-8": b'{"instruction": "\xff\xfe"}',
+    "number of 5,000 digits": b'{"instruction": "x", "priority": ' + b"9" * 5000 + b"}",
+    "lone surrogate": b'{"instruction": "' + LONE_SURROGATE + b'", "name": "' + LONE_SURROGATE + b'", "reason": "' + LONE_SURROGATE + b'", "image": "' + LONE_SURROGATE + b'"}',
+    "lone surrogate in a list": b'{"instruction": "x", "tools": ["' + LONE_SURROGATE + b'"], "policy": {"tools": ["' + LONE_SURROGATE + b'"]}, "kinds": ["' + LONE_SURROGATE + b'"]}',
+    "lone surrogate as a key": b'{"instruction": "x", "metadata": {"' + LONE_SURROGATE + b'": "' + LONE_SURROGATE + b'"}}',
+    "lone surrogate in the history": b'{"instruction": "x", "history": [{"role": "user", "content": "' + LONE_SURROGATE + b'"}]}',
+    "invalid UTF-8": b'{"instruction": "\xff\xfe"}',
     "many lists": b'{"instruction": "x", "history": [' + b"[]," * 500_000 + b"0]}",
     "many unknown keys": b"{" + b",".join(b'"k%d": 1' % number for number in range(150_000)) + b"}",
-    "no object": b"[]",
-    "nothing": b"",
+    "list instead of an object": b"[]",
+    "empty body": b"",
 }  # fmt: skip
-TAKING = [
+POST_PATHS = [
     "/v1/runs",
     "/v1/sessions",
     "/v1/tenants",
@@ -59,15 +59,15 @@ TAKING = [
     "/v1/sessions/s/calls",
     "/v1/batches/b/retry",
 ]
-HEADS = {
+AMBIGUOUS_HEADS = {
     "two lengths": b"Content-Length: 2\r\nContent-Length: 50\r\n\r\n{}",
     "a length and chunks": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-    "a coding that is none": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "unknown coding": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "two codings": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     "a space before the colon": b"Content-Length : 2\r\n\r\n{}",
     "two hosts": b"Host: other\r\nContent-Length: 2\r\n\r\n{}",
-    "a head without end": b"X: " + b"a" * 200_000,
-    "no chunk": b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "oversized head": b"X: " + b"a" * 200_000,
+    "invalid chunk size": b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
 }
 
 
@@ -78,9 +78,9 @@ def read_problem(response: httpx.Response) -> dict[str, Any]:
     return problem
 
 
-@pytest.mark.parametrize("body", BREAKING.values(), ids=BREAKING.keys())
+@pytest.mark.parametrize("body", HOSTILE_BODIES.values(), ids=HOSTILE_BODIES.keys())
 async def test_a_hostile_body_never_causes_an_internal_error(api: ApiHarness, body: bytes) -> None:
-    for path in TAKING:
+    for path in POST_PATHS:
         response = await api["admin"].post(path, content=body, headers=JSON)
         # The route may accept the remaining fields of the body, so success is allowed too.
         assert response.status_code in (200, 201, 202, 400, 404, 413, 422, 503), (path, response.text)
@@ -93,7 +93,7 @@ async def test_a_body_of_many_values_is_refused_in_bounded_time(api: ApiHarness,
     began = time.process_time()
     for kind in ("many lists", "many unknown keys"):
         headers = {"Content-Type": media_type}
-        response = await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=headers)
+        response = await api["acme"].post("/v1/runs", content=HOSTILE_BODIES[kind], headers=headers)
         assert (response.status_code, read_problem(response)["code"]) == (413, "BODY_TOO_LARGE")
     # The service runs in this process. An error for each key would take seconds.
     assert time.process_time() - began < 0.5
@@ -101,12 +101,12 @@ async def test_a_body_of_many_values_is_refused_in_bounded_time(api: ApiHarness,
 
 async def test_runs_that_cannot_be_stored_as_json_are_refused(api: ApiHarness) -> None:
     for kind in (
-        "a history in history",
-        "half a character in a list",
-        "half a character as a key",
-        "half a character in the history",
+        "deeply nested history",
+        "lone surrogate in a list",
+        "lone surrogate as a key",
+        "lone surrogate in the history",
     ):
-        assert (await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)).status_code == 422
+        assert (await api["acme"].post("/v1/runs", content=HOSTILE_BODIES[kind], headers=JSON)).status_code == 422
     assert (await api["acme"].get("/v1/runs")).json()["data"] == []
 
 
@@ -133,7 +133,7 @@ async def test_a_tenant_that_fills_its_queue_quota_does_not_fill_redis(
             client.config_set("maxmemory", 0)
 
 
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("head", AMBIGUOUS_HEADS.values(), ids=AMBIGUOUS_HEADS.keys())
 async def test_an_ambiguous_request_head_is_refused_and_its_connection_closed(api: ApiHarness, head: bytes) -> None:
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request")
@@ -176,7 +176,7 @@ async def test_objects_of_another_tenant_look_like_unknown_objects(api: ApiHarne
     approval = await ask_for_approval(redis_server)
     names = {"run": run, "batch": batch, "approval": approval}
     unknown = {name: id_[:-2] + ("00" if not id_.endswith("00") else "11") for name, id_ in names.items()}
-    for method, path in FOREIGN:
+    for method, path in TENANT_ROUTES:
         body = next((body for part, body in BODIES.items() if part in path), None)
         answers = [await api["rival"].request(method, path.format(**ids), json=body) for ids in (names, unknown)]
         kind = path.split("{")[1].split("}")[0]

@@ -81,12 +81,12 @@ async def test_output_is_streamed_while_the_tool_runs(client: httpx.AsyncClient,
     }
     path = f"/v1/sessions/{session}"
     async with client.stream("POST", f"{path}/calls", json=call, headers={"Accept": "text/event-stream"}) as stream:
-        lines = [line async for line in until_first(stream, client, path)]
+        lines = [line async for line in wait_for_first(stream, client, path)]
     assert [line for line in lines if line.startswith("event: ")][-1] == "event: result"
     assert '"success":true' in lines[-2] or '"success":true' in lines[-1]
 
 
-async def until_first(stream: httpx.Response, client: httpx.AsyncClient, path: str) -> AsyncIterator[str]:
+async def wait_for_first(stream: httpx.Response, client: httpx.AsyncClient, path: str) -> AsyncIterator[str]:
     async for line in stream.aiter_lines():
         yield line
         if '"first' in line and line.startswith("data: "):

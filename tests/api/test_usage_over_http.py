@@ -12,7 +12,7 @@ from tests.conftest import RedisProcess
 
 
 @pytest.fixture
-def used(redis_server: RedisProcess, api: ApiHarness) -> None:
+def stored_usage(redis_server: RedisProcess, api: ApiHarness) -> None:
     with redis_server.client() as client:
         for tenant, cpu_s in (("acme", 90.0), ("rival", 54_321.0)):
             usage = SessionUsage(meter="m", cpu_s=cpu_s, written_bytes=7, sandbox_s=120.5)

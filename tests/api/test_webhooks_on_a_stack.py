@@ -22,7 +22,7 @@ Received = tuple[dict[str, str], bytes]
 
 
 @asynccontextmanager
-async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
+async def open_receiver(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
     """Run a receiver that answers with these statuses. The last status is repeated."""
     received: asyncio.Queue[Received] = asyncio.Queue()
     remaining = list(statuses)
@@ -41,7 +41,7 @@ async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[R
         yield received
 
 
-def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
+def verify_webhook(headers: dict[str, str], body: bytes) -> dict[str, object]:
     """Check a request as a receiver does under the Standard Webhooks convention, and return its content."""
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     expected = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
@@ -53,14 +53,14 @@ async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
     api_stack: ApiStack,
 ) -> None:
     url = f"http://127.0.0.1:{api_stack.hook_port}/ended"
-    async with api_stack.client() as client, receiving(api_stack.hook_port, 503, 204) as received:
+    async with api_stack.client() as client, open_receiver(api_stack.hook_port, 503, 204) as received:
         line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "true"}})
         headers = {"Content-Type": "application/jsonl", "Webhook-Secret": SECRET}
         submitted = await client.post("/v1/batches", content=line, headers=headers, params={"webhook_url": url})
         assert submitted.status_code == 201, submitted.text
         async with asyncio.timeout(SOON_S):
             first, second = await received.get(), await received.get()
-        result, again = check(*first), check(*second)
+        result, again = verify_webhook(*first), verify_webhook(*second)
         assert (result["type"], result["data"]["id"]) == ("batch.ended", submitted.json()["id"])  # type: ignore[index]
         assert again == result
         assert first[0]["webhook-id"] == second[0]["webhook-id"]
@@ -68,19 +68,19 @@ async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
         assert run.status_code == 202, run.text
         assert SECRET not in run.text
         async with asyncio.timeout(SOON_S):
-            result = check(*(await received.get()))
+            result = verify_webhook(*(await received.get()))
         assert (result["type"], result["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
 
 
 async def test_no_webhook_is_sent_to_a_private_address(api_stack: ApiStack) -> None:
     port = free_port()
-    async with api_stack.client() as client, receiving(port, 204) as received:
+    async with api_stack.client() as client, open_receiver(port, 204) as received:
         url = f"http://127.0.0.1:{port}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
         # Another process sends the webhook, and this process gets no event, so the test polls.
         await until(
             lambda: bool(
-                any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
+                any(api.has_logged("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
             ),
             SOON_S,
         )

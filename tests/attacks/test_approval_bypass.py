@@ -24,7 +24,7 @@ from tests.builders import build_call, build_spec
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 
 
-async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
+async def review_command(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
     """Return the error of the reviewed call, or None if the call may run."""
     reviewed = await review(
         build_call("bash_tool", command=command), BASH, approver, policy=ApprovalPolicy(rules), **terms
@@ -81,7 +81,7 @@ async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> Er
     ],
 )
 async def test_a_catastrophic_command_is_refused_even_if_the_approver_allows_everything(command: str) -> None:
-    assert await outcome(command, AutoApprover(), Rule("allow")) is ErrorCode.SECURITY_REFUSED
+    assert await review_command(command, AutoApprover(), Rule("allow")) is ErrorCode.SECURITY_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ async def test_a_catastrophic_command_is_refused_even_if_the_approver_allows_eve
     ],
 )
 async def test_an_obfuscated_command_needs_approval(command: str) -> None:
-    assert await outcome(command, RefusingApprover()) is ErrorCode.PERMISSION_DENIED
+    assert await review_command(command, RefusingApprover()) is ErrorCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ async def test_an_obfuscated_command_needs_approval(command: str) -> None:
 )
 async def test_an_allow_rule_does_not_cover_a_second_command(command: str) -> None:
     rules = Rule("allow", argv_prefix=("ls",)), Rule("ask", argv_prefix=("git",))
-    error = await outcome(command, RefusingApprover(), *rules)
+    error = await review_command(command, RefusingApprover(), *rules)
     by_rule = (
         ApprovalPolicy(rules).decide("acme", BASH, {"command": command}).reason == "a rule of the policy allows it"
     )
@@ -158,7 +158,8 @@ async def test_an_allow_rule_does_not_cover_a_second_command(command: str) -> No
 )
 async def test_a_deny_rule_covers_disguised_commands(command: str) -> None:
     assert (
-        await outcome(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push"))) is ErrorCode.SECURITY_REFUSED
+        await review_command(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push")))
+        is ErrorCode.SECURITY_REFUSED
     )
 
 
@@ -180,7 +181,9 @@ async def test_a_deny_rule_covers_disguised_commands(command: str) -> None:
 )
 async def test_terminal_control_characters_of_a_command_are_escaped_in_the_question(text: str) -> None:
     shown = io.StringIO()
-    assert await outcome(f"sudo {text}x", ConsoleApprover(io.StringIO("n\n"), shown)) is ErrorCode.PERMISSION_DENIED
+    assert (
+        await review_command(f"sudo {text}x", ConsoleApprover(io.StringIO("n\n"), shown)) is ErrorCode.PERMISSION_DENIED
+    )
     assert not any(
         character in shown.getvalue() for character in text if not character.isascii() or not character.isprintable()
     )
@@ -188,7 +191,7 @@ async def test_terminal_control_characters_of_a_command_are_escaped_in_the_quest
 
 async def test_a_command_cannot_forge_an_approval_question() -> None:
     shown = io.StringIO()
-    await outcome("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
+    await review_command("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
     lines = shown.getvalue().split("\n")
     assert [line for line in lines if line.startswith("run it?")] == ["run it? [y/N] "]
     assert [line for line in lines if line.startswith("ls asks")] == []
@@ -196,7 +199,7 @@ async def test_a_command_cannot_forge_an_approval_question() -> None:
 
 async def test_the_warning_is_printed_below_long_arguments() -> None:
     shown = io.StringIO()
-    await outcome("sudo x" + "\n#" * 5000, ConsoleApprover(io.StringIO("n\n"), shown))
+    await review_command("sudo x" + "\n#" * 5000, ConsoleApprover(io.StringIO("n\n"), shown))
     assert shown.getvalue().split("\n")[-2].startswith("WARNING: ")
 
 
@@ -226,11 +229,11 @@ async def test_arguments_changed_after_approval_are_not_used() -> None:
 
 
 async def test_an_approval_of_another_call_is_refused() -> None:
-    given: list[Decision] = []
+    shown: list[Decision] = []
 
     def say(request: ApprovalRequest) -> Decision:
-        given.append(Decision(True, digest=request.digest))
-        return given[0]
+        shown.append(Decision(True, digest=request.digest))
+        return shown[0]
 
     approver = CallbackApprover(say)
     first = await review(build_call("bash_tool", call_id="1", command="sudo ls"), BASH, approver)
@@ -254,9 +257,9 @@ async def test_an_approval_after_the_time_limit_is_refused() -> None:
         now[0] += 301
         return True
 
-    assert await outcome("sudo ls", CallbackApprover(say), clock=lambda: now[0]) is ErrorCode.PERMISSION_DENIED
+    assert await review_command("sudo ls", CallbackApprover(say), clock=lambda: now[0]) is ErrorCode.PERMISSION_DENIED
 
 
 async def test_an_approver_cannot_change_a_command_into_a_catastrophic_one() -> None:
     approver = CallbackApprover(lambda _: Decision(True, arguments={"command": "sudo rm -rf /"}))
-    assert await outcome("sudo ls", approver, Rule("allow", argv_prefix=("sudo",))) is ErrorCode.SECURITY_REFUSED
+    assert await review_command("sudo ls", approver, Rule("allow", argv_prefix=("sudo",))) is ErrorCode.SECURITY_REFUSED

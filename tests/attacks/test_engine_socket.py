@@ -78,4 +78,4 @@ print('reached', select.select(servers, [], [], 100)[0])
 
         assert any("python3 -" in line for line in session.programs().values())
         assert "reached" not in session.bash("cat /output/jobs/*.log").streams["merged"].decode()
-        assert session.is_well()
+        assert session.is_usable()

@@ -13,10 +13,10 @@ from workers.sandboxd.frames import MAX_UP, encode_frame
 pytestmark = pytest.mark.stack
 
 FORGED = {
-    "the end of a call": {"ev": "done", "id": "0" * 32, "exit_code": 0, "kill": None},
-    "another greeting": {"ev": "hello", "v": 1},
-    "last words": {"ev": "fatal", "message": "forged"},
-    "a connection": {"ev": "net_open", "conn": 1},
+    "done frame": {"ev": "done", "id": "0" * 32, "exit_code": 0, "kill": None},
+    "hello frame": {"ev": "hello", "v": 1},
+    "fatal frame": {"ev": "fatal", "message": "forged"},
+    "net_open frame": {"ev": "net_open", "conn": 1},
 }
 
 
@@ -26,7 +26,7 @@ def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
         yield opened
 
 
-def printed(header: dict[str, object]) -> tuple[str, bytes]:
+def build_printf(header: dict[str, object]) -> tuple[str, bytes]:
     """Return a printf command that prints the frame, and the frame."""
     frame = encode_frame(header, b"body", max_total=MAX_UP)
     return "printf '" + "".join(f"\\x{byte:02x}" for byte in frame) + "'", frame
@@ -35,15 +35,15 @@ def printed(header: dict[str, object]) -> tuple[str, bytes]:
 @pytest.mark.parametrize("header", FORGED.values(), ids=FORGED.keys())
 def test_printed_frames_do_not_end_a_call_or_the_channel(session: HostileSession, header: dict[str, object]) -> None:
     """Aim: let bytes on a program's stdout or stderr be parsed as frames of the guest."""
-    script, frame = printed(header)
+    script, frame = build_printf(header)
     answer = session.bash(f"{script}; {script} >&2; exit 7")
 
     assert answer.done["exit_code"] == 7
     assert answer.streams["stdout"] == answer.streams["stderr"] == frame
-    assert session.is_well()
+    assert session.is_usable()
 
 
-PLACES = (
+CHANNEL_PATHS = (
     "/proc/1/fd/0",
     "/proc/1/fd/1",
     "/proc/1/fd/2",
@@ -55,17 +55,17 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", CHANNEL_PATHS)
 def test_programs_cannot_write_into_the_guest_channel(
     sandboxd: OwnSandboxd, session: HostileSession, place: str
 ) -> None:
     """Aim: reach the guest's stream to sandboxd."""
-    script, _ = printed({"ev": "fatal", "message": "forged"})
+    script, _ = build_printf({"ev": "fatal", "message": "forged"})
     log_before = len(sandboxd.log())
     answer = session.bash(f"({script}) >{place} && echo written >&2")
 
     assert b"written" not in answer.streams["stderr"]
-    assert session.is_well()
+    assert session.is_usable()
     assert "forged" not in sandboxd.log()[log_before:]
 
 
@@ -106,4 +106,4 @@ def test_the_guest_imports_no_module_from_a_writable_folder(session: HostileSess
 
     assert (found["files"] > 0, listed["total"] > 0) == (True, True)
     assert not (session.watched.root / "tmp/taken-over").exists()
-    assert session.is_well()
+    assert session.is_usable()

@@ -33,7 +33,7 @@ def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
         yield opened
 
 
-ROADS = [
+PATH_PREFIXES = [
     "",
     "/..",
     "/../../..",
@@ -54,14 +54,14 @@ def test_host_files_cannot_be_read_or_written_through_any_path(shared_box: Box, 
                 f"cat {road}{canary}; [ -w {road}{canary} ] && echo x >>{road}{canary}; ln -sfn {road}{canary.parent} "
                 f"/workspace/l; cat /workspace/l/{canary.name}"
             )
-            for road in ROADS
+            for road in PATH_PREFIXES
         )
     )
 
     assert "a secret of the host" not in answer.output
     assert answer.output.count("No such file") + answer.output.count("Permission denied") + answer.output.count(
         "Not a directory"
-    ) >= 2 * len(ROADS)
+    ) >= 2 * len(PATH_PREFIXES)
 
 
 def test_host_files_are_not_visible_under_any_name(shared_box: Box, canary: Path) -> None:

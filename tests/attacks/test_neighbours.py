@@ -14,7 +14,7 @@ from workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 
-MARK = "first-tenants-own"
+VICTIM_WORD = "first-tenants-own"
 KEY = 0x70C0
 
 
@@ -23,14 +23,14 @@ def victim(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     """Yield the first tenant's session, with an example of everything that processes can share."""
     with sandboxd.session("first", "s1") as session:
         session.bash(
-            f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; "
+            f"for place in /workspace /tmp /output /dev/shm; do echo {VICTIM_WORD} >$place/{VICTIM_WORD}; chmod 777 $place/{VICTIM_WORD}; "
             "done"
         )
         session.start_job(
             f"perl -e 'shmget({KEY}, 4096, 01777); msgget({KEY}, 01777); semget({KEY}, 1, 01777); sleep 500' & "
             + python(f"""
 import socket, time
-server = socket.socket(socket.AF_UNIX); server.bind('\\0{MARK}'); server.listen()
+server = socket.socket(socket.AF_UNIX); server.bind('\\0{VICTIM_WORD}'); server.listen()
 inside = socket.create_server(('127.0.0.1', 4455))
 open('/workspace/ready', 'w').write('x')
 time.sleep(500)
@@ -55,8 +55,8 @@ def test_files_processes_and_sockets_of_another_session_are_not_visible(neighbou
     names and loopback.
     """
     found = neighbour.bash(
-        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr "
-        f"'\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {MARK} "
+        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {VICTIM_WORD[:-1]}[{VICTIM_WORD[-1]}]; cat /proc/[0-9]*/cmdline | tr "
+        f"'\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {VICTIM_WORD} "
         "/proc/net/unix; grep -c :1167 /proc/net/tcp; cat /proc/keys"
     )
 
@@ -74,7 +74,7 @@ def test_shared_objects_of_another_session_cannot_be_opened_by_key_or_name(neigh
         )
         + python(f"""
 import socket
-for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.0.1', 4455))):
+for family, address in ((socket.AF_UNIX, '\\0{VICTIM_WORD}'), (socket.AF_INET, ('127.0.0.1', 4455))):
     try: socket.socket(family).connect(address); print('found')
     except ConnectionRefusedError: print('none')
 """)
@@ -85,11 +85,11 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
 
 def test_file_tools_cannot_read_a_path_of_another_session(neighbour: HostileSession, victim: HostileSession) -> None:
     """Aim: read the exact path through the tools, or through the container's pid."""
-    paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
+    paths = [f"/{place}/{VICTIM_WORD}" for place in ("workspace", "tmp", "output")]
     paths += [
-        f"/proc/{victim.watched.pid}/root/workspace/{MARK}",
-        f"/proc/1/root/workspace/{MARK}",
-        f"/../{victim.watched.id}/{MARK}",
+        f"/proc/{victim.watched.pid}/root/workspace/{VICTIM_WORD}",
+        f"/proc/1/root/workspace/{VICTIM_WORD}",
+        f"/../{victim.watched.id}/{VICTIM_WORD}",
     ]
     answers = [neighbour.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5}) for path in paths]
 
@@ -149,10 +149,12 @@ def test_processes_of_the_host_are_not_visible(shared_box: Box) -> None:
 def test_a_new_session_never_gets_a_used_container(sandboxd: OwnSandboxd) -> None:
     """Aim: find data of the previous session in a reused container."""
     with sandboxd.session("first", "before") as before:
-        before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")
+        before.bash(
+            f"echo {VICTIM_WORD} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={VICTIM_WORD}"
+        )
         container = before.watched.id
     with sandboxd.session("second", "after") as after:
-        found = after.bash(f"echo in $LEFT $PWD; grep -rs {MARK} /workspace /tmp /dev/shm /output --include=f")
+        found = after.bash(f"echo in $LEFT $PWD; grep -rs {VICTIM_WORD} /workspace /tmp /dev/shm /output --include=f")
 
         assert found.streams["merged"] == b"in /workspace\n"
         assert after.watched.id != container

@@ -46,7 +46,7 @@ from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 
 YES, NO = Decision(True), Decision(False, "no")
-STRANGER = SigningKeys.of("a guess of the secret, as long as it takes")
+WRONG_KEYS = SigningKeys.of("a guess of the secret, as long as it takes")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         yield opened
 
 
-async def refused(harness: ApprovalHarness, command: str = "git push --force") -> ToolResult:
+async def call_with_forged_answer(harness: ApprovalHarness, command: str = "git push --force") -> ToolResult:
     """Return the result of a call whose question is answered as the attacker has prepared."""
     call = build_call("bash_tool", command=command)
     async with asyncio.timeout(SOON_S):
@@ -201,27 +201,27 @@ def test_no_worker_role_can_write_approvals_or_the_audit_log() -> None:
 async def test_an_approval_decision_without_a_valid_signature_is_ignored(harness: ApprovalHarness) -> None:
     call = build_call("bash_tool", command="git push --force")
     question = build_question().model_copy(update={"call": call})
-    real = asyncio.create_task(refused(harness))
+    real = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
-    forged = seal(STRANGER, build_answer(question, YES, ADMIN, 0.0))
+    forged = seal(WRONG_KEYS, build_answer(question, YES, ADMIN, 0.0))
     await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
     await real
 
 
 async def test_a_forged_decision_stored_before_the_question_is_ignored(harness: ApprovalHarness) -> None:
-    waiting = asyncio.create_task(refused(harness))
+    waiting = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
     waiting.cancel()
     await asyncio.wait({waiting}, timeout=SOON_S)
     for forged in (
-        seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)),
+        seal(WRONG_KEYS, build_answer(question, YES, ADMIN, 0.0)),
         "",
         "junk",
         "a.b.{}",
         '{"is_allowed": true}',
     ):
         await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
-        await refused(harness)
+        await call_with_forged_answer(harness)
 
 
 async def test_a_decision_copied_from_another_question_is_ignored(harness: ApprovalHarness) -> None:
@@ -229,7 +229,7 @@ async def test_a_decision_copied_from_another_question_is_ignored(harness: Appro
     await harness.queue().ask(harmless, "x", 60)
     await harness.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
     genuine = await harness.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
-    waiting = asyncio.create_task(refused(harness))
+    waiting = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
     await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
     assert not isinstance((await harness.queue().answers([question.id]))[question.id], ApprovalAnswer)
@@ -243,7 +243,13 @@ async def test_a_changed_or_forged_question_is_not_shown(harness: ApprovalHarnes
     genuine = (await harness.client.hget(key, "question")).decode()
     result = genuine.replace("it removes files", "it shows files")
     assert result != genuine
-    for shown in (result, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
+    for shown in (
+        result,
+        seal(WRONG_KEYS, question),
+        seal(KEY, harmless),
+        "junk",
+        genuine.replace("rm -rf /data", "ls"),
+    ):
         await harness.client.hset(key, "question", shown)
         assert (await queue.pending(ADMIN)).questions == ()
         with pytest.raises(UnknownQuestion):

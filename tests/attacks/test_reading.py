@@ -17,15 +17,15 @@ pytestmark = needs_namespace
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
+def shared_guest() -> Iterator[Guest]:
     with running_guest() as guest:
         yield guest
 
 
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run("chmod -R u+rwx . 2>/dev/null; rm -rf ./* ./.[!.]*")
-    return running
+def guest(shared_guest: Guest) -> Guest:
+    shared_guest.run("chmod -R u+rwx . 2>/dev/null; rm -rf ./* ./.[!.]*")
+    return shared_guest
 
 
 @pytest.fixture

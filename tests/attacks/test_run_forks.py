@@ -15,7 +15,7 @@ from contract.session_locations import MAX_FORKS
 from orchestrator.sdk.client import ToolClient
 from store.batches import ItemEnvironment
 from store.run_records import HostedState
-from tests.api_stack import ApiStack, open_api_stack, read_events, started
+from tests.api_stack import ApiStack, open_api_stack, read_events, start_run
 
 pytestmark = pytest.mark.stack
 
@@ -50,7 +50,7 @@ def victim(engine: APIClient) -> Iterator[Victim]:
 
 async def _run_to_end(stack: ApiStack) -> Victim:
     async with stack.client() as client:
-        run = await started(client, "steps", keep_states=True)
+        run = await start_run(client, "steps", keep_states=True)
         await read_events(client, f"/v1/runs/{run}/events")
         (state, *_) = (await client.get("/v1/sessions")).json()["data"]
         return Victim(stack, run, str(state["id"]))

@@ -17,19 +17,19 @@ pytestmark = needs_namespace
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
+def shared_guest() -> Iterator[Guest]:
     with running_guest() as guest:
         yield guest
 
 
 @pytest.fixture
-def guest(running: Guest) -> Guest:
-    for entry in running.workspace.iterdir():
+def guest(shared_guest: Guest) -> Guest:
+    for entry in shared_guest.workspace.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
-    return running
+    return shared_guest
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def command(guest: Guest, script: str, **fields: object) -> Done:
     )
 
 
-def is_well(guest: Guest) -> bool:
+def is_usable(guest: Guest) -> bool:
     done = command(guest, "echo well")
     return (done.bytes_of("merged"), done["state"]["outcome"], done["kill"]) == (b"well\n", "kept", None)
 
@@ -50,12 +50,12 @@ BREAKERS = {
     "invalid bytes": "export X=$'\\377\\376'; f() { echo $'\\200'; }; cd \"$(mktemp -d /tmp/$'\\377'XXXX)\"; cd /",
     "strict options": "set -euo pipefail; shopt -s extdebug failglob; set -f; set -o noclobber; set -k",
     "a restricted shell": "set -r",
-    "no room for a file": "ulimit -f 0; ulimit -n 3; cd /tmp",
+    "file size limit of zero": "ulimit -f 0; ulimit -n 3; cd /tmp",
     "aliases": "shopt -s expand_aliases; alias builtin='exit 9' printf='exit 9'",
     "a debug trap that exits": "trap 'exit 9' DEBUG; true",
     "a deleted folder": "d=$(mktemp -d /tmp/xxxx); cd $d; rmdir $d",
     "a killed parent": "kill -9 $PPID",
-    "a readonly variable, and references, with names of ours": (
+    "readonly variables and namerefs with internal names": (
         "readonly __toolcrew=1 BASH_ENV; declare -nx __toolcrew=PATH; declare -nx save=PATH"
     ),
     "names with new lines": "mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'; cd /",
@@ -66,7 +66,7 @@ BREAKERS = {
 def test_a_later_command_still_works_after(guest: Guest, script: str) -> None:
     """Aim: leave a state in which no later command runs."""
     command(guest, script)
-    assert is_well(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
+    assert is_usable(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
     assert command(guest, "echo again; pwd", state="fresh")["exit_code"] == 0
 
 
@@ -79,7 +79,7 @@ def test_a_forged_shell_state_does_not_break_the_session(guest: Guest) -> None:
         command(guest, "echo works")
         # The file belongs to the session; a fresh start recovers the session.
         assert command(guest, "echo works", state="fresh").bytes_of("merged") == b"works\n"
-    assert is_well(guest)
+    assert is_usable(guest)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_session_recovers_its_state_folder_after(guest: Guest, attack: str) ->
     """Aim: leave no folder for the state."""
     command(guest, attack.format(guest.output / ".state"))
     command(guest, "cd /tmp")
-    assert is_well(guest)
+    assert is_usable(guest)
 
 
 def test_guest_memory_does_not_grow_with_the_output(guest: Guest) -> None:

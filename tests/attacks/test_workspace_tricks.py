@@ -107,7 +107,7 @@ for name, (request, size) in {IOCTLS!r}.items():
     )
 
     assert answer.streams["stdout"] == b"works\n"
-    assert session.is_well()
+    assert session.is_usable()
 
 
 def test_the_workspace_mount_cannot_be_changed(session: HostileSession) -> None:
@@ -120,7 +120,7 @@ def test_the_workspace_mount_cannot_be_changed(session: HostileSession) -> None:
 
     assert answer.streams["stdout"] == b"done\n"
     assert (mount_of(session), session.watched.mounts()) == before
-    assert session.is_well()
+    assert session.is_usable()
 
 
 def test_a_workspace_cannot_exceed_its_quota_on_the_host(sandboxd: OwnSandboxd, session: HostileSession) -> None:
@@ -138,5 +138,5 @@ def test_a_workspace_cannot_exceed_its_quota_on_the_host(sandboxd: OwnSandboxd, 
 
     assert held < allowed * 1.1 + (8 << 20)
     assert Path(image).stat().st_size < allowed * 1.2 + (16 << 20)
-    assert session.is_well()
+    assert session.is_usable()
     assert session.bash("rm -f fill fill2 more; echo again >f && cat f").streams["stdout"] == b"again\n"

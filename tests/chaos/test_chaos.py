@@ -28,18 +28,18 @@ def harness(engine: APIClient) -> Iterator[Harness]:
 
 def hold(harness: Harness, blows: list[Blow]) -> None:
     """Play the faults. Fails with all failures, and with the seed that repeats the round."""
-    _say(f"TOOLCREW_CHAOS_SEED={SEED}")
+    _print_progress(f"TOOLCREW_CHAOS_SEED={SEED}")
 
-    report = play(harness, blows, TERMS, SEED, _say)
+    report = play(harness, blows, TERMS, SEED, _print_progress)
 
     if report.wrong:
-        _say(harness.last_words())
+        _print_progress(harness.log_tails())
         pytest.fail("\n".join(report.wrong), pytrace=False)
     assert report.verdict is not None
     assert report.verdict.succeeded > 0
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
 
 

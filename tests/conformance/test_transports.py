@@ -65,7 +65,7 @@ class Worker:
     """
 
     client: "redis.asyncio.Redis"
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
 
     async def serve(self) -> None:
         functions = InProcessTransport(FUNCTIONS, KEY)
@@ -75,7 +75,7 @@ class Worker:
                 group.create_task(self._run(functions, json.loads(message)))
 
     async def _run(self, functions: InProcessTransport, message: dict[str, Any]) -> None:
-        self.seen.append(message["headers"])
+        self.received.append(message["headers"])
         _, kwargs, _ = json.loads(base64.b64decode(message["body"]))
         task_id = message["headers"]["id"]
         try:
@@ -193,7 +193,7 @@ async def test_celery_transport_times_out_after_the_wait(redis_server: RedisProc
 async def test_task_headers_show_the_call_id_and_no_arguments(redis_server: RedisProcess) -> None:
     async with celery_transport(redis_server) as (transport, worker):
         await delivered(transport, build_delivery(text="hunter2"))
-        [headers] = worker.seen
+        [headers] = worker.received
     assert (headers["task"], headers["kwargsrepr"], headers["argsrepr"]) == ("tool.plain", "call c1, tenant acme", "()")
     assert "hunter2" not in json.dumps(headers)
 

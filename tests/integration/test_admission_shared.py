@@ -85,7 +85,7 @@ def count_done(tasks: "list[asyncio.Task[None]]") -> int:
     return sum(task.done() for task in tasks)
 
 
-def holding(callers: list[Caller]) -> int:
+def count_holders(callers: list[Caller]) -> int:
     return sum(caller.has_slot.is_set() and not caller.task.done() for caller in callers)
 
 
@@ -98,7 +98,7 @@ async def drain(harness: Harness, callers: list[Caller], *, at_once: int) -> Non
         callers.remove(ended)
         await ended.end()
         # One slot fewer: long calls of one tenant leave a slot to other tenants, and may be the only remaining calls.
-        await harness.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
+        await harness.until(lambda: count_holders(callers) >= min(max(1, at_once - 1), len(callers)))
         assert await harness.count("held") <= max(at_once + 4, at_once * 2) + 1, (
             "the one that ended is given back in the background"
         )
@@ -126,7 +126,7 @@ async def test_several_orchestrators_together_hold_at_most_all_slots(harness: Ha
         for tenant in "ab"
         for _ in range(10)
     ]
-    await harness.until(lambda: holding(callers) == 4, "waiting", 36)
+    await harness.until(lambda: count_holders(callers) == 4, "waiting", 36)
     await drain(harness, callers, at_once=4)
 
 
@@ -149,7 +149,7 @@ async def test_a_call_above_the_limit_of_waiting_calls_is_refused_at_once(harnes
     admission = harness.open()
     policy = TenantPolicy(queued=1)
     callers = [Caller(admission, policy=policy) for _ in range(2)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 1)
     with pytest.raises(ToolFailure, match=r"1 calls of tenant acme wait already.*try again in") as refused:
         async with admission.slot(build_request(policy=policy)):
             raise AssertionError("there was no slot")
@@ -164,7 +164,7 @@ async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(harness: Harness)
     await harness.set_slots(1)
     admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     for caller in callers:
         caller.task.cancel()
     await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
@@ -192,7 +192,7 @@ async def test_a_dead_orchestrator_frees_its_slots_and_waiting_calls(harness: Ha
     await harness.set_slots(1)
     dead = harness.open(lease_s=1.0)
     of_the_dead = [Caller(dead) for _ in range(3)]
-    await harness.until(lambda: holding(of_the_dead) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(of_the_dead) == 1, "waiting", 2)
     for task in dead._tasks:
         task.cancel()
     harness.opened.remove(dead)
@@ -211,7 +211,7 @@ async def test_a_dead_orchestrator_frees_its_slots_and_waiting_calls(harness: Ha
 async def test_leases_are_renewed_and_waiting_calls_keep_their_position(harness: Harness) -> None:
     await harness.set_slots(1)
     callers = [Caller(harness.open(lease_s=1.0)) for _ in range(2)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 1)
     await asyncio.sleep(2.5)
     assert (await harness.count("held"), await harness.count("waiting")) == (1, 1)
     for caller in callers:
@@ -237,11 +237,11 @@ async def test_a_call_finds_its_slot_when_the_grant_message_is_lost(harness: Har
 async def test_slots_and_waiting_calls_are_restored_after_redis_lost_its_data(harness: Harness) -> None:
     await harness.set_slots(1)
     callers = [Caller(harness.open(lease_s=1.0)) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     await harness.client.flushall()
     await harness.set_slots(1)
     # A request that comes before the holder has learned of its slot also gets a slot.
-    await harness.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
+    await harness.until(lambda: True, "waiting", lambda: 3 - max(1, count_holders(callers)))
     await drain(harness, callers, at_once=1)
 
 
@@ -252,7 +252,7 @@ async def test_a_redis_restart_neither_loses_nor_doubles_a_slot(harness: Harness
         for tenant in "ab"
         for _ in range(3)
     ]
-    await harness.until(lambda: holding(callers) == 4, "waiting", 8)
+    await harness.until(lambda: count_holders(callers) == 4, "waiting", 8)
     harness.server.stop()
     ended = next(caller for caller in callers if caller.has_slot.is_set())
     await ended.end()
@@ -263,9 +263,9 @@ async def test_a_redis_restart_neither_loses_nor_doubles_a_slot(harness: Harness
     harness.server.start()
     callers.remove(ended)
     # The number of further calls depends on the duration of the call that ended.
-    await harness.until(lambda: holding(callers) >= 4)
+    await harness.until(lambda: count_holders(callers) >= 4)
     await wait_until_async(
-        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == holding(callers)
+        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == count_holders(callers)
     )
     assert await harness.count("held") + await harness.count("waiting") == len(callers)
     await drain(harness, callers, at_once=4)
@@ -290,7 +290,7 @@ async def test_closing_releases_all_slots_and_fails_waiting_calls(harness: Harne
     await harness.set_slots(1)
     admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     await admission.aclose()
     assert (await harness.count("held"), await harness.count("waiting")) == (0, 0)
     for caller in callers:

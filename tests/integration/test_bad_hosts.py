@@ -17,7 +17,7 @@ from docker import APIClient
 from contract.errors import OperatorError, SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
-from tests.log_lines import read_last_words
+from tests.log_lines import read_start_error
 from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.guarantees import judge
 from workers.sandboxd.leases import Lease
@@ -28,7 +28,7 @@ from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
-HASTY = EngineCallKinds(
+SHORT_DEADLINES = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
     probe_s=0.2,
 )
@@ -104,7 +104,7 @@ async def test_sandboxd_does_not_start_with_an_engine_that_hangs_or_refuses(
 
     async with stub_engine(tmp_path / "engine", answers_nothing):
         with pytest.raises(SandboxUnavailable, match=r"did not answer within 0.2 s: check it, or restart it"):
-            await open_on(build_settings(tmp_path), Engine(HASTY))
+            await open_on(build_settings(tmp_path), Engine(SHORT_DEADLINES))
     (tmp_path / "engine").unlink(missing_ok=True)
     async with stub_engine(tmp_path / "engine", refuses(b"the database is locked")):
         with pytest.raises(SandboxUnavailable, match="refused: the database is locked"):
@@ -229,7 +229,7 @@ async def test_the_check_without_an_engine_still_reports_the_other_guarantees(
     assert rows["large programs start"].state != "unknown"
 
 
-class SettingsOfAnother(SandboxdSettings):
+class SettingsWithOtherUid(SandboxdSettings):
     """Settings with which the proxy at the socket runs under a forbidden uid."""
 
     def proxy_uids(self) -> frozenset[int]:
@@ -240,7 +240,7 @@ class SettingsOfAnother(SandboxdSettings):
     ("kind", "state", "message"),
     [
         (SandboxdSettings, "holds", "through the egress proxy"),
-        (SettingsOfAnother, "broken", "which may not be the egress proxy"),
+        (SettingsWithOtherUid, "broken", "which may not be the egress proxy"),
     ],
 )
 async def test_the_check_accepts_an_egress_proxy_only_under_an_allowed_user(
@@ -277,7 +277,7 @@ def test_the_program_ends_with_one_sentence_and_no_traceback(tmp_path: Path) -> 
         sentence, complaint = stopped.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
 
     assert (stopped.returncode, checked.returncode) == (1, 1)
-    assert read_last_words(sentence).startswith("the Docker engine does not answer")
+    assert read_start_error(sentence).startswith("the Docker engine does not answer")
     assert complaint == (
         "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it "
         "to its images\n"

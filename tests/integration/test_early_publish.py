@@ -78,12 +78,12 @@ async def test_a_call_without_a_slot_is_not_published_and_waits_for_one(
         assert refused.value.reason == "no_slot"
         assert await client.llen(QUEUE) == 0  # type: ignore[misc]
         # While a call of this orchestrator waits, the next call waits for its slot before its block begins.
-        second = asyncio.create_task(hold(ours))
+        second = asyncio.create_task(hold_slot(ours))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.gather(slot.wait(), second), 0.3)
 
 
-async def hold(orchestrator: Orchestrator) -> None:
+async def hold_slot(orchestrator: Orchestrator) -> None:
     async with orchestrator.admission.slot(build_request(), is_early=True):
         pass
 

@@ -277,10 +277,10 @@ async def test_a_client_opens_a_session_with_an_image_that_only_the_registry_has
                 assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
             with pytest.raises(ToolFailure, match=r"is not allowed on any host; allowed: .*/\*"):
                 await client.open_session(image="ghcr.io/other/tool")
-        wait_until(lambda: is_reported(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
+        wait_until(lambda: report_contains(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
 
 
-def is_reported(stack: Stack, text: str) -> bool:
+def report_contains(stack: Stack, text: str) -> bool:
     with stack.open_redis() as redis:
         reports = [redis.get(key) for key in redis.scan_iter(match="*host.*", _type="string")]
     return any(text.encode() in report for report in reports if isinstance(report, bytes))

@@ -315,7 +315,7 @@ IMAGES: dict[str, tuple[Files, list[str]]] = {
     "30,000 files": ([(f"srv/{number // 300}/{number}", 0o644, b"") for number in range(30_000)], []),
     "setuid programs": ([("usr/bin/rootly", 0o6755, SCRIPT)], []),
     "an entry point that exits": ([("bin/", 0o755, b"")], ['ENTRYPOINT ["/no/such/program"]', 'CMD ["--x"]']),
-    "other people's programs": ([("usr/bin/rg", 0o755, OTHER_MACHINE), ("usr/bin/git", 0o755, OTHER_MACHINE)], []),
+    "programs of another user": ([("usr/bin/rg", 0o755, OTHER_MACHINE), ("usr/bin/git", 0o755, OTHER_MACHINE)], []),
 }
 
 
@@ -358,27 +358,29 @@ async def bash(sandbox: Sandbox, script: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def foreign(api: APIClient, static_program: bytes) -> Iterator[str]:
+def foreign_image(api: APIClient, static_program: bytes) -> Iterator[str]:
     """Yield an image without a guest, with a setuid copy of its only program."""
     files = [("usr/bin/sh", 0o755, static_program), ("usr/bin/rootly", 0o4755, static_program)]
     yield from imported(api, build_tree(files), ["ENV HOME=/root", "ENV OF_THE_IMAGE=1"])
 
 
-async def test_a_setuid_program_of_an_image_gives_no_rights(either_host: Host, foreign: str) -> None:
+async def test_a_setuid_program_of_an_image_gives_no_rights(either_host: Host, foreign_image: str) -> None:
     # Bash drops the rights of a setuid start itself, unless it gets -p.
-    _, output = await run(await either_host.make(foreign), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
+    _, output = await run(await either_host.make(foreign_image), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
     assert output == "1000 1000\n"
 
 
-async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign: str) -> None:
-    _, output = await run(await either_host.make(foreign), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py")
+async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign_image: str) -> None:
+    _, output = await run(
+        await either_host.make(foreign_image), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py"
+    )
     assert "Read-only file system" in output or "Permission denied" in output
 
 
 async def test_programs_get_the_environment_of_the_image_and_the_home_of_the_session(
-    either_host: Host, foreign: str
+    either_host: Host, foreign_image: str
 ) -> None:
-    assert await bash(await either_host.make(foreign), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
+    assert await bash(await either_host.make(foreign_image), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
 
 
 async def test_an_image_that_declares_a_volume_is_refused(api: APIClient, host: Host) -> None:

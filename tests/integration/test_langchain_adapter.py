@@ -38,7 +38,7 @@ async def tools(client: ToolClient, session: Session) -> dict[str, PoolTool]:
     return {tool.name: tool for tool in await as_langchain_tools(client, session, approver=AutoApprover())}
 
 
-def asked(name: str, **arguments: Any) -> dict[str, Any]:
+def build_tool_call(name: str, **arguments: Any) -> dict[str, Any]:
     """Return a tool call in the format of a model's message."""
     return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
 
@@ -56,7 +56,7 @@ async def test_every_tool_of_the_tenant_has_its_exact_schema(client: ToolClient,
 
 
 async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(tools: dict[str, PoolTool]) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="echo hello; exit 3"))
+    message = await tools["bash_tool"].ainvoke(build_tool_call("bash_tool", command="echo hello; exit 3"))
     assert isinstance(message, ToolMessage)
     assert (message.status, message.tool_call_id, message.name) == ("success", "call_1", "bash_tool")
     assert str(message.content).splitlines()[:2] == ["hello", "[exit code 3]"]
@@ -68,7 +68,7 @@ async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(to
 async def test_a_failure_is_a_tool_message_with_status_error_and_the_error_text(
     session: Session, tools: dict[str, PoolTool]
 ) -> None:
-    message = await tools["read_tool"].ainvoke(asked("read_tool", file_path="/workspace/none.txt"))
+    message = await tools["read_tool"].ainvoke(build_tool_call("read_tool", file_path="/workspace/none.txt"))
     ours = await session.call("read_tool", {"file_path": "/workspace/none.txt"})
     assert (message.status, message.content) == ("error", ours.text())
     assert message.artifact["error_code"] == ErrorCode.FILE_NOT_FOUND
@@ -76,11 +76,11 @@ async def test_a_failure_is_a_tool_message_with_status_error_and_the_error_text(
     assert await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"}) == ours.text()
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
+@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["not a number", "invalid JSON"])
 async def test_arguments_that_cannot_be_encoded_are_an_error_for_the_model(
     tools: dict[str, PoolTool], wrong: object
 ) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
+    message = await tools["bash_tool"].ainvoke(build_tool_call("bash_tool", command="true", timeout=wrong))
     assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
     assert "timeout" in message.content
 
@@ -95,7 +95,7 @@ async def test_a_call_that_needs_approval_is_requested_and_a_refusal_is_reported
         return Decision(False, "not on a Monday")
 
     (write,) = await as_langchain_tools(client, session, ["write_tool"], approver=CallbackApprover(refuse))
-    message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
+    message = await write.ainvoke(build_tool_call("write_tool", file_path="/workspace/a.txt", content="x"))
     assert (message.status, message.artifact["error_code"]) == ("error", "PERMISSION_DENIED")
     assert "not on a Monday" in message.content
     assert [request.call.arguments["file_path"] for request in requests] == ["/workspace/a.txt"]
@@ -153,10 +153,10 @@ async def test_a_langgraph_tool_node_runs_the_tools_in_parallel(tools: dict[str,
 
 def test_a_program_without_a_loop_invokes_tools_through_a_thread(stack: Stack) -> None:
     with open_in_thread(stack) as (_, tools, _):
-        message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
+        message = tools["bash_tool"].invoke(build_tool_call("bash_tool", command="echo plain"))
     assert (message.content, message.status) == ("plain\n", "success")
     with pytest.raises(RuntimeError, match="the event loop of its client has ended"):
-        tools["bash_tool"].invoke(asked("bash_tool", command="true"))
+        tools["bash_tool"].invoke(build_tool_call("bash_tool", command="true"))
 
 
 def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:

@@ -18,7 +18,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.processes import read_proc
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, all_of, commands_in, is_alive
 from tests.waiting import wait_until_async
 

@@ -38,7 +38,7 @@ def _commands(stack: Stack, pattern: str) -> list[str]:
     return [argv for argv in commands if re.search(pattern, argv)]
 
 
-def _left(stack: Stack) -> list[str]:
+def _find_leftovers(stack: Stack) -> list[str]:
     """Return the leftovers of servers that should have ended."""
     return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
@@ -95,7 +95,7 @@ async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fa
                 }
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
                 assert (await session.call("mcp__idles__echo", {"text": "x"})).success
-                await wait_until_async(lambda: not _left(stack), 30, lambda: str(_left(stack)))
+                await wait_until_async(lambda: not _find_leftovers(stack), 30, lambda: str(_find_leftovers(stack)))
                 assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
@@ -190,18 +190,18 @@ async def test_mcp_servers_that_appear_or_change_are_adopted_at_run_time(engine:
                 assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is not None
 
                 web.replies["*"] = down
-                await _until_offered(client, {"mcp__web__echo"})
+                await _wait_until_offered(client, {"mcp__web__echo"})
                 assert "\nnow\n" in (await session.call("mcp__web__echo", {"text": "now"})).text()
 
                 source["tools"] = [{**TOOL, "name": "other"}]
-                await _until_offered(client, {"mcp__web__other"})
+                await _wait_until_offered(client, {"mcp__web__other"})
                 for text in ("one", "two", "three"):
                     assert f"\n{text}\n" in (await session.call("mcp__web__other", {"text": text})).text()
                 assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is ErrorCode.TOOL_NOT_FOUND
                 assert stack.log("worker").count("mcp_server_without_tools") > 1
 
 
-async def _until_offered(client: ToolClient, names: set[str]) -> None:
+async def _wait_until_offered(client: ToolClient, names: set[str]) -> None:
     """Wait until exactly these tools of servers are offered."""
 
     async def list_offered() -> set[str]:

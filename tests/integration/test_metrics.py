@@ -15,7 +15,7 @@ from orchestrator.metrics.page import render_metrics
 from orchestrator.sdk.client import ToolClient
 from store.connection import open_redis
 from store.metrics import metrics_key
-from tests.metric_harness import Key, counted, key, read_page
+from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.stack import UP_S, Stack, open_stack
 from tests.unit.test_metric_files import promtool
 from tests.waiting import wait_until_async
@@ -65,7 +65,7 @@ async def scrape_until(
 
 def calls(page: Mapping[Key, float], before: Mapping[Key, float]) -> dict[tuple[str, ...], float]:
     """Return the new tool calls by (code, status, tool)."""
-    now, then = counted(page, "toolcrew_tool_calls_total"), counted(before, "toolcrew_tool_calls_total")
+    now, then = nonzero_samples(page, "toolcrew_tool_calls_total"), nonzero_samples(before, "toolcrew_tool_calls_total")
     return {
         labels: number - then.get(labels, 0)
         for labels, number in now.items()
@@ -90,8 +90,10 @@ async def test_every_call_is_counted_once_by_its_result(stack: Stack, session: S
     assert not (await session.call("no_such_tool", {})).success
 
     def has_all(page: Mapping[Key, float]) -> bool:
-        kills = counted(page, "toolcrew_sandbox_kills_total")
-        has_ours = kills != counted(before, "toolcrew_sandbox_kills_total") and counted(page, "toolcrew_host_sandboxes")
+        kills = nonzero_samples(page, "toolcrew_sandbox_kills_total")
+        has_ours = kills != nonzero_samples(before, "toolcrew_sandbox_kills_total") and nonzero_samples(
+            page, "toolcrew_host_sandboxes"
+        )
         return sum(calls(page, before).values()) >= 7 and bool(has_ours)
 
     page = await scrape_until(stack, has_all, "all are counted")
@@ -102,11 +104,11 @@ async def test_every_call_is_counted_once_by_its_result(stack: Stack, session: S
         ("SECURITY_REFUSED", "error", "bash_tool"): 1,
         ("TOOL_NOT_FOUND", "error", "other"): 1,
     }
-    assert counted(page, "toolcrew_security_refusals_total") == {("SECURITY_REFUSED",): 1}
+    assert nonzero_samples(page, "toolcrew_security_refusals_total") == {("SECURITY_REFUSED",): 1}
     assert page[key("toolcrew_tool_duration_seconds_count", tool="bash_tool")] == 4
     assert page[key("toolcrew_sandbox_start_seconds_count")] >= 1
-    assert sum(counted(page, "toolcrew_sandbox_kills_total").values()) == 1
-    assert list(counted(page, "toolcrew_host_sandboxes").values()) == [1]
+    assert sum(nonzero_samples(page, "toolcrew_sandbox_kills_total").values()) == 1
+    assert list(nonzero_samples(page, "toolcrew_host_sandboxes").values()) == [1]
     assert page[key("toolcrew_redis_memory_used_bytes")] > 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from contract.extras import EXTRAS, explain_missing
 from tests.conftest import RedisProcess
 from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
-from tests.log_lines import read_last_words
+from tests.log_lines import read_start_error
 
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
     "packages"
@@ -138,7 +138,7 @@ def test_all_extras_are_installed_together_from_the_wheel(wheel: Path, unpacked:
 @pytest.mark.parametrize("program", ["workers.sandboxd", "workers"], ids=["sandboxd", "web"])
 def test_a_program_without_its_extra_names_the_extra(bare: Installed, redis_server: RedisProcess, program: str) -> None:
     done = bare.run(bare.python, "-m", program, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
-    last_line = read_last_words(done.stderr).strip()
+    last_line = read_start_error(done.stderr).strip()
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert last_line.startswith("the package '")
     assert last_line.endswith("is not installed: pip install 'toolcrew[worker]'")

@@ -15,7 +15,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, commands_in, is_alive
 from tests.waiting import wait_until_async
 
@@ -27,7 +27,7 @@ async def assert_only_the_guest_runs(container: str) -> None:
     await wait_until_async(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
 
 
-async def assert_goes_on(session: Session) -> ToolResult:
+async def assert_usable(session: Session) -> ToolResult:
     result = await session.call("bash_tool", {"command": "echo still here"})
     assert result.metadata.get("stdout") == "still here\n", result
     return result
@@ -56,7 +56,7 @@ async def test_at_the_limit_all_child_processes_of_a_call_are_killed(stack: Stac
     assert (result.kill.survivors, result.kill.signalled >= 5) == (0, True)
     assert 1.5 <= time.monotonic() - started < 10
     await assert_only_the_guest_runs(container)
-    after = await assert_goes_on(session)
+    after = await assert_usable(session)
     assert after.sandbox is not None
     assert container.startswith(after.sandbox.id)
 
@@ -93,7 +93,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_continues(stack: St
     else:
         assert stack.has_container(container)
         await assert_only_the_guest_runs(container)
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
 async def test_a_command_that_exhausts_memory_reports_out_of_memory(stack: Stack, session: Session) -> None:
@@ -104,7 +104,7 @@ async def test_a_command_that_exhausts_memory_reports_out_of_memory(stack: Stack
 
     assert result.metadata.get("oom") is True, result
     assert "out of memory" in (result.output or "")
-    await assert_goes_on(session)
+    await assert_usable(session)
     assert stack.has_container(container)
 
 
@@ -114,7 +114,7 @@ async def test_unlimited_output_is_truncated_with_a_notice(session: Session) -> 
     assert (result.error_code, result.truncated) == (ErrorCode.TIMEOUT, True)
     assert "omitted" in (result.output or "")
     assert len(result.model_dump_json()) < 300_000
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
 async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
@@ -127,7 +127,7 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
         await call
 
     await assert_only_the_guest_runs(container)
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
 async def test_a_call_is_cancelled_at_once_even_if_every_slot_is_busy(stack: Stack, session: Session) -> None:
@@ -168,7 +168,7 @@ async def keeps_files(session: Session) -> bool:
     return (await session.info()).workspace != "tmpfs"
 
 
-async def says_what_is_left(session: Session, result: ToolResult) -> bool:
+async def describes_files(session: Session, result: ToolResult) -> bool:
     """Return whether the result of a call that destroyed the sandbox describes the remaining files."""
     expected = "the files in /workspace are kept" if await keeps_files(session) else "its files are lost"
     return expected in (result.error or "")
@@ -194,8 +194,8 @@ async def test_a_container_with_a_stopped_guest_is_removed_two_seconds_after_the
         assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
         assert result.kill is not None
         assert (result.kill.method, result.kill.survivors) == ("container", 0)
-        assert await says_what_is_left(session, result)
-        after = await assert_goes_on(session)
+        assert await describes_files(session, result)
+        after = await assert_usable(session)
         assert after.sandbox is not None
         assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
         assert not container.startswith(after.sandbox.id)
@@ -213,7 +213,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         result = await call
 
         assert (result.success, result.error_code) == (False, ErrorCode.SANDBOX_UNAVAILABLE)
-        assert await says_what_is_left(session, result)
+        assert await describes_files(session, result)
         after = await session.call("bash_tool", {"command": "ls"})
         assert (after.success, after.metadata["stdout"]) == (True, "kept.txt\n" if await keeps_files(session) else "")
         assert after.sandbox is not None
@@ -242,7 +242,7 @@ async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_call(
                 ErrorCode.SANDBOX_UNAVAILABLE,
                 True,
             )
-        await assert_goes_on(session)
+        await assert_usable(session)
 
 
 async def test_a_cancelled_session_open_leaves_no_container(stack: Stack, client: ToolClient) -> None:

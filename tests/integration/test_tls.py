@@ -23,10 +23,10 @@ pytestmark = pytest.mark.timeout(120)
 @dataclass(frozen=True)
 class Harness:
     server: Server
-    ours: Authority
-    stranger: Authority
-    right: Pair
-    client: Pair
+    authority: Authority
+    other_authority: Authority
+    server_pair: Pair
+    client_pair: Pair
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         yield Harness(server, ours, stranger, ours.issue("right"), ours.issue("client"))
 
 
-def broker_at(harness: Harness, port: int, **files: str) -> BrokerSettings:
-    files = {"ssl_ca_certs": str(harness.ours.ca), **files}
+def build_broker(harness: Harness, port: int, **files: str) -> BrokerSettings:
+    files = {"ssl_ca_certs": str(harness.authority.ca), **files}
     options = urlencode({name: path for name, path in files.items() if path})
     return broker_for(f"rediss://:{harness.server.password}@localhost:{port}/0{'?' if options else ''}{options}")
 
@@ -57,9 +57,12 @@ async def refusals(broker: BrokerSettings) -> list[str]:
 
 
 async def test_a_call_succeeds_when_both_sides_present_their_certificates(harness: Harness) -> None:
-    with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay, harness.server.client() as watch:
-        pair = {"ssl_certfile": str(harness.client.certificate), "ssl_keyfile": str(harness.client.key)}
-        broker = broker_at(harness, relay.port, **pair)
+    with (
+        open_relay(harness.server_pair, harness.server.port, harness.authority.ca) as relay,
+        harness.server.client() as watch,
+    ):
+        pair = {"ssl_certfile": str(harness.client_pair.certificate), "ssl_keyfile": str(harness.client_pair.key)}
+        broker = build_broker(harness, relay.port, **pair)
         with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch) as pool:
             async with open_pool(broker, queue_wait_s=10) as opened:
                 call = ToolCall(id="c1", name="append_tool", arguments={"path": str(pool.marks)})
@@ -76,34 +79,34 @@ async def test_a_call_succeeds_when_both_sides_present_their_certificates(harnes
 async def test_an_expired_certificate_or_one_for_another_host_is_refused(
     harness: Harness, names: str, days: int, word: str
 ) -> None:
-    pair = harness.ours.issue(f"wrong{days}", names, days)
+    pair = harness.authority.issue(f"wrong{days}", names, days)
     with open_relay(pair, harness.server.port) as relay:
-        for message in await refusals(broker_at(harness, relay.port)):
+        for message in await refusals(build_broker(harness, relay.port)):
             assert word in message
             assert "name the host of TOOLCREW_REDIS_URL" in message
 
 
 @pytest.mark.parametrize("authority", ["stranger", None])
 async def test_a_certificate_of_an_untrusted_authority_is_refused(harness: Harness, authority: str | None) -> None:
-    with open_relay(harness.right, harness.server.port) as relay:
-        ca = str(harness.stranger.ca) if authority else ""
-        for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=ca)):
+    with open_relay(harness.server_pair, harness.server.port) as relay:
+        ca = str(harness.other_authority.ca) if authority else ""
+        for message in await refusals(build_broker(harness, relay.port, ssl_ca_certs=ca)):
             assert "CERTIFICATE_VERIFY_FAILED" in message
             assert "ssl_ca_certs" in message
 
 
 async def test_a_missing_client_certificate_is_reported_with_its_settings(harness: Harness) -> None:
-    with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay:
-        for message in await refusals(broker_at(harness, relay.port)):
+    with open_relay(harness.server_pair, harness.server.port, harness.authority.ca) as relay:
+        for message in await refusals(build_broker(harness, relay.port)):
             assert "ssl_certfile" in message
 
 
 async def test_a_missing_certificate_file_is_reported(harness: Harness, tmp_path: Path) -> None:
-    for message in await refusals(broker_at(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
+    for message in await refusals(build_broker(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
         assert "ssl_ca_certs" in message or "ssl_certfile" in message
 
 
 async def test_tls_error_messages_contain_no_password(harness: Harness) -> None:
-    with open_relay(harness.right, harness.server.port) as relay:
-        for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=str(harness.stranger.ca))):
+    with open_relay(harness.server_pair, harness.server.port) as relay:
+        for message in await refusals(build_broker(harness, relay.port, ssl_ca_certs=str(harness.other_authority.ca))):
             assert harness.server.password not in message

@@ -10,7 +10,7 @@ from contract.traceparent import run_span_id, trace_id_of
 from orchestrator.approvals import AutoApprover
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from tests.otlp_collector import Collected, Collector, assert_one_tree, open_collector
+from tests.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
 from tests.stack import Stack, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
@@ -67,11 +67,11 @@ async def client(traced_stack: Stack, collector: Collector) -> AsyncIterator[Too
         yield connected
 
 
-def below(spans: list[Collected], parent: Collected) -> list[str]:
+def child_names(spans: list[CollectedSpan], parent: CollectedSpan) -> list[str]:
     return sorted(span.name for span in spans if span.parent == parent.id)
 
 
-def of_trace(collector: Collector, trace: str) -> list[Collected]:
+def spans_of_trace(collector: Collector, trace: str) -> list[CollectedSpan]:
     return [span for span in list(collector.spans) if span.trace == trace]
 
 
@@ -87,7 +87,7 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace(
     root = assert_one_tree(spans)
     assert (root.trace, root.id) == (trace_id_of("default", result.run), run_span_id("default", result.run))
     assert root.name == "invoke_agent toolcrew"
-    assert below(spans, root) == [
+    assert child_names(spans, root) == [
         "chat scripted",
         "chat scripted",
         "chat scripted",
@@ -97,9 +97,9 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace(
         "session.open",
     ]
     for tool, inside in (("bash_tool", ["sandboxd exec"]), ("shout", [])):
-        assert below(spans, collector.one(f"execute_tool {tool}")) == [f"admission {tool}", f"send {tool}"]
-        assert below(spans, collector.one(f"send {tool}")) == [f"process {tool}"]
-        assert below(spans, collector.one(f"process {tool}")) == inside
+        assert child_names(spans, collector.one(f"execute_tool {tool}")) == [f"admission {tool}", f"send {tool}"]
+        assert child_names(spans, collector.one(f"send {tool}")) == [f"process {tool}"]
+        assert child_names(spans, collector.one(f"process {tool}")) == inside
     guest = collector.one("guest exec")
     assert guest.end - guest.start >= 50_000_000
     assert {span.service for span in spans} == {
@@ -174,11 +174,11 @@ async def test_each_call_and_each_session_operation_is_its_own_trace(client: Too
     )
     root = collector.one("execute_tool bash_tool")
     assert root.attributes["toolcrew.session"] == session.id
-    assert assert_one_tree(of_trace(collector, root.trace)) == root
+    assert assert_one_tree(spans_of_trace(collector, root.trace)) == root
     roots = [span.name for span in collector.spans if not span.parent]
     assert {"session.open", "session.write_file", "session.checkpoint", "session.close"} <= set(roots)
     for span in list(collector.spans):
-        assert_one_tree(of_trace(collector, span.trace))
+        assert_one_tree(spans_of_trace(collector, span.trace))
 
 
 async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
@@ -190,7 +190,7 @@ async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
     collector.wait_for("execute_tool leave")
     root = collector.one("execute_tool leave")
     assert root.attributes["error.type"] == result.error_code
-    assert assert_one_tree(of_trace(collector, root.trace)) == root
+    assert assert_one_tree(spans_of_trace(collector, root.trace)) == root
 
 
 async def test_workers_record_no_spans_for_an_unsampled_trace(

@@ -27,7 +27,7 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
 
 
 @contextlib.contextmanager
-def box_with(api: APIClient, bind: str) -> Iterator[Box]:
+def open_box_with(api: APIClient, bind: str) -> Iterator[Box]:
     """Run a container of the profile with this path as its workspace."""
     host = build_config(api, limits=LIMITS)["HostConfig"]
     mount = {
@@ -42,11 +42,11 @@ def box_with(api: APIClient, bind: str) -> Iterator[Box]:
 
 
 @contextlib.asynccontextmanager
-async def started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
+async def open_started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
     """Yield a running container that alone has the workspace. The mount of this process is already removed."""
     with contextlib.ExitStack() as stack:
         async with workspace.mounted() as mount:
-            box = stack.enter_context(box_with(api, mount.bind or ""))
+            box = stack.enter_context(open_box_with(api, mount.bind or ""))
         yield box
 
 
@@ -54,7 +54,7 @@ async def test_a_full_workspace_image_reports_no_space_and_its_files_outlive_the
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
-    async with started(engine, workspace) as box:
+    async with open_started(engine, workspace) as box:
         assert mounts_below(tmp_path) == []
         assert is_in_use(tmp_path / "one" / "image")
 
@@ -73,7 +73,7 @@ async def test_a_full_workspace_image_reports_no_space_and_its_files_outlive_the
         options = box.run("grep ' /workspace ' /proc/self/mountinfo").output
         assert "nosuid,nodev" in options
 
-    async with started(
+    async with open_started(
         engine, workspace
     ) as box:  # at once: the mount waits for the unfinished removal of the first container
         assert box.run("cat /workspace/kept; id -u; ls -A /workspace").output.split() == ["kept", "1000", "kept"]
@@ -87,7 +87,7 @@ async def test_a_workspace_in_use_by_a_container_is_not_mounted_again(
 ) -> None:
     made = await images.make("one", SIZE)
     again = replace(made, release_s=0.1)
-    async with started(engine, made) as box:
+    async with open_started(engine, made) as box:
         with pytest.raises(SandboxUnavailable, match="still mounted"):
             async with again.mounted():
                 pass
@@ -99,7 +99,7 @@ async def test_a_workspace_deleted_under_a_running_container_stays_usable_until_
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
-    async with started(engine, workspace) as box:
+    async with open_started(engine, workspace) as box:
         assert await images.sweep(set()) == 1
 
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
@@ -111,5 +111,5 @@ async def test_a_container_without_its_workspace_mount_cannot_write(engine: APIC
     async with workspace.mounted() as mount:
         bind = mount.bind or ""
 
-    with box_with(engine, bind) as box:
+    with open_box_with(engine, bind) as box:
         assert box.run("echo x > /workspace/file").status != 0

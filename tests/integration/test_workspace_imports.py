@@ -91,15 +91,15 @@ async def test_a_git_bundle_is_cloned_with_its_branches_and_without_a_remote(
 
 
 HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {
-    "up": ("tar", tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "absolute": ("tar", tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "parent path": ("tar", tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "absolute path": ("tar", tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
     "through a link": ("tar", tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
-    "zip up": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "zip absolute": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "zip cut": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
-    "gz cut": ("tar.gz", gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
-    "no tar": ("tar.xz", lzma.compress(b"no tar" * 1000), ErrorCode.INVALID_ARGUMENTS),
-    "no pack": ("bundle", b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
+    "zip with a parent path": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "zip with an absolute path": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "truncated zip": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
+    "truncated gzip": ("tar.gz", gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
+    "not a tar": ("tar.xz", lzma.compress(b"no tar" * 1000), ErrorCode.INVALID_ARGUMENTS),
+    "unknown format": ("bundle", b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
 }
 
 

@@ -163,9 +163,9 @@ async def test_a_client_that_disconnects_ends_its_command(mcp_stack: McpStack, l
         calling = asyncio.ensure_future(
             line.post("/mcp", json=fields, headers={**headers_of(fields), "MCP-Protocol-Version": revision})
         )
-        await wait_until_async(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
+        await wait_until_async(lambda: mcp_stack.find_programs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
+        await wait_until_async(lambda: not mcp_stack.find_programs(command), 20, "the command ends")  # noqa: B023
 
 
 async def test_a_session_that_was_closed_elsewhere_is_reported_as_not_found(mcp_stack: McpStack) -> None:
@@ -185,12 +185,12 @@ async def test_a_stopping_server_ends_running_calls_after_its_grace_period(mcp_s
         headers = {**headers_of(fields), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
             calling = asyncio.ensure_future(line.post("/mcp", json=fields))
-            await wait_until_async(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
+            await wait_until_async(lambda: mcp_stack.find_programs("sleep 7361"), SOON_S, "the command runs")
             server.process.send_signal(signal.SIGTERM)
             await wait_until_async(lambda: server.process.poll() is not None, SOON_S, server.log)
             await asyncio.gather(calling, return_exceptions=True)
         assert server.process.returncode == 0, server.log()
-        await wait_until_async(lambda: not mcp_stack.runs("sleep 7361"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7361"), 20, "the command ends")
 
 
 async def test_pages_of_an_allowed_origin_may_call(mcp_stack: McpStack) -> None:

@@ -9,7 +9,17 @@ from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
 from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
-from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, open_mcp_process, text_of
+from tests.mcp_stack import (
+    REVISIONS,
+    SESSION,
+    SOON_S,
+    ElicitingUser,
+    McpStack,
+    bash,
+    new_session,
+    open_mcp_process,
+    text_of,
+)
 from tests.stack import Stack
 from tests.waiting import wait_until_async
 
@@ -114,9 +124,9 @@ async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         calling = asyncio.ensure_future(bash(client, "sleep 7341", session))
-        await wait_until_async(lambda: mcp_stack.runs("sleep 7341"), SOON_S, "the command runs")
+        await wait_until_async(lambda: mcp_stack.find_programs("sleep 7341"), SOON_S, "the command runs")
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.runs("sleep 7341"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7341"), 20, "the command ends")
         # The session must still exist.
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"
 
@@ -146,20 +156,20 @@ async def test_a_session_of_another_tenant_looks_like_an_unknown_session(mcp_sta
 
 
 async def test_a_call_that_needs_approval_asks_the_user_of_the_client_and_runs_once(mcp_stack: McpStack) -> None:
-    person = Person(allow=True)
+    person = ElicitingUser(allow=True)
     async with mcp_stack.client(elicitation_callback=person) as client:
         done = await client.call_tool("bash_tool", {"command": DELETE})
     assert text_of(done) == "gone\n"
-    (question,) = person.asked
+    (question,) = person.questions
     assert "rm -rf /srv/build" in question
     assert "WARNING" in question
 
 
 async def test_a_refusal_or_a_client_without_elicitation_refuses_the_call(mcp_stack: McpStack) -> None:
-    for person in (Person(allow=False), Person(), Person(allow="yes")):
+    for person in (ElicitingUser(allow=False), ElicitingUser(), ElicitingUser(allow="yes")):
         async with mcp_stack.client(elicitation_callback=person) as client:
             assert "was not run: the call was denied" in text_of(await bash(client, DELETE))
-            assert len(person.asked) == 1
+            assert len(person.questions) == 1
     for revision in REVISIONS:
         async with mcp_stack.client(mode=revision) as client:
             assert "TOOLCREW_APPROVALS=queue" in text_of(await bash(client, DELETE))
@@ -169,7 +179,7 @@ async def ask(
     mcp_stack: McpStack, replica: int, command: str = DELETE, **more: Any
 ) -> CallToolResult | InputRequiredResult | MCPError:
     """Run one round of a call that needs a user's approval."""
-    async with mcp_stack.client(replica=replica, elicitation_callback=Person()) as client:
+    async with mcp_stack.client(replica=replica, elicitation_callback=ElicitingUser()) as client:
         try:
             return await client.session.call_tool("bash_tool", {"command": command}, allow_input_required=True, **more)
         except MCPError as error:

@@ -14,7 +14,7 @@ from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import LOCAL, Actor, Audit
 from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
 from store.run_log import RunLog
-from tests.batch_story import Attempt
+from tests.batch_events import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -23,7 +23,7 @@ expect.set_options(timeout=30_000)
 ADMIN = Actor(key=LOCAL, role="admin")
 
 
-async def answer_of(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
+async def read_answer(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
     with pytest.raises(AlreadyAnswered) as failure:
         await world.approvals.get(question.id, ADMIN)
     return failure.value
@@ -46,7 +46,7 @@ async def tab_to(page: Page, name: str, most: int = 60) -> None:
 async def test_a_running_run_is_shown_live(world: World, visitors: Visitors) -> None:
     async with visitors.visit("acme") as visit:
         page = visit.page
-        async with world.work_run("Watch me") as worked:
+        async with world.open_run("Watch me") as worked:
             await page.goto(f"/runs/{worked.id}")
             await expect(page.get_by_role("heading", level=1)).to_contain_text("running")
             worked.begin_step(1)
@@ -119,7 +119,7 @@ async def test_an_approval_shows_the_exact_characters_and_is_allowed(world: Worl
         await take_picture(visit.page, "approval")
         await visit.page.get_by_role("button", name="Allow this dangerous call").click()
         await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
-    assert (await answer_of(world, question)).answer.is_allowed
+    assert (await read_answer(world, question)).answer.is_allowed
 
 
 async def test_an_approval_with_changed_arguments_keeps_every_other_character(world: World, visitors: Visitors) -> None:
@@ -134,7 +134,7 @@ async def test_an_approval_with_changed_arguments_keeps_every_other_character(wo
         await box.fill(text.replace("ls ", "ls -l "))
         await visit.page.get_by_role("button", name="Allow with these").click()
         await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
-    assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
+    assert (await read_answer(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
 async def test_a_second_decision_is_refused_and_the_first_one_stays(world: World, visitors: Visitors) -> None:
@@ -147,7 +147,7 @@ async def test_a_second_decision_is_refused_and_the_first_one_stays(world: World
         second.expected = (409,)
         await second.page.get_by_role("button", name="Allow").click()
         await expect(second.page.get_by_role("alert")).to_contain_text("denied by acme")
-    assert not (await answer_of(world, question)).answer.is_allowed
+    assert not (await read_answer(world, question)).answer.is_allowed
 
 
 async def test_a_tool_is_disabled_for_all_tenants_and_for_one_tenant(world: World, visitors: Visitors) -> None:
@@ -232,7 +232,7 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
 
 
 async def test_a_call_is_found_by_its_id_and_by_its_celery_task_id(world: World, visitors: Visitors) -> None:
-    task = await world.note_call("call-of-a-page")
+    task = await world.add_call("call-of-a-page")
     async with visitors.visit("operator") as visit:
         await visit.page.goto("/")
         for word in ("call-of-a-page", task):
@@ -252,9 +252,9 @@ async def test_a_call_is_found_by_its_id_and_by_its_celery_task_id(world: World,
 
 
 async def test_calls_are_listed_and_a_waiting_call_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
-    await world.note_call("ended-call")
-    await world.note_call("lost-queue", state="queued")
-    await world.note_call("rivals-call", tenant="rival")
+    await world.add_call("ended-call")
+    await world.add_call("lost-queue", state="queued")
+    await world.add_call("rivals-call", tenant="rival")
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/calls")
         await expect(visit.page.get_by_role("row", name="ended-call")).to_contain_text("TIMEOUT")
@@ -267,7 +267,7 @@ async def test_calls_are_listed_and_a_waiting_call_is_killed_from_the_list(world
 
 
 async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visitors: Visitors) -> None:
-    await world.submit_batch("acme", "read-batch", stories=[(name, Attempt()) for name in ("good", "bad", "open")])
+    await world.submit_batch("acme", "read-batch", attempts=[(name, Attempt()) for name in ("good", "bad", "open")])
     claims = {claim.record.item.custom_id: claim for claim in await world.runs.claim(100) if "read-batch" in claim.run}
     for name, failure in (("good", None), ("bad", Failure(kind=FailureKind.MODEL, code="empty", message="no words"))):
         claim = claims[name]
@@ -316,7 +316,7 @@ async def test_login_and_approval_work_with_the_keyboard_only(world: World, visi
         await tab_to(page, "Deny bash_tool")
         await page.keyboard.press("Enter")
         await page.wait_for_url("**/approvals?*")
-    assert (await answer_of(world, question)).answer.reason == "no"
+    assert (await read_answer(world, question)).answer.reason == "no"
 
 
 async def test_a_revoked_key_ends_its_login_and_open_pages_report_it(world: World, visitors: Visitors) -> None:

@@ -54,7 +54,7 @@ async def work(
         return await agent.run("搜索")
 
 
-def shown(events: list[RunEvent]) -> str:
+def join_texts(events: list[RunEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextArrived))
 
 
@@ -86,7 +86,7 @@ async def test_s0_16_with_parsing_off_a_tag_is_ordinary_text(name: str) -> None:
     events: list[RunEvent] = []
     result = await work(model, choose_dialect(name), search, options, events)
     assert (search.queries, len(model.requests), result.stop_reason) == ([], 1, StopReason.ANSWERED)
-    assert (result.answer, shown(events)) == (f"看: {TAG}!", f"看: {TAG}!")
+    assert (result.answer, join_texts(events)) == (f"看: {TAG}!", f"看: {TAG}!")
 
 
 async def test_s0_17_native_calls_take_precedence_and_tags_of_that_reply_are_ordinary_text() -> None:
@@ -95,7 +95,7 @@ async def test_s0_17_native_calls_take_precedence_and_tags_of_that_reply_are_ord
     model = ScriptedModel([Calls(NATIVE.calls, f"前{TAG}后"), "好了"])
     result = await work(model, NativeDialect(), search, events=events)
     assert (search.queries, result.answer) == (["native"], "好了")
-    assert shown(events) == f"前{TAG}后好了"
+    assert join_texts(events) == f"前{TAG}后好了"
     assert sum(isinstance(event, CallStarted) for event in events) == 1
     assert [message["role"] for message in result.transcript][2:] == ["assistant", "tool", "assistant"]
 
@@ -115,4 +115,4 @@ async def test_s0_17_native_calls_take_precedence_in_any_order_of_the_stream() -
     events: list[RunEvent] = []
     model = ScriptedModel([Raw([delta(tool_calls=[call]), delta(content=TAG[:30]), delta(content=TAG[30:])]), "好了"])
     await work(model, NativeDialect(), search, events=events)
-    assert (search.queries, shown(events)) == (["native"], f"{TAG}好了")
+    assert (search.queries, join_texts(events)) == (["native"], f"{TAG}好了")

@@ -31,18 +31,18 @@ THREE_CHUNKS = (
 )
 
 
-class Seen:
+class EventRecorder:
     """Records events as they happen, and waits for an event."""
 
     def __init__(self) -> None:
         self.events: list[RunEvent] = []
         self._changed = asyncio.Event()
 
-    def note(self, event: RunEvent) -> None:
+    def record(self, event: RunEvent) -> None:
         self.events.append(event)
         self._changed.set()
 
-    async def until(self, is_it: Callable[["Seen"], bool]) -> None:
+    async def until(self, is_it: Callable[["EventRecorder"], bool]) -> None:
         """Wait until `is_it` holds. Raises TimeoutError if the condition needs more input."""
         async with asyncio.timeout(SOON_S):
             while not is_it(self):
@@ -55,7 +55,7 @@ class Seen:
     def has(self, kind: type[RunEvent]) -> bool:
         return any(isinstance(event, kind) for event in self.events)
 
-    def in_order(self) -> list[str]:
+    def texts_and_calls(self) -> list[str]:
         """Return the texts, with adjacent texts joined, and the marks of calls."""
         messages: list[str] = []
         for event in self.events:
@@ -74,9 +74,9 @@ async def vector_search(query: str, limit: int = 10) -> str:
     return f"{limit} of {query}"
 
 
-async def work(model: Any, observer: Seen | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
+async def work(model: Any, observer: EventRecorder | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
     local = LocalTools(tools)
-    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(observer or Seen()).note)
+    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(observer or EventRecorder()).record)
     async with asyncio.timeout(SOON_S):
         return await agent.run("找一下")
 
@@ -156,7 +156,7 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_or_shown_and_the_mode
         ran.append(query)
         return query
 
-    unclosed, observer = '好。<tool_action name="vector-search"><query value="读取文件" />', Seen()
+    unclosed, observer = '好。<tool_action name="vector-search"><query value="读取文件" />', EventRecorder()
     model = ScriptedModel([unclosed, "I stop."])
     result = await work(model, observer, [search])
     assert (ran, result.answer, observer.has(CallStarted)) == ([], "I stop.", False)
@@ -193,7 +193,7 @@ def test_s0_06_a_tag_is_held_back_until_its_last_character_completes_the_call() 
 
 
 async def test_s0_06_a_complete_tag_runs_while_the_stream_continues() -> None:
-    observer = Seen()
+    observer = EventRecorder()
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
@@ -205,7 +205,10 @@ async def test_s0_06_a_complete_tag_runs_while_the_stream_continues() -> None:
         await observer.until(lambda so_far: so_far.has(CallFinished))
 
     result = await work(StreamModel(stream), observer)
-    assert (result.answer, observer.in_order()) == ("好了", ["我看看。", "[CallStarted]", "[CallFinished]", "好了"])
+    assert (result.answer, observer.texts_and_calls()) == (
+        "好了",
+        ["我看看。", "[CallStarted]", "[CallFinished]", "好了"],
+    )
 
 
 def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -> None:
@@ -218,7 +221,7 @@ def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -
 
 
 async def test_s0_07_text_before_the_tag_is_shown_at_once_and_text_after_it_after_the_tool() -> None:
-    observer = Seen()
+    observer = EventRecorder()
     entries: list[tuple[str, str]] = []
 
     @tool(name="vector-search")
@@ -239,7 +242,7 @@ async def test_s0_07_text_before_the_tag_is_shown_at_once_and_text_after_it_afte
 
     result = await work(StreamModel(stream), observer, [search])
     assert entries == [("test", "思考: 我需要搜索...")]
-    assert observer.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
+    assert observer.texts_and_calls() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
     assert result.answer == "完成"
 
 
@@ -252,7 +255,7 @@ def test_s0_08_a_chunk_without_the_marker_is_passed_on_unchanged(plain: str) -> 
 
 
 async def test_s0_08_a_plain_chunk_is_shown_before_the_next_chunk_arrives() -> None:
-    observer, pieces = Seen(), ["你好", ", ", "world", " 1 < 2", "!"]
+    observer, pieces = EventRecorder(), ["你好", ", ", "world", " 1 < 2", "!"]
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
         for at, word in enumerate(pieces, start=1):

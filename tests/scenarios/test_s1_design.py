@@ -188,7 +188,7 @@ def test_s1_09_a_decision_without_a_tool_is_a_reply() -> None:
     assert parse_tool_decision('{ "tool": null, "reply": "..." }') == ToolDecisionOutput(None, {}, "...")
 
 
-NO_DECISIONS = [
+INVALID_DECISIONS = [
     "It is warm.",
     "[]",
     '{"tool": 5}',
@@ -200,7 +200,7 @@ NO_DECISIONS = [
 ]
 
 
-@pytest.mark.parametrize("raw", NO_DECISIONS)
+@pytest.mark.parametrize("raw", INVALID_DECISIONS)
 def test_s1_10_the_output_controller_refuses_an_invalid_decision(raw: str) -> None:
     with pytest.raises(ValueError):
         create_output_controller().parse(raw)

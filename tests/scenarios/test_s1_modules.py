@@ -30,7 +30,7 @@ from orchestrator.sdk.tool_loop import (
 )
 from tests.builders import build_call, build_spec
 
-HOMES = [
+MODULES = [
     ("S1-23", "Tool", "contract.registry"),
     ("S1-24", "ToolCall", "contract.calls"),
     ("S1-25", "ToolResult", "contract.calls"),
@@ -43,7 +43,7 @@ HOMES = [
     ("S1-34", "execute_tool_call", "orchestrator.sdk.tool_loop"),
     ("S1-35", "run_tool_loop", "orchestrator.sdk.tool_loop"),
 ]
-IN_THE_LOOP = [home for home in HOMES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
+LOOP_NAMES = [home for home in MODULES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
 FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}, {"tool": "now"}]
 
 
@@ -56,7 +56,7 @@ def echo() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("row", "name", "home"), HOMES, ids=[f"{row} {name}" for row, name, _ in HOMES])
+@pytest.mark.parametrize(("row", "name", "home"), MODULES, ids=[f"{row} {name}" for row, name, _ in MODULES])
 def test_s1_22_to_35_every_name_is_in_its_module(row: str, name: str, home: str) -> None:
     found = getattr(import_module(home), name)
     assert getattr(found, "__module__", home) == home, row
@@ -127,7 +127,7 @@ async def test_s1_30_a_registry_registers_gets_lists_and_executes_by_name() -> N
     assert (await registry.execute("nothing", {})).error == "Tool not found: nothing"
 
 
-@pytest.mark.parametrize(("name", "home"), [(name, home) for _, name, home in IN_THE_LOOP])
+@pytest.mark.parametrize(("name", "home"), [(name, home) for _, name, home in LOOP_NAMES])
 def test_s1_31_the_loop_module_exports_every_part_of_a_loop(name: str, home: str) -> None:
     assert name in tool_loop.__all__
     assert getattr(tool_loop, name) is getattr(import_module(home), name)

@@ -52,10 +52,10 @@ class Gateway:
     """Decides as the model of the document does, from the messages of the conversation."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.request_count = 0
 
     async def chat(self, messages: list[Message]) -> str:
-        self.asked += 1
+        self.request_count += 1
         if messages[-1]["content"] == '[Tool result for get_weather]\n{"temp": 22, "city": "Beijing"}':
             return '{ "tool": null, "reply": "22 degrees." }'
         return '{ "tool": "get_weather", "arguments": {"city": "Beijing"} }'
@@ -91,7 +91,7 @@ async def test_s1_38_an_async_function_of_the_arguments_may_return_an_object() -
 async def test_s1_39_the_loop_takes_its_parts_by_name() -> None:
     gateway = Gateway()
     result = await run_tool_loop(usage_deps(gateway), "s1", QUESTION)
-    assert (result.reply, gateway.asked) == ("22 degrees.", 2)
+    assert (result.reply, gateway.request_count) == ("22 degrees.", 2)
 
 
 async def test_s1_39_an_unknown_part_name_is_an_error() -> None:
@@ -108,7 +108,7 @@ async def test_s1_40_one_question_is_run_with_a_limit_of_rounds() -> None:
     assert (
         await run_tool_loop(usage_deps(gateway), "s1", QUESTION, max_tool_rounds=1)
     ).stop_reason is StopReason.MAX_ITERATIONS
-    assert gateway.asked == 1
+    assert gateway.request_count == 1
 
 
 async def test_s1_41_the_reply_of_the_result_is_the_reply_of_the_model() -> None:

@@ -50,15 +50,18 @@ def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
 
 
-def answering(text: str) -> Any:
+def build_answering(text: str) -> Any:
     return lambda *_: Outcome(text)
 
 
 @pytest.fixture
 async def pool(redis_server: RedisProcess) -> SwitchedPool:
-    verb = WorkerTool(build_spec("session.close", audience="session"), answering("closed"))
+    verb = WorkerTool(build_spec("session.close", audience="session"), build_answering("closed"))
     return SwitchedPool(
-        redis_server, WorkerTool(ALPHA, answering("from alpha")), WorkerTool(BETA, answering("from beta")), verb
+        redis_server,
+        WorkerTool(ALPHA, build_answering("from alpha")),
+        WorkerTool(BETA, build_answering("from beta")),
+        verb,
     )
 
 
@@ -113,7 +116,7 @@ async def test_s2_24_a_tenant_skill_runs_through_skill_tool_and_can_be_disabled(
     redis_server: RedisProcess, off: str
 ) -> None:
     runner = WorkerTool(build_skill_tool([]).spec, lambda arguments, _: Outcome(f"ran {arguments['name']}"))
-    pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), answering("ran")))
+    pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), build_answering("ran")))
     summary = SkillSummary(name="counts", description="Counts.", digest="0" * 64, files=1, bytes=1)
     async with pool.client() as client, redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await SkillStore(opened, "default", KEY).install("acme", summary, b"bundle", build_spec("counts"))
@@ -222,7 +225,7 @@ async def test_s2_26_no_approval_is_requested_for_a_disabled_tool(redis_server: 
         pool.redis.hset("toolcrew:default:switches", "risky_tool", "{}")
         return Outcome("from alpha")
 
-    risky = WorkerTool(build_spec("risky_tool", requires_permission=True), answering("ran"))
+    risky = WorkerTool(build_spec("risky_tool", requires_permission=True), build_answering("ran"))
     pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
     async with pool.client() as client:
         client._parts.approver = Asking()

@@ -16,7 +16,7 @@ from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.model_endpoint import END, HELLO, serving, stream
 
-ASKED: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]
+MESSAGES: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]
 BEIJING = Calls([("get_weather", {"city": "北京"})])
 CALL_TEXT = '{"tool": "get_weather", "arguments": {"city": "北京"}}'
 
@@ -75,7 +75,7 @@ def test_s3_01_a_base_tool_becomes_a_function_schema() -> None:
 async def test_s3_01_the_schemas_are_sent_in_the_field_tools_and_not_in_the_system_prompt() -> None:
     async with serving([stream(HELLO, END)]) as server:
         model = OpenAIModel("m", server.url, "key", 5.0, retries=0)
-        await ToolAgent(model).bind_tools([WeatherTool()])._generate(ASKED)
+        await ToolAgent(model).bind_tools([WeatherTool()])._generate(MESSAGES)
         await model.aclose()
     assert server.bodies[0]["tools"] == [SCHEMA]
     assert server.bodies[0]["messages"] == [
@@ -89,7 +89,7 @@ async def test_s3_02_bound_tools_are_stored_as_schemas_and_sent_with_the_next_re
     agent = ToolAgent(LLMClient(model))
     agent.bind_tools([WeatherTool()])
     assert agent.schemas == [SCHEMA]
-    await agent._generate(ASKED)
+    await agent._generate(MESSAGES)
     assert model.requests[0].tools == [SCHEMA]
     assert system_of(model) == "Be brief."
 
@@ -97,14 +97,14 @@ async def test_s3_02_bound_tools_are_stored_as_schemas_and_sent_with_the_next_re
 async def test_s3_02_binding_again_replaces_the_bound_tools() -> None:
     model = ScriptedModel(["Warm."])
     other = {"name": "other", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([other])._generate(ASKED)
+    await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([other])._generate(MESSAGES)
     assert [tool["function"]["name"] for tool in model.requests[0].tools] == ["other"]
 
 
 async def test_s3_03_without_tools_the_field_is_not_sent_and_the_text_is_unchanged() -> None:
     async with serving([stream(HELLO, END)]) as server:
         model = OpenAIModel("m", server.url, "key", 5.0, retries=0)
-        reply = await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([])._generate(ASKED)
+        reply = await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([])._generate(MESSAGES)
         await model.aclose()
     assert "tools" not in server.bodies[0]
     assert (reply.content, reply.tool_calls) == ("hé\U0001f600", [])
@@ -118,13 +118,13 @@ async def test_s3_03_without_tools_the_field_is_not_sent_and_the_text_is_unchang
     [CALL_TEXT, f"```json\n{CALL_TEXT}\n```", '<tool_action name="get_weather"><city value="北京" /></tool_action>'],
 )
 async def test_s3_04_calls_in_the_text_are_ignored_only_the_field_tool_calls_counts(text: str) -> None:
-    reply = await ToolAgent(ScriptedModel([text])).bind_tools([WeatherTool()])._generate(ASKED)
+    reply = await ToolAgent(ScriptedModel([text])).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert (reply.content, reply.tool_calls) == (text, [])
 
 
 async def test_s3_05_model_calls_have_id_name_and_parsed_arguments() -> None:
     model = ScriptedModel([Calls([("get_weather", {"city": "北京"}), ("get_weather", {"city": "上海"})], "我看看。")])
-    reply = await ToolAgent(model).bind_tools([WeatherTool()])._generate(ASKED)
+    reply = await ToolAgent(model).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert isinstance(reply, AIMessage)
     assert (reply.content, reply.finish_reason) == ("我看看。", "tool_calls")
     assert [(call["id"], call["name"], call["arguments"]) for call in reply.tool_calls] == [
@@ -134,7 +134,7 @@ async def test_s3_05_model_calls_have_id_name_and_parsed_arguments() -> None:
 
 
 async def test_s3_06_plain_text_is_an_ordinary_message_with_an_empty_list_of_calls() -> None:
-    reply = await ToolAgent(ScriptedModel(["22 度。"])).bind_tools([WeatherTool()])._generate(ASKED)
+    reply = await ToolAgent(ScriptedModel(["22 度。"])).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert isinstance(reply, AIMessage)
     assert (reply.content, reply.tool_calls, reply.finish_reason) == ("22 度。", [], "stop")
 
@@ -146,7 +146,7 @@ BAD_ARGUMENTS = ['{"city": "北京"', "city=北京", '["北京"]', '{"city": NaN
 async def test_s3_07_invalid_json_arguments_raise_with_the_tool_name_and_the_raw_text(raw: str) -> None:
     agent = ToolAgent(ScriptedModel([Calls([("get_weather", raw)])])).bind_tools([WeatherTool()])
     with pytest.raises(ValueError) as raised:
-        await agent._generate(ASKED)
+        await agent._generate(MESSAGES)
     assert "get_weather" in str(raised.value)
     assert raw in str(raised.value)
 
@@ -263,14 +263,14 @@ async def test_s3_13_the_fallback_is_enabled_by_its_switch_only_and_logs_a_depre
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ScriptedModel(["Warm."])
-    await ToolAgent(LLMClient(model, function_calling=False)).bind_tools([WeatherTool()])._generate(ASKED)
+    await ToolAgent(LLMClient(model, function_calling=False)).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert (model.requests[0].tools, "get_weather" in system_of(model)) == ([], True)
     assert "deprecated" in warnings_of(caplog)
     assert "function_calling=False" in warnings_of(caplog)
 
 
 async def test_s3_13_native_function_calling_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    await ToolAgent(LLMClient(ScriptedModel(["Warm."]))).bind_tools([WeatherTool()])._generate(ASKED)
+    await ToolAgent(LLMClient(ScriptedModel(["Warm."]))).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert warnings_of(caplog) == ""
 
 
@@ -298,5 +298,5 @@ async def test_s3_14_a_text_without_a_valid_call_is_an_ordinary_response(text: s
 async def test_s3_14_an_empty_reply_is_an_ordinary_response() -> None:
     reply = await ToolAgent(
         LLMClient(ScriptedModel([Raw([chunk("stop", content="")])]), function_calling=False)
-    )._generate(ASKED)
+    )._generate(MESSAGES)
     assert (reply.content, reply.tool_calls) == ("", [])

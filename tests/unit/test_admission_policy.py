@@ -68,7 +68,7 @@ def share(used: Counter[str], tenant: str) -> float:
 )
 def test_a_queue_has_more_short_calls_ready(harness: Harness, slots: int, seconds: float, held: int) -> None:
     set_slots(harness.client, slots)
-    harness.learn("acme", seconds)
+    harness.record_duration("acme", seconds)
     for _ in range(40):
         harness.ask()
     assert len(harness.kept("held")) == held
@@ -117,7 +117,7 @@ def test_long_calls_of_one_tenant_leave_a_slot_to_others(harness: Harness) -> No
 
 
 def test_long_calls_of_all_tenants_leave_the_broker_s_queue_to_short_ones(harness: Harness) -> None:
-    harness.learn("quick", 0.01)
+    harness.record_duration("quick", 0.01)
     for _ in range(5):
         harness.ask("hog")
         harness.ask("bear")
@@ -127,7 +127,7 @@ def test_long_calls_of_all_tenants_leave_the_broker_s_queue_to_short_ones(harnes
 
 
 def test_a_tenant_whose_calls_turn_out_long_gets_no_more_of_them(harness: Harness) -> None:
-    harness.learn("hog", 0.01)
+    harness.record_duration("hog", 0.01)
     first = harness.ask("hog")
     second = harness.ask("hog")
     harness.now += 1.5
@@ -191,7 +191,7 @@ def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
 
 def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harness) -> None:
     set_slots(harness.client, 1)
-    harness.learn("acme", 0.1)
+    harness.record_duration("acme", 0.1)
     batch = [harness.ask(priority="batch") for _ in range(4)]
     interactive = [harness.ask() for _ in range(20)]
     order = []
@@ -204,7 +204,7 @@ def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harne
 
 
 def test_short_calls_pass_the_long_ones_of_their_own_tenant_that_may_not_go(harness: Harness) -> None:
-    harness.learn("acme", 0.01, tool="read_tool")
+    harness.record_duration("acme", 0.01, tool="read_tool")
     for _ in range(10):
         harness.ask(tool="bash_tool")
     harness.ask(tool="read_tool")

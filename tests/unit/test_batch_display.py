@@ -23,15 +23,15 @@ from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSna
 from orchestrator.batches.summary import build_summary, build_summary_lines
 from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from store.batches import parse_batch_event
-from tests.batch_story import (
-    BEGAN,
+from tests.batch_events import (
+    STARTED_AT,
     Attempt,
+    build_batch_events,
+    build_item_events,
     claimed,
     ended,
-    failed,
+    failed_attempt,
     retried,
-    tell_batch,
-    tell_item,
 )
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
@@ -52,7 +52,7 @@ class Stage:
     out: io.StringIO = field(default_factory=io.StringIO)
 
     def open(self, batch: str = "b-1") -> Display:
-        watched = DisplayedBatch(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
+        watched = DisplayedBatch(batch, self.progress, wall=lambda: STARTED_AT + self.now, ticks=lambda: self.now)
         if self.kind == "json":
             return JsonLines(watched, self.out)
         if self.kind == "lines":
@@ -86,13 +86,13 @@ def play(stage: Stage, events: list[RunEvent], every_s: float = 0.05) -> str:
 
 
 def test_every_display_counts_what_it_is_shown_and_ends_with_a_summary(stage: Stage) -> None:
-    shown = play(stage, tell_batch((Attempt(),), (failed(),)))
-    assert (stage.progress.snapshot(BEGAN).done, stage.progress.snapshot(BEGAN).failed) == (1, 1)
+    shown = play(stage, build_batch_events((Attempt(),), (failed_attempt(),)))
+    assert (stage.progress.snapshot(STARTED_AT).done, stage.progress.snapshot(STARTED_AT).failed) == (1, 1)
     assert "toolcrew batches resume b-1 --retry infrastructure" in shown.rstrip("\n").rpartition("tokens")[2]
 
 
 def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on(stage: Stage) -> None:
-    events = tell_batch((Attempt(),), (Attempt(is_cut=True),))
+    events = build_batch_events((Attempt(),), (Attempt(is_unfinished=True),))
 
     def watch() -> None:
         with stage.open() as display:
@@ -108,10 +108,10 @@ def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on
 
 def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_tools(stage: Stage) -> None:
     events = [
-        BatchNotice(at=BEGAN, message=HOSTILE, total=3),
-        *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE)),
+        BatchNotice(at=STARTED_AT, message=HOSTILE, total=3),
+        *build_item_events(HOSTILE, failed_attempt(code=HOSTILE, message=HOSTILE)),
     ]
-    events += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
+    events += build_item_events(f"{HOSTILE}2", Attempt(is_unfinished=True, tool=HOSTILE))
     shown = play(stage, events, every_s=1)
     assert not DANGEROUS.search(shown.replace("\n", ""))
     assert not [line for line in shown.splitlines() if line.startswith("next: ")]
@@ -119,7 +119,7 @@ def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_
 
 def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
     with stage.open(HOSTILE) as display:
-        for batch_event in tell_batch((failed(),), total=2):
+        for batch_event in build_batch_events((failed_attempt(),), total=2):
             display.show(batch_event)
     assert "toolcrew batches resume" in stage.text()
     assert not DANGEROUS.search(stage.text().replace("\n", ""))
@@ -128,12 +128,16 @@ def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_notice(width: int) -> None:
     stage = Stage("live", width=width)
-    events = tell_batch(
-        *[(Attempt(),)] * 30, (failed(),), (failed(FailureKind.TOOL),), (Attempt(is_cut=True),), total=100
+    events = build_batch_events(
+        *[(Attempt(),)] * 30,
+        (failed_attempt(),),
+        (failed_attempt(FailureKind.TOOL),),
+        (Attempt(is_unfinished=True),),
+        total=100,
     )
     notice = "the batch waits for its model, and its items do not fail: the model at http://10.1.2.3/v1 answers 503"
     with stage.open() as display:
-        for batch_event in [*events, BatchNotice(at=BEGAN + 60, message=notice)]:
+        for batch_event in [*events, BatchNotice(at=STARTED_AT + 60, message=notice)]:
             display.show(batch_event)
         stage.now += 60
         before = len(stage.out.getvalue())
@@ -150,7 +154,10 @@ def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_noti
 @given(width=st.integers(1, 250), height=st.integers(2, 80), word=st.text(max_size=60))
 def test_the_display_fits_every_terminal(width: int, height: int, word: str) -> None:
     stage = Stage("live", width=width, height=height)
-    events = [*tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]
+    events = [
+        *build_item_events(word, Attempt(tool=word, is_unfinished=True)),
+        BatchNotice(at=STARTED_AT, message=word),
+    ]
     with stage.open(word) as display:
         for batch_event in events:
             display.show(batch_event)
@@ -166,7 +173,7 @@ def test_the_display_fits_every_terminal(width: int, height: int, word: str) -> 
 
 
 def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None:
-    events = tell_batch((Attempt(),), (failed(),))
+    events = build_batch_events((Attempt(),), (failed_attempt(),))
     *lines, last = play(Stage("json"), [*events, events[0]]).splitlines()
     assert [parse_batch_event(line) for line in lines] == [*events, events[0]]
     summary = json.loads(last)
@@ -189,8 +196,8 @@ def test_the_display_is_chosen_by_where_it_is_shown() -> None:
 def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
     progress = BatchProgress(9)
     for number, kind in enumerate(FailureKind):
-        progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
-    text = build_summary(progress.snapshot(BEGAN), batch="a b")
+        progress.add(ended(at=STARTED_AT, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
+    text = build_summary(progress.snapshot(STARTED_AT), batch="a b")
     commands = re.findall(r"`(.*?)`", " ".join(text.next))
     assert commands == [
         "toolcrew batches resume 'a b'",
@@ -219,7 +226,7 @@ def test_figures_are_short(make: Callable[[object], str], value: object, shown: 
 
 
 RETRIED = Attempt(is_retried=True, code="HOST_LOST")
-NOW = BEGAN + 1000
+NOW = STARTED_AT + 1000
 
 
 def stand(events: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
@@ -236,11 +243,11 @@ def without_examples(snapshot: ProgressSnapshot) -> ProgressSnapshot:
 
 def test_items_are_counted_where_they_stand() -> None:
     snapshot = stand(
-        tell_batch(
+        build_batch_events(
             (Attempt(),),
-            (failed(),),
-            (failed(FailureKind.MODEL, "cut_reply"),),
-            (Attempt(is_cut=True),),
+            (failed_attempt(),),
+            (failed_attempt(FailureKind.MODEL, "cut_reply"),),
+            (Attempt(is_unfinished=True),),
             (RETRIED,),
             total=9,
         )
@@ -251,14 +258,14 @@ def test_items_are_counted_where_they_stand() -> None:
 
 
 def test_a_cost_that_some_items_do_not_report_is_known_to_be_too_small() -> None:
-    snapshot = stand(tell_batch((Attempt(cost=None),), (Attempt(),)))
+    snapshot = stand(build_batch_events((Attempt(cost=None),), (Attempt(),)))
     assert (snapshot.cost, snapshot.cost_unknown) == (0.25, 1)
 
 
 def test_an_item_that_another_process_continues_is_counted_once() -> None:
-    events: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
+    events: list[RunEvent] = [claimed(at=STARTED_AT, item="a"), claimed(at=STARTED_AT + 900, item="a", is_resumed=True)]
     for order in (events, events[::-1], events * 2):
-        snapshot = stand(order, BEGAN + 910)
+        snapshot = stand(order, STARTED_AT + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
 
 
@@ -266,7 +273,7 @@ def test_codes_without_end_are_counted_and_reported_together() -> None:
     events = [
         failed_item
         for number in range(500)
-        for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))
+        for failed_item in build_item_events(f"i{number}", failed_attempt(code=f"c{number}", steps=0))
     ]
     snapshot = stand(events)
     assert (snapshot.failed, sum(group.count for group in snapshot.groups)) == (500, 500)
@@ -274,11 +281,11 @@ def test_codes_without_end_are_counted_and_reported_together() -> None:
 
 
 def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
-    first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
+    first, *others = (list(build_item_events(name, failed_attempt())) for name in ("a", "b", "c", "d", "e"))
     messages = [*first, *(batch_event for other in others for batch_event in other)]
     assert stand(messages).groups[0].item == "a"
     retry = retried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
-    (group,) = stand([*messages, retry, *tell_item("f", failed(), at=NOW)]).groups
+    (group,) = stand([*messages, retry, *build_item_events("f", failed_attempt(), at=NOW)]).groups
     assert (group.item, group.count) == ("f", 5)
 
 
@@ -290,13 +297,13 @@ attempts = st.builds(
     code=st.sampled_from(["", "HOST_LOST", "max_wall"]),
     cost=st.sampled_from([None, 0.1, 0.2, 0.7]),
     is_retried=st.booleans(),
-    is_cut=st.booleans(),
+    is_unfinished=st.booleans(),
     is_resumed=st.booleans(),
     step_s=st.floats(0, 100),
     waited_s=st.floats(0, 100),
 )
 batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_size=5).map(
-    lambda items: tell_batch(*items)
+    lambda items: build_batch_events(*items)
 )
 
 
@@ -340,9 +347,9 @@ def test_every_display_leaves_a_reader_that_is_gone_alone(stage: Stage) -> None:
 
 
 def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_comes_twice() -> None:
-    events = tell_batch(
+    events = build_batch_events(
         (Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()),
-        (failed(FailureKind.MODEL, "cut_reply", "it broke off"),),
+        (failed_attempt(FailureKind.MODEL, "cut_reply", "it broke off"),),
     )
     lines = play(Stage("lines"), [*events, *events]).partition("batch b-1:")[0].splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
@@ -355,8 +362,8 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
 
 def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
     progress = BatchProgress(1)
-    progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
-    text = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
+    progress.add(ended(at=STARTED_AT, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
+    text = build_summary(progress.snapshot(STARTED_AT), batch="b", rows=("out.jsonl", "my errors.jsonl"))
     assert text.next == (
         "1 failed because of a tool, and would fail again: read the reasons in their rows",
         "read the rows in 'my errors.jsonl'",

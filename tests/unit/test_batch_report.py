@@ -17,15 +17,15 @@ from contract.run_events import (
 )
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
-from tests.batch_story import (
-    BEGAN,
+from tests.batch_events import (
+    STARTED_AT,
     Attempt,
+    build_batch_events,
+    build_item_events,
     call_finished,
     ended,
-    failed,
+    failed_attempt,
     step_finished,
-    tell_batch,
-    tell_item,
 )
 
 HOSTILE = [
@@ -73,17 +73,20 @@ class Page(HTMLParser):
 
 KNOWN = Page(
     build_report(
-        tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"
+        build_batch_events(
+            (Attempt(),), (failed_attempt(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_unfinished=True),)
+        ),
+        title="t",
     )
 )
 
 
 def hostile_batch(word: str) -> Iterator[RunEvent]:
-    yield BatchNotice(at=BEGAN, message=word, total=4)
-    yield from tell_item(word, Attempt(tool=word))
-    yield from tell_item(f"{word}2", failed(code=word, message=word))
-    yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
-    yield ended(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
+    yield BatchNotice(at=STARTED_AT, message=word, total=4)
+    yield from build_item_events(word, Attempt(tool=word))
+    yield from build_item_events(f"{word}2", failed_attempt(code=word, message=word))
+    yield from build_item_events(f"{word}3", Attempt(is_unfinished=True, tool=word))
+    yield ended(at=STARTED_AT, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -138,7 +141,7 @@ def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
     events = [
         batch_event
         for n in range(MAX_FAILED_ROWS + 20)
-        for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)
+        for batch_event in build_item_events(f"i{n}", failed_attempt(steps=0), at=STARTED_AT + n)
     ]
     page = Page(build_report(events, title="t"))
     assert "20 more failed items are not listed here; the error file has all of them." in page.texts
@@ -148,7 +151,7 @@ def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
 def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
     messages = [
         ended(
-            at=BEGAN + n,
+            at=STARTED_AT + n,
             item=f"{n}{'&' * 250}",
             failure=FailureKind.MODEL,
             code=f"{n}{chr(34) * 300}",
@@ -158,7 +161,7 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
         for n in range(2000)
     ]
     calls = [
-        call_finished(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
+        call_finished(at=STARTED_AT, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
         for n in range(20_000)
     ]
     assert len(build_report([*messages, *calls], title="&" * 500).encode()) < 2_000_000
@@ -167,8 +170,8 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
 @pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
 def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
     events = [
-        *tell_batch((Attempt(),)),
-        *tell_item("x", failed(), at=at),
+        *build_batch_events((Attempt(),)),
+        *build_item_events("x", failed_attempt(), at=at),
         step_finished(at=at, item="y", step=1, tokens=(5, 0)),
     ]
     page = Page(build_report(events, title="t"))
@@ -201,21 +204,21 @@ def test_the_number_of_running_items_is_right_at_every_moment_that_is_drawn(runs
 
 
 def test_an_item_cancelled_in_the_queue_never_ran() -> None:
-    messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
-    page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
+    messages = [ended(at=STARTED_AT + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
+    page = Page(build_report([*messages, *build_item_events("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
 
 
 def test_tools_that_a_model_makes_up_share_a_row() -> None:
     calls: list[RunEvent] = [
-        call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
+        call_finished(at=STARTED_AT, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
     ]
     texts = Page(build_report(calls, title="t")).texts
     assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)
 
 
 def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
-    page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
+    page = Page(build_report(build_batch_events((failed_attempt(message="it was away"), Attempt())), title="t"))
     assert "No item has failed." in page.texts
     assert "it was away" not in page.text()
 
@@ -224,7 +227,7 @@ def test_times_of_a_tool_have_its_errors_and_waits() -> None:
     seconds = [0.1 * number for number in range(1, 101)]
     calls = [
         call_finished(
-            at=BEGAN,
+            at=STARTED_AT,
             item="a",
             call=str(number),
             tool="bash_tool",

@@ -32,14 +32,14 @@ from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
 from store.run_records import HostedState
 from tests.conftest import RedisProcess
-from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
+from tests.hosted_harness import SOON_S, HostedFactory, HostedHarness, open_hosted, types
 from tests.item_harness import echo_then
 from tests.run_harness import build_outcome
 from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     return make_hosted(["done"])
 
 
@@ -137,7 +137,7 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 
 async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     assert await harness.append_text(run, claim.token, "a", "b")
     assert await harness.append_text(run, claim.token, "a", "b", "c")
     assert not await harness.append_text(run, "other", "x")
@@ -151,7 +151,7 @@ async def test_a_stream_is_bounded_and_a_late_reader_is_informed(
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     for number in range(50):
         await harness.append_text(run, claim.token, f"{number}", first=number)
     monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
@@ -195,7 +195,7 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(harness:
 
 
 async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap(
-    redis_server: RedisProcess, make_hosted: MadeHosted
+    redis_server: RedisProcess, make_hosted: HostedFactory
 ) -> None:
     harness = make_hosted(["done"])
     run = await harness.start()
@@ -234,11 +234,11 @@ async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap
 
 
 async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
-    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_hosted(["done"])
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
         publisher.on_event(step(1))
     await harness.queue.give_back(claim, is_new=True)
@@ -253,7 +253,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(r
     async with open_hosted(redis_server) as make:
         harness = make(["done"])
         run = await harness.start()
-        claim = await harness.claimed()
+        claim = await harness.claim_next()
         following = asyncio.create_task(harness.events(run))
         async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
@@ -274,7 +274,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(r
 # Replies while they come
 
 
-async def test_text_is_reported_while_the_model_writes_and_reported_once(make_hosted: MadeHosted) -> None:
+async def test_text_is_reported_while_the_model_writes_and_reported_once(make_hosted: HostedFactory) -> None:
     go_on = asyncio.Event()
 
     class Slow:
@@ -299,7 +299,7 @@ async def test_text_is_reported_while_the_model_writes_and_reported_once(make_ho
     assert pieces == ["half ", "whole"]
 
 
-async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHosted) -> None:
+async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: HostedFactory) -> None:
     class Breaking:
         name = "breaking"
         requests = 0
@@ -328,7 +328,7 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHoste
 # Followers
 
 
-async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted) -> None:
+async def test_a_follower_continues_after_its_last_event(make_hosted: HostedFactory) -> None:
     harness = make_hosted(echo_then("done", "one"))
     run = await harness.start()
     async with harness.working():
@@ -338,12 +338,12 @@ async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted
 
 
 async def test_a_slow_follower_delays_no_other_and_misses_nothing(
-    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
     harness = make_hosted()
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.append_text(run, claim.token, "0")
     slow = harness.runs.follow("acme", run)
     received = [await anext(slow)]
@@ -376,7 +376,7 @@ async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone
 
 async def test_text_in_an_event_ends_no_stream(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     hub, following = RunEventHub(harness.client, "d"), asyncio.create_task(harness.events(run))
     await harness.append_text(run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
     await harness.append_text(run, claim.token, "y", first=2)

@@ -32,13 +32,13 @@ from store.runs import BatchCancelled
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, open_hosted, types
-from tests.item_harness import echo_then, failed
+from tests.hosted_harness import ECHO, HostedFactory, HostedHarness, open_hosted, types
+from tests.item_harness import echo_then, fail_with
 from tests.run_harness import build_outcome
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
@@ -79,13 +79,13 @@ async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(harness: H
     assert events[-1]["seconds"] > 0
 
 
-async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
+async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwards(make_hosted: HostedFactory) -> None:
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
         reached.set()
         await go_on.wait()
-        return failed(ErrorCode.TIMEOUT)(call, _)
+        return fail_with(ErrorCode.TIMEOUT)(call, _)
 
     harness = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
     run = await harness.start()
@@ -176,7 +176,7 @@ async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: Hosted
             tracemalloc.stop()
 
 
-async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: MadeHosted) -> None:
+async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: HostedFactory) -> None:
     run = await make_hosted().start()
     await RedisTenants(make_hosted().client, "d", KEY).add("other", TenantPolicy())
     later = make_hosted()
@@ -286,7 +286,7 @@ async def test_a_run_that_waits_is_cancelled_at_once(harness: HostedHarness) -> 
     assert await harness.queue.claim(9) == []
 
 
-async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted) -> None:
+async def test_a_running_run_is_ended_by_its_own_process(make_hosted: HostedFactory) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
@@ -306,13 +306,13 @@ async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted
 
 async def test_a_run_whose_holder_died_is_cancelled_at_once(harness: HostedHarness) -> None:
     run = await harness.start()
-    await harness.die(await harness.claimed())
+    await harness.die(await harness.claim_next())
     assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
 
 
 async def test_a_cancelled_run_whose_holder_dies_is_not_continued(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
     await harness.die(claim)
     assert await harness.other.claim(9) == []
@@ -322,7 +322,7 @@ async def test_a_cancelled_run_whose_holder_dies_is_not_continued(harness: Hoste
 
 async def test_a_cancelled_run_is_not_put_back(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
     with pytest.raises(BatchCancelled):
         await harness.queue.give_back(claim)
@@ -429,7 +429,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
     asyncio.run(check())
 
 
-async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: MadeHosted) -> None:
+async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done", "done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=3)
     started = [await harness.start() for _ in range(2)]
@@ -448,14 +448,14 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_
     assert int(stored) == 4 * (1024 + await harness.client.hstrlen(f"toolcrew:d:t:acme:run.{started[3]}", "item"))
 
 
-async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
+async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for kind in (FailureKind.MODEL, None) * 3:
         ended.append(await harness.start(priority=1))
-        claim = await harness.claimed()
+        claim = await harness.claim_next()
         await harness.queue.finish(claim, build_outcome(claim, kind))
     assert [run.id for run in (await harness.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
@@ -468,7 +468,7 @@ async def test_a_cursor_that_is_none_is_refused(harness: HostedHarness) -> None:
         assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_runs_are_found_by_their_state(make_hosted: MadeHosted) -> None:
+async def test_runs_are_found_by_their_state(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done"])
     won = await harness.start()
     async with harness.working():
@@ -476,12 +476,12 @@ async def test_runs_are_found_by_their_state(make_hosted: MadeHosted) -> None:
     cancelled = await harness.start()
     await harness.runs.cancel("acme", cancelled)
     lost = await harness.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     async with harness.publisher.open("acme", lost, claim.token, 1):
         pass
     asking, running, queued = [await harness.start() for _ in range(3)]
     for _ in range(2):
-        await harness.claimed()
+        await harness.claim_next()
     await harness.client.hset(f"toolcrew:d:t:acme:run.{asking}", "asking", "1")
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {

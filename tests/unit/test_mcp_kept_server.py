@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.guest_exec import LocalSandbox, build_printed, open_local_sandbox, run_here
+from tests.guest_exec import LocalSandbox, build_output_response, open_local_sandbox, run_locally
 from tests.stack import ROOT, children_of, is_alive
 from tests.waiting import wait_until
 from workers.mcp import sandbox_server
@@ -322,7 +322,7 @@ def _one_off(how: str = "good", **fields: Any) -> SandboxServer:
 
 
 def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
-    result = server.call_tool(run_here, tool, arguments, "/workspace", timeout_s)
+    result = server.call_tool(run_locally, tool, arguments, "/workspace", timeout_s)
     return str(result["content"][0]["text"])
 
 
@@ -333,7 +333,7 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 def test_servers_of_both_revisions_work(how: str, alone: bool) -> None:
     server = _one_off(how)
     server.stands_alone = None
-    assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
+    assert [tool["name"] for tool in server.list_tools(run_locally, 30)] == ["echo", "where", "count"]
     assert server.stands_alone is alone
     assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 
@@ -342,7 +342,7 @@ def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypa
     monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
     server = _one_off("mute")
     server.stands_alone = None
-    assert len(server.list_tools(run_here, 30)) == 3
+    assert len(server.list_tools(run_locally, 30)) == 3
     assert server.stands_alone is False
 
 
@@ -382,7 +382,7 @@ def test_a_missing_program_or_tool_is_reported() -> None:
 )  # fmt: skip
 def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        return build_printed(
+        return build_output_response(
             b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer)
         )
 
@@ -397,7 +397,7 @@ def _framed(body: bytes, answer: bytes) -> bytes:
 
 def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        response = build_printed(_framed(body, b'{"reply": {}}'))
+        response = build_output_response(_framed(body, b'{"reply": {}}'))
         return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
 
     with pytest.raises(ToolFailure) as caught:

@@ -28,7 +28,7 @@ from store.secrets import SecretStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.item_harness import ItemHarness, Made, build_run
+from tests.item_harness import HarnessFactory, ItemHarness, build_run
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import wait_until_async
 
@@ -77,14 +77,14 @@ async def ask(models: Any, name: str = "fast", notices: list[str] | None = None)
 # Fallback
 
 
-async def test_the_fallback_answers_at_its_own_prices_and_the_run_says_so(make: Made) -> None:
+async def test_the_fallback_answers_at_its_own_prices_and_the_run_says_so(make: HarnessFactory) -> None:
     harness = make()
     endpoints = use_endpoints(harness)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("slow", build_endpoint(server, prompt_price=2.0, completion_price=10.0))
         down = build_endpoint(None, prompt_price=50.0, completion_price=50.0, fallback="slow")
         await endpoints.set("fast", down)
-        outcome = await harness.worked(await harness.put(build_run(model="fast", limits={"max_cost": 100.0})))
+        outcome = await harness.execute(await harness.put(build_run(model="fast", limits={"max_cost": 100.0})))
         assert (outcome.failure, len(server.bodies)) == (None, 2)
     assert outcome.body is not None
     assert outcome.body["cost"] == pytest.approx(6.0)
@@ -120,7 +120,7 @@ async def test_a_refused_or_broken_reply_is_no_reason_for_the_fallback(
         assert good.bodies == []
 
 
-async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(make: Made) -> None:
+async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(make: HarnessFactory) -> None:
     harness = make()
     endpoints = use_endpoints(harness)
     harness.work._models = build_models(harness.client, model_retries=0)
@@ -128,7 +128,7 @@ async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(mak
     claim = await harness.put(build_run(model="fast"))
     for _ in range(2):
         with pytest.raises(RunDeferred) as deferred:
-            await harness.worked(claim)
+            await harness.execute(claim)
         assert (deferred.value.cause, deferred.value.after_s > 0) == ("endpoint", True)
     assert (harness.work.gate.is_down, harness.work.gate.admit(8, 0)) == (True, 8)
 
@@ -159,7 +159,7 @@ async def test_the_list_of_models_waits_for_no_lease(client: "redis.asyncio.Redi
 
 
 async def test_a_run_that_waits_for_a_limit_of_its_model_says_so_once(
-    make: Made, monkeypatch: pytest.MonkeyPatch
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.02)
     harness = make()
@@ -172,7 +172,7 @@ async def test_a_run_that_waits_for_a_limit_of_its_model_says_so_once(
         assert stored is not None
         other = SharedLimits(harness.client, "d", stored.id, bounds)
         leases = [await other.acquire(lambda: 0, 60.0)]
-        running = asyncio.create_task(harness.worked(await harness.put(build_run(model="fast"))))
+        running = asyncio.create_task(harness.execute(await harness.put(build_run(model="fast"))))
 
         def waits() -> list[str]:
             return [event.message for event in harness.run_events if isinstance(event, Warned)]
@@ -191,18 +191,18 @@ async def test_a_run_that_waits_for_a_limit_of_its_model_says_so_once(
 # Policy and keys
 
 
-async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(make: Made) -> None:
+async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(make: HarnessFactory) -> None:
     harness = make()
     endpoints, tenants = use_endpoints(harness), RedisTenants(harness.client, "d", KEY)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("fast", build_endpoint(server))
         await tenants.add("acme", TenantPolicy(models=("slow*",)))
         claim = await harness.put(build_run(model="fast"))
-        refused = await harness.worked(claim)
+        refused = await harness.execute(claim)
         assert (server.bodies, harness.sent()) == ([], [])
         await tenants.replace("acme", TenantPolicy(models=("fa*",)))
         server.gate.clear()
-        running = asyncio.create_task(harness.worked(await harness.begun_anew(claim)))
+        running = asyncio.create_task(harness.execute(await harness.claim_next_attempt(claim)))
         await wait_until_async(lambda: server.bodies, 30, "no request arrived")
         await tenants.replace("acme", TenantPolicy(models=()))
         server.gate.set()
@@ -214,7 +214,7 @@ async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(mak
 
 
 async def test_the_key_of_an_endpoint_is_sent_and_shown_nowhere(
-    make: Made, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
+    make: HarnessFactory, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
 ) -> None:
     harness = make()
     endpoints, secrets = use_endpoints(harness), SecretStore(harness.client, "d", KEY)
@@ -222,7 +222,7 @@ async def test_the_key_of_an_endpoint_is_sent_and_shown_nowhere(
     failing = answer(400, {"error": {"message": f"the key {SECRET} may not do this"}})
     async with serving([answer(503, {"error": {"message": SECRET}}), failing]) as server:
         await endpoints.set("fast", build_endpoint(server, secret="MODEL_KEY"))
-        outcome = await harness.worked(await harness.put(build_run(model="fast")))
+        outcome = await harness.execute(await harness.put(build_run(model="fast")))
         assert all(f"authorization: bearer {SECRET}" in head for head in server.heads)
         assert len(server.heads) == 2
     assert outcome.failure is not None

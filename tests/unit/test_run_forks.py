@@ -25,14 +25,14 @@ from store.batches import BatchDefaults, RunBody
 from store.run_log import RunAttempt, RunLog
 from store.run_records import HostedState
 from tests.builders import KEY
-from tests.hosted_harness import HostedHarness, MadeHosted
+from tests.hosted_harness import HostedFactory, HostedHarness
 from tests.item_harness import build_run, echo_then
 
 KEEPING = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     harness = make_hosted(echo_then("done", "one", "two"))
     harness.runs._sessions = harness.places
     return harness
@@ -105,12 +105,12 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: HostedHarness) -> None:
     run = await harness.start(KEEPING)
     await run_to_end(harness, run)
-    assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
+    assert (harness.count_model_requests(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
     _, entries = await harness.queue.read_log("acme", run)
     states = {event.step: event.session for event in entries if isinstance(event, StateKept)}
     assert list(states) == [0, 1, 2]
-    assert set(harness.places.known) == {("acme", session) for session in states.values()}
+    assert set(harness.places.locations) == {("acme", session) for session in states.values()}
 
     model = script(harness)
     model.turns = lambda messages: (
@@ -123,7 +123,7 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
 
     forked = [call for call in harness.transport.calls if call.name == "session.fork"]
     assert sent_echoes(harness) == ["other", "other"]
-    assert harness.asked() == 4
+    assert harness.count_model_requests() == 4
     # Each fork has a session of its own, and keeps its own state before its last request.
     assert len(forked) == 2 + 2
     for fork in forks:
@@ -144,7 +144,7 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
         sessions = {e.step: e.session for e in copied if isinstance(e, StateKept)}
         assert (sessions[0], sessions[1]) == (states[0], states[1])
         assert sessions[2] not in states.values()
-    assert {"acme"} == {tenant for tenant, _ in harness.places.known}
+    assert {"acme"} == {tenant for tenant, _ in harness.places.locations}
 
 
 async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
@@ -184,7 +184,7 @@ async def test_a_fork_that_starts_again_has_the_shared_steps_again(harness: Host
     await run_to_end(harness, run)
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.queue.give_back(claim, is_new=True)
     await run_to_end(harness, fork.id)
     found = await harness.runs.get("acme", fork.id)
@@ -198,7 +198,7 @@ async def test_a_process_that_dies_while_it_copies_leaves_the_rest_to_the_next(h
     await run_to_end(harness, run)
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     _, entries = await harness.queue.read_log("acme", run)
     partial = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", fork.id, 1, claim.token))
     for entry in copy_steps(entries, 2, run, fork.id, fork.id)[:3]:
@@ -227,7 +227,7 @@ async def test_what_cannot_be_forked(harness: HostedHarness) -> None:
     unknown = await refused(harness.runs.fork("rival", "nosuch", 1))
     assert foreign.code is unknown.code is ErrorCode.FILE_NOT_FOUND
     assert foreign.message.replace(run, "nosuch") == unknown.message
-    harness.places.known.clear()
+    harness.places.locations.clear()
     lost = await refused(harness.runs.fork("acme", run, 1))
     assert lost.code is ErrorCode.SESSION_NOT_FOUND
     script(harness, "done")
@@ -271,15 +271,15 @@ async def test_a_cancelled_run_leaves_no_states(harness: HostedHarness) -> None:
     run = await harness.start(KEEPING)
     async with harness.working():
         await reached.wait()
-        assert len(harness.places.known) == 3
+        assert len(harness.places.locations) == 3
         await harness.runs.cancel("acme", run)
         await harness.events(run)
-    assert harness.places.known == {}
+    assert harness.places.locations == {}
 
 
 async def test_runs_of_a_batch_are_forked_with_the_values_of_their_batch(harness: HostedHarness) -> None:
     claim = await harness.put(build_run(keep_states=True))
-    outcome = await harness.worked(claim, BatchDefaults())
+    outcome = await harness.execute(claim, BatchDefaults())
     await harness.queue.finish(claim, outcome)
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", claim.run, 2)

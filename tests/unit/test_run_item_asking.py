@@ -18,7 +18,7 @@ from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
+from tests.item_harness import OPENED, HarnessFactory, ItemHarness, build_run, echo_then, open_harness_factory
 from tests.waiting import until, wait_until_async
 
 ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
@@ -26,9 +26,9 @@ ASKING = BatchDefaults(asks_people=True)
 
 
 @pytest.fixture
-async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
+async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HarnessFactory]:
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_maker(redis_server) as made:
+    async with open_harness_factory(redis_server) as made:
         yield made
 
 
@@ -54,19 +54,21 @@ def argument_of(harness: ItemHarness) -> list[Any]:
 
 @pytest.mark.parametrize(("approvals", "defaults", "calls"), [("auto", BatchDefaults(), ["a"]), ("never", ASKING, [])])
 async def test_items_that_do_not_ask_and_those_of_an_operator_who_never_allows_ask_no_one(
-    make: Made, approvals: str, defaults: BatchDefaults, calls: list[str]
+    make: HarnessFactory, approvals: str, defaults: BatchDefaults, calls: list[str]
 ) -> None:
     harness = make(echo_then("done", "a"), policy=ASKED)
     settings = harness.parts._settings.model_copy(update={"approvals": approvals})
     harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASKED)
-    outcome = await ended(asyncio.create_task(harness.worked(await harness.put(build_run()), defaults)))
+    outcome = await ended(asyncio.create_task(harness.execute(await harness.put(build_run()), defaults)))
     assert outcome.body is not None
     assert argument_of(harness) == calls
     assert [key async for key in harness.client.scan_iter("*approval*")] == []
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-async def test_a_decision_outlives_its_process(make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool) -> None:
+async def test_a_decision_outlives_its_process(
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
     async def dies(*_: Any) -> None:
         """Do nothing: a killed process withdraws no question."""
 
@@ -74,27 +76,27 @@ async def test_a_decision_outlives_its_process(make: Made, monkeypatch: pytest.M
     claim = await first.put(build_run())
     with monkeypatch.context() as dead:
         dead.setattr(ApprovalQueue, "withdraw", dies)
-        working = asyncio.create_task(first.worked(claim, ASKING))
+        working = asyncio.create_task(first.execute(claim, ASKING))
         await question_of(first)
         working.cancel()
         await asyncio.wait({working}, timeout=SOON_S)
-    again = await second.taken_over(claim)
+    again = await second.claim_by_other(claim)
     await decide(second, Decision(is_allowed, "said meanwhile"))
-    outcome = await ended(asyncio.create_task(second.worked(again, ASKING)))
+    outcome = await ended(asyncio.create_task(second.execute(again, ASKING)))
     assert outcome.body is not None
     assert outcome.body["answer"] == "two"
     assert argument_of(second) == (["a"] if is_allowed else [])
     assert argument_of(first) == []
 
 
-async def test_a_process_that_continues_before_the_decision_asks_the_same_question(make: Made) -> None:
+async def test_a_process_that_continues_before_the_decision_asks_the_same_question(make: HarnessFactory) -> None:
     first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
     claim = await first.put(build_run())
-    stays = asyncio.create_task(first.worked(claim, ASKING))
+    stays = asyncio.create_task(first.execute(claim, ASKING))
     before = await question_of(first)
     asker = await asker_of(first, before)
-    again = await second.taken_over(claim)
-    working = asyncio.create_task(second.worked(again, ASKING))
+    again = await second.claim_by_other(claim)
+    working = asyncio.create_task(second.execute(again, ASKING))
     await wait_until_async(
         lambda: asker_of(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
     )
@@ -123,11 +125,13 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
         assert parse_batch(KEY, "acme", "b", entries).defaults == defaults
 
 
-async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_yes_holds_however_long_its_run_waits_for_a_place(
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness, runs = make(echo_then("done", "a"), policy=ASKED), [None]
     monkeypatch.setattr(harness.parts, "_settings", harness.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
     harness.work.slots.configure(1, runs)
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    working = asyncio.create_task(harness.execute(await harness.put(build_run()), ASKING))
     await question_of(harness)
     over_at = time.monotonic() + 3.2
     assert harness.work.slots.count_free() == 1
@@ -142,7 +146,7 @@ async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, mo
     assert argument_of(harness) == ["a"]
 
 
-async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
+async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: HarnessFactory) -> None:
     runs, may_end = asyncio.Event(), asyncio.Event()
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -154,7 +158,7 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
     harness = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
     room = harness.work.slots.count_free
     harness.work.slots.configure(1, [None])
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    working = asyncio.create_task(harness.execute(await harness.put(build_run()), ASKING))
     first, _ = await ApprovalHarness(harness.client).until_pending(2)
     assert room() == 1
     await ApprovalHarness(harness.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
@@ -170,7 +174,7 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
     assert (outcome.body["answer"], room()) == ("done", 0)
 
 
-async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sandbox(make: Made) -> None:
+async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sandbox(make: HarnessFactory) -> None:
     is_opening, may_open = asyncio.Event(), asyncio.Event()
 
     async def open_late(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -183,7 +187,7 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
     slots.configure(1, runs)
     async with slots.run() as other, other.call("call"):
         other.rest("call")
-        working = asyncio.create_task(harness.worked(await harness.put(build_run())))
+        working = asyncio.create_task(harness.execute(await harness.put(build_run())))
         async with asyncio.timeout(SOON_S):
             await is_opening.wait()
             await other.wait("call")

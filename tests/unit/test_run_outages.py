@@ -20,7 +20,7 @@ from store.run_events import BatchEventReader
 from store.run_log import run_key
 from store.runs import RunClaim
 from store.tasks import retry_until_available
-from tests.batch_rows import any_row, ids_of
+from tests.batch_rows import accept_any_row, read_ids
 from tests.conftest import RedisProcess
 from tests.item_harness import ItemHarness, build_run, echo_then
 from tests.run_harness import RunHarness, build_outcome
@@ -38,10 +38,10 @@ class Away:
 
     def __init__(self, times: int) -> None:
         self.left = times
-        self.asked = 0
+        self.count_model_requests = 0
 
     async def ask(self) -> str:
-        self.asked += 1
+        self.count_model_requests += 1
         if self.left > 0:
             self.left -= 1
             raise BrokerUnavailable("away")
@@ -55,20 +55,20 @@ class Away:
 async def test_work_is_done_again_until_redis_answers_and_a_long_outage_is_reported() -> None:
     away = Away(3)
     assert await retry_until_available(away.ask) == "there"
-    assert away.asked == 4
+    assert away.count_model_requests == 4
     away = Away(1000)
     with pytest.raises(BrokerUnavailable, match="away"):
         await retry_until_available(away.ask, limit_s=0.2)
-    assert away.asked > 1
+    assert away.count_model_requests > 1
 
 
 async def test_a_call_is_repeated_after_an_outage_of_redis(client: "redis.asyncio.Redis") -> None:
     away = Away(2)
     harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": away.answer})
 
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
-    assert (outcome.failure, harness.asked(), away.asked) == (None, 2, 3)
+    assert (outcome.failure, harness.count_model_requests(), away.count_model_requests) == (None, 2, 3)
     # The request is one call: a worker that has its id runs it once.
     assert len({call.id for call in harness.transport.calls if call.name == "echo"}) == 1
 
@@ -84,7 +84,7 @@ async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "
         return await calling(request)
 
     harness.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
-    await harness.worked(await harness.put(build_run()))
+    await harness.execute(await harness.put(build_run()))
 
     assert was_sent == [False, True]
 
@@ -93,9 +93,9 @@ async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client:
     away = Away(2)
     harness = ItemHarness(client, answers={"close": away.answer})
 
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
-    assert (outcome.failure, away.asked) == (None, 3)
+    assert (outcome.failure, away.count_model_requests) == (None, 3)
 
 
 async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redis.asyncio.Redis") -> None:
@@ -108,7 +108,7 @@ async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redi
         return await harness._answer(call, context)
 
     harness.answers["open"] = answer
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
     assert (outcome.failure, outcome.attempt) == (None, 1)
 
@@ -119,7 +119,7 @@ class Followed(RunHarness):
     def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
         super().__init__(client)
         self.output = folder / "out.jsonl"
-        self.rows = RowFiles.open(self.output, folder / "errors.jsonl", any_row)
+        self.rows = RowFiles.open(self.output, folder / "errors.jsonl", accept_any_row)
         reader = BatchEventReader(client, "d", "acme", "b")
         self.follower = Follower(
             self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None
@@ -157,7 +157,7 @@ async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second
     record = await followed.follower.run()
 
     assert record.state is BatchState.COMPLETED
-    assert sorted(ids_of(followed.output)) == ["item-1", "item-2"]
+    assert sorted(read_ids(followed.output)) == ["item-1", "item-2"]
 
 
 async def test_a_batch_lost_by_redis_is_reported_and_its_rows_stay(followed: Followed) -> None:
@@ -171,4 +171,4 @@ async def test_a_batch_lost_by_redis_is_reported_and_its_rows_stay(followed: Fol
         await followed.follower.run()
 
     assert caught.value.code is ErrorCode.BROKER_UNAVAILABLE
-    assert ids_of(followed.output) == ["item-1"]
+    assert read_ids(followed.output) == ["item-1"]

@@ -27,7 +27,7 @@ from store.calls import CallStore
 from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.fake_hosts import StaticHosts, build_report
-from tests.item_harness import ItemHarness, Made, build_run, build_tool_call, echo_then, failed
+from tests.item_harness import HarnessFactory, ItemHarness, build_run, build_tool_call, echo_then, fail_with
 from tests.unit import test_delivery
 
 SOON_S = 15.0
@@ -82,10 +82,10 @@ async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "red
     assert contexts == [str(first.ref), str(second.ref)]
 
 
-async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
+async def test_a_single_call_is_a_trace_and_shows_its_failure(make: HarnessFactory) -> None:
     ended: list[Span] = []
-    harness = traced(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
-    outcome = await harness.worked(await harness.put(build_tool_call()))
+    harness = traced(make(answers={"echo": fail_with(ErrorCode.NETWORK_ERROR)}), ended)
+    outcome = await harness.execute(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert_one_tree(ended)
     root = next(span for span in ended if span.parent is None)
@@ -93,7 +93,7 @@ async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> Non
     assert next(span for span in ended if span.name == "execute_tool echo").error == "NETWORK_ERROR"
 
 
-async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
+async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: HarnessFactory) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -104,7 +104,7 @@ async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) 
 
     first = traced(make(echo_then("two", "a", "b"), answers={"echo": hang}), ended)
     claim = await first.put(build_run())
-    working = asyncio.create_task(first.worked(claim))
+    working = asyncio.create_task(first.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -114,8 +114,8 @@ async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) 
     assert "invoke_agent toolcrew" not in [span.name for span in ended]
 
     second = traced(make(["two"]), ended)
-    again = await first.taken_over(claim)
-    assert (await second.worked(again)).failure is None
+    again = await first.claim_by_other(claim)
+    assert (await second.execute(again)).failure is None
     assert_one_tree(ended)
     assert of_first < len(ended)
     calls = [span for span in ended if span.name == "execute_tool echo"]
@@ -125,7 +125,7 @@ async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) 
     assert root.start_at <= min(span.start_at for span in ended)
 
 
-async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
+async def test_a_cancelled_run_is_reported_by_its_process(make: HarnessFactory) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -135,7 +135,7 @@ async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
 
     harness = traced(make(echo_then("one", "a"), answers={"echo": hang}), ended)
     claim = await harness.put(build_run())
-    working = asyncio.create_task(harness.worked(claim))
+    working = asyncio.create_task(harness.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -152,14 +152,14 @@ class _Asked(AutoApprover):
         return Decision(False, "not today")
 
 
-async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> None:
+async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: HarnessFactory) -> None:
     ended: list[Span] = []
     harness = traced(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
     harness.work._parts = RunParts(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _Asked(), policy
     )
-    await harness.worked(await harness.put(build_run()))
+    await harness.execute(await harness.put(build_run()))
     assert_one_tree(ended)
     approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))
     assert approval.parent is not None

@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
 from workers.sandboxd.session import SessionMove
 from workers.sandboxd.sessions import SessionParameters
@@ -72,7 +72,7 @@ async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> Non
 
 
 async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Path) -> None:
-    workspaces, is_told = KeptWorkspaces(), False
+    workspaces, is_told = MemoryWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
     await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(7)))
     for _ in range(2):
@@ -92,7 +92,7 @@ async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Pa
 
 
 async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
 
         async def nothing(*_: object) -> None: ...
 

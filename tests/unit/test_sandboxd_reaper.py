@@ -14,7 +14,15 @@ import pytest
 from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxPolicy
 from tests.fake_engine import CLEAN, FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, listed, open_host, sandbox_of
+from tests.fake_sandboxd import (
+    PLAN,
+    SETTINGS,
+    FakeHost,
+    MemoryWorkspaces,
+    build_listed_container,
+    open_host,
+    sandbox_of,
+)
 from tests.waiting import until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.leases import Lease
@@ -50,11 +58,16 @@ async def test_containers_of_a_predecessor_past_their_deadline_or_never_started_
     now = time.time()
     async with open_host(tmp_path) as host:
         host.engine.listed = [
-            listed("predecessor", sandboxd="test"),
-            listed("another", sandboxd="another"),
-            listed("other deployment", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"}),
-            *(listed(f"deadline {shift}", labels={"toolcrew.deadline": str(int(now) + shift)}) for shift in (-61, -30)),
-            *(listed(f"created {age}", state="created", created_at=now - age) for age in (10, 1000)),
+            build_listed_container("predecessor", sandboxd="test"),
+            build_listed_container("another", sandboxd="another"),
+            build_listed_container(
+                "other deployment", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"}
+            ),
+            *(
+                build_listed_container(f"deadline {shift}", labels={"toolcrew.deadline": str(int(now) + shift)})
+                for shift in (-61, -30)
+            ),
+            *(build_listed_container(f"created {age}", state="created", created_at=now - age) for age in (10, 1000)),
         ]
         assert await host.reaper.sweep() == 3
         names = [container.name for container in host.engine.listed]
@@ -64,21 +77,23 @@ async def test_containers_of_a_predecessor_past_their_deadline_or_never_started_
 async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        host.engine.listed = [listed(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
+        host.engine.listed = [
+            build_listed_container(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})
+        ]
         assert await host.reaper.sweep() == 0
 
 
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
 async def test_a_deadline_that_reports_nothing_never_passes(tmp_path: Path, deadline: str) -> None:
     async with open_host(tmp_path) as host:
-        host.engine.listed = [listed("a", labels={"toolcrew.deadline": deadline})]
+        host.engine.listed = [build_listed_container("a", labels={"toolcrew.deadline": deadline})]
         assert await host.reaper.sweep() == 0
 
 
 async def test_only_the_data_of_a_dead_sandboxd_is_removed(tmp_path: Path, neighbour: tuple[str, Any, Any]) -> None:
     label, go, process = neighbour
     async with open_host(tmp_path) as host:
-        host.engine.listed = [listed("a", lease=label)]
+        host.engine.listed = [build_listed_container("a", lease=label)]
         assert await host.reaper.sweep() == 0
         go.send("end")
         process.join()
@@ -125,7 +140,7 @@ async def test_records_of_removed_containers_are_deleted(tmp_path: Path) -> None
     async with open_host(tmp_path) as host:
         host.records.add_container("gone", 0)
         host.records.add_container("there", 0)
-        host.engine.listed = [listed("there", sandboxd="another")]
+        host.engine.listed = [build_listed_container("there", sandboxd="another")]
         await host.reaper.sweep()
         assert host.records.containers() == ["there"]
 
@@ -139,7 +154,7 @@ def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
 
 
 async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
         fresh, idle, long = [
             await host.sessions.open(f"acme:{name}", SessionParameters(PLAN, 9999))
             for name in ("fresh", "idle", "long")
@@ -152,7 +167,7 @@ async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(
 
 
 async def test_a_session_expires_after_its_time_also_when_its_container_is_given_up(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -277,7 +292,7 @@ async def test_a_failed_fill_leaves_no_workspace_and_no_slot(tmp_path: Path, mon
         guest.die()
 
     monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, stillborn, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
         (await filled(host, 1)).cancel()
         assert (len(workspaces.alive), host.factory.slots.taken) == (1, 1)

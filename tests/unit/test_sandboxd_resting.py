@@ -13,8 +13,8 @@ from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import (
     PLAN,
     FakeHost,
-    KeptWorkspaces,
     MemorySuspensionStore,
+    MemoryWorkspaces,
     Sandboxd,
     build_host,
     end_host,
@@ -78,7 +78,7 @@ async def next_life(host: FakeHost) -> None:
 
 async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_path: Path) -> None:
     """The sandboxes of the test live for 3,600 s."""
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         _, first = await host.sessions.use("acme:s", "a", None, 600.0)
         assert first.remaining_s() == pytest.approx(3_540, abs=30)
@@ -97,7 +97,7 @@ async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_pat
 
 
 async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.engine.pause_gate.clear()
         freezing = asyncio.create_task(host.sessions.suspender.pause(entry))
@@ -115,7 +115,7 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
 async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(
-        tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
+        tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
     ) as host:
         slow, idle = (
             await host.sessions.open("acme:slow", SessionParameters(PLAN, 9999)),
@@ -137,7 +137,7 @@ async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -
 async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.05)
     suspension_store = SlowSuspensionStore()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store, limit=1) as host:
         old = await host.sessions.open("acme:old", SessionParameters(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
@@ -164,7 +164,7 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
 
 
 async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         entry = await give_up(host)
         host.suspension_store.refuse_to_unpack = 99
         for _ in range(3):
@@ -191,7 +191,7 @@ async def test_a_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path
 
 
 async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
-    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    workspaces, suspension_store = MemoryWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await give_up(first)
     suspension_store.refuse_to_forget = True
@@ -259,7 +259,7 @@ async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(
 
 
 async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.factory.is_ending = True
         with pytest.raises(SandboxUnavailable, match="stopping"):
@@ -270,7 +270,7 @@ async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
 
 
 async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     await next_life(first)
@@ -285,7 +285,7 @@ async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_ke
 
 
 async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open(
         "acme:s", SessionParameters(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
@@ -314,7 +314,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
     ],
 )
 async def test_a_record_of_another_version_is_set_aside(tmp_path: Path, name: str, value: object) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
@@ -337,7 +337,7 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
 
     suspension_store = SlowSuspensionStore()
     async with running_sandboxd(
-        tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store
+        tmp_path, echoing, noting, workspaces=MemoryWorkspaces(), suspension_store=suspension_store
     ) as daemon:
         client, name = await daemon.open()
         entry = await pack(daemon, name, suspension_store)
@@ -356,7 +356,7 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
 
 async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
+    async with running_sandboxd(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
         entry = await pack(daemon, name, suspension_store)
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC, call_id="c1"))
@@ -417,7 +417,7 @@ async def test_a_session_is_usable_after_its_single_restore(tmp_path: Path) -> N
 
 
 async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    checkpoints, workspaces = SlowCheckpoints(), KeptWorkspaces()
+    checkpoints, workspaces = SlowCheckpoints(), MemoryWorkspaces()
     checkpoints.is_broken = True
     checkpoints.go_on.set()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints, workspaces=workspaces) as daemon:
@@ -432,7 +432,7 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.suspension_store.refuse = 1
         assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -440,7 +440,7 @@ async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Pat
 
 
 async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.engine.guests[0].attests = {"jobs": 1}
         assert not await host.sessions.suspender.pause(entry)
@@ -449,7 +449,7 @@ async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tm
 
 
 async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
+    async with running_sandboxd(tmp_path, workspaces=MemoryWorkspaces()) as daemon:
         client, name = await daemon.open()
         entry = daemon.session(name)
         assert await daemon.sessions.suspender.pause(entry)
@@ -460,7 +460,7 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
 
 async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_path: Path) -> None:
     store = SlowSuspensionStore()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=store) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         giving_up = asyncio.create_task(host.sessions.suspender.give_up(entry, must_be_idle=False))
         await store.begun.wait()
@@ -471,7 +471,7 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 
 
 async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), limit=2) as host:
         old, new = (
             await host.sessions.open("acme:old", SessionParameters(PLAN, 60)),
             await host.sessions.open("acme:new", SessionParameters(PLAN, 60)),
@@ -483,17 +483,17 @@ async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_long
 
 
 async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
-    first = build_host(tmp_path, workspaces=KeptWorkspaces())
+    first = build_host(tmp_path, workspaces=MemoryWorkspaces())
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.lease.give_back()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as second:
         assert second.sessions.adopt() == 0
         assert second.records.sessions() == []
     await first.engine.end()
 
 
 async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -502,7 +502,7 @@ async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path
 
 
 async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.refuse_removals = 1
@@ -513,7 +513,7 @@ async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> N
 
 
 async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
@@ -522,7 +522,7 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
 
 
 async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces(is_hard=False)
+    workspaces = MemoryWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
@@ -544,7 +544,7 @@ async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> N
         def find_shortage(self) -> str | None:
             return self.words
 
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         disk = Disk(tmp_path, 0)
         monitor = SessionMonitor(host.sessions, host.factory, host.reaper, IdleTimes(60, 60), disk)
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))

@@ -17,7 +17,7 @@ from contract.sandboxes import LargestOptions, SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import open_harness
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.secret_harness import ask_proxy
 from workers.sandboxd.egress import secrets as module
@@ -355,7 +355,7 @@ async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_pat
 
 
 async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has_by_then(tmp_path: Path) -> None:
-    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, plans=PLANS, workspaces=MemoryWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
         entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, terms=OPEN))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -368,7 +368,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
 
 
 async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
-    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, plans=PLANS, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         with pytest.raises(
@@ -382,7 +382,7 @@ async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tm
 
 
 async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, terms=OPEN))
     await first.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed", images=("node",)))

@@ -14,7 +14,7 @@ from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
-from tests.tunnel_ends import PREAMBLE, SOON_S, running_tunnels, unreachable, wait_for_cut
+from tests.tunnel_ends import PREAMBLE, SOON_S, refuse_connection, running_tunnels, wait_closed
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress import tunnels as tunnels_module
 from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
@@ -36,14 +36,14 @@ async def test_a_connection_whose_sides_both_end_is_closed_by_both(tmp_path: Pat
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
         assert proxy.preamble == PREAMBLE  # the identity comes before the first byte
-        guest.tell("net_end", 1)
+        guest.send_frame("net_end", 1)
         assert await proxy.read_all() == b""
-        await proxy.say(b"late answer")
+        await proxy.write(b"late answer")
         proxy.writer.close()
-        assert await guest.hear_data(1, 11) == b"late answer"
-        assert await guest.hear_ops(1) == ["net_end", "net_close"]
-        guest.tell("net_close", 1)
-        guest.tell("net_close", 1)
+        assert await guest.receive_data(1, 11) == b"late answer"
+        assert await guest.receive_ops(1) == ["net_end", "net_close"]
+        guest.send_frame("net_close", 1)
+        guest.send_frame("net_close", 1)
         assert len(guest.violations) == 1  # the first was its last word
 
 
@@ -51,44 +51,44 @@ async def test_the_end_of_the_proxys_answer_leaves_the_other_direction_open(tmp_
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
         proxy.writer.write_eof()
-        assert await guest.hear_ops(1, until="net_end") == ["net_end"]
-        guest.tell("net_data", 1, b"more")
+        assert await guest.receive_ops(1, until="net_end") == ["net_end"]
+        guest.send_frame("net_data", 1, b"more")
         assert await proxy.read(4) == b"more"
 
 
 async def test_a_proxy_that_has_left_is_noticed_although_the_program_stays(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
-        await proxy.say(b"bye")
+        await proxy.write(b"bye")
         proxy.writer.close()
-        assert await guest.hear_ops(1) == ["net_data", "net_end", "net_close"]
+        assert await guest.receive_ops(1) == ["net_data", "net_end", "net_close"]
 
 
 async def test_a_proxy_that_is_killed_amid_a_body_leaves_no_end_that_looks_like_one(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
         proxy.stop_reading()
-        guest.tell("net_data", 1, bytes(GRANT))
-        assert await guest.hear_ops(1, until="net_room") == ["net_room"]
+        guest.send_frame("net_data", 1, bytes(GRANT))
+        assert await guest.receive_ops(1, until="net_room") == ["net_room"]
         proxy.writer.transport.abort()  # what it never read makes of its end a reset
-        assert await guest.hear_ops(1) == ["net_close"]
+        assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_a_program_that_breaks_off_breaks_the_proxys_connection_off(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
-        guest.tell("net_close", 1)
-        await wait_for_cut(proxy.reader)
-        assert await guest.hear_ops(1) == ["net_close"]
+        guest.send_frame("net_close", 1)
+        await wait_closed(proxy.reader)
+        assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_a_connection_that_is_closed_before_it_began_is_closed_all_the_same(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         for number in range(1, 41):
             guest.open(number)
-            guest.tell("net_close", number)
+            guest.send_frame("net_close", number)
         for number in range(1, 41):
-            assert await guest.hear_ops(number) == ["net_close"]
+            assert await guest.receive_ops(number) == ["net_close"]
         assert guest.violations == []
 
 
@@ -97,7 +97,7 @@ async def test_the_end_of_a_sandbox_cuts_its_connections_off(tmp_path: Path) -> 
         proxies = [await guest.open_through(number) for number in (1, 2)]
         guest.tunnels.close()
         for proxy in proxies:
-            await wait_for_cut(proxy.reader)
+            await wait_closed(proxy.reader)
         guest.open(3)
         assert guest.proxied.empty()
 
@@ -107,9 +107,9 @@ async def test_a_cut_ends_what_stands_and_the_guest_may_open_others(tmp_path: Pa
         proxies = [await guest.open_through(number) for number in (1, 2)]
         guest.tunnels.cut()
         for number, proxy in enumerate(proxies, 1):
-            await wait_for_cut(proxy.reader)
-            assert await guest.hear_ops(number) == ["net_close"]
-            guest.tell("net_close", number)
+            await wait_closed(proxy.reader)
+            assert await guest.receive_ops(number) == ["net_close"]
+            guest.send_frame("net_close", number)
         await guest.open_through(3)
         assert guest.violations == []
 
@@ -122,11 +122,11 @@ async def test_an_upload_is_taken_only_as_fast_as_the_proxy_reads(tmp_path: Path
         proxy = await guest.open_through(1)
         sent = room = 0
         while True:  # until the proxy's socket is full and no room comes back
-            guest.tell("net_data", 1, bytes(min(PIECE, WINDOW - sent + room)))
+            guest.send_frame("net_data", 1, bytes(min(PIECE, WINDOW - sent + room)))
             sent += min(PIECE, WINDOW - sent + room)
             if sent - room == WINDOW:
                 try:
-                    room += (await asyncio.wait_for(guest.hear(1), 0.2))[1]["bytes"]
+                    room += (await asyncio.wait_for(guest.receive(1), 0.2))[1]["bytes"]
                 except TimeoutError:
                     break
         assert guest.violations == []
@@ -140,11 +140,11 @@ async def test_a_download_stops_where_the_program_stops_reading(tmp_path: Path) 
         proxy.writer.write(bytes(4 * WINDOW))
         got = 0
         while got < WINDOW:
-            got += len((await guest.hear(1))[2])
+            got += len((await guest.receive(1))[2])
         await asyncio.sleep(0.05)
-        assert (got, guest.unheard) == (WINDOW, 0)
-        guest.tell("net_room", 1, bytes=GRANT)
-        assert await guest.hear_data(1, GRANT) == bytes(GRANT)
+        assert (got, guest.unread_bytes) == (WINDOW, 0)
+        guest.send_frame("net_room", 1, bytes=GRANT)
+        assert await guest.receive_data(1, GRANT) == bytes(GRANT)
 
 
 async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_pat
         for proxy in proxies:
             proxy.writer.write(bytes(2 * WINDOW))
         await asyncio.sleep(0.05)
-        assert guest.unheard == 0
+        assert guest.unread_bytes == 0
         guest.drained.set()
         for number in range(1, 9):
-            await guest.hear_data(number, 2 * WINDOW)
+            await guest.receive_data(number, 2 * WINDOW)
 
 
 # Without a proxy
@@ -165,12 +165,12 @@ async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_pat
 
 async def test_pending_data_is_read_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         guest.open(1)
-        guest.tell("net_data", 1, bytes(WINDOW))
-        assert await guest.hear_ops(1, until="net_room") == ["net_data", "net_end", "net_room"]
-        guest.tell("net_end", 1)
-        assert await guest.hear_ops(1) == ["net_close"]
+        guest.send_frame("net_data", 1, bytes(WINDOW))
+        assert await guest.receive_ops(1, until="net_room") == ["net_data", "net_end", "net_room"]
+        guest.send_frame("net_end", 1)
+        assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_an_outage_of_the_proxy_is_logged_once(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_an_outage_of_the_proxy_is_logged_once(tmp_path: Path) -> None:
         async with running_tunnels(tmp_path, connect) as guest:
             for number in (1, 2):
                 guest.open(number)
-                await guest.hear_ops(number)
+                await guest.receive_ops(number)
             for number in (3, 4):
                 await guest.open_through(number)
     assert [line["event"] for line in logs] == ["egress_proxy_unreachable", "egress_proxy_answers"]
@@ -255,17 +255,17 @@ async def test_a_guest_that_breaks_the_rules_of_connections_is_lost(
 ) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
-        guest.tell(event, conn, body, **fields)
+        guest.send_frame(event, conn, body, **fields)
         assert len(guest.violations) == 1
-        await wait_for_cut(proxy.reader)
+        await wait_closed(proxy.reader)
 
 
 @pytest.mark.parametrize("event", ["net_data", "net_end", "net_open"])
 async def test_nothing_may_follow_the_end_of_a_connection_but_its_close(tmp_path: Path, event: str) -> None:
     async with running_tunnels(tmp_path) as guest:
         await guest.open_through(1)
-        guest.tell("net_end", 1)
-        guest.tell(event, 1, b"x" if event == "net_data" else b"")
+        guest.send_frame("net_end", 1)
+        guest.send_frame(event, 1, b"x" if event == "net_data" else b"")
         assert len(guest.violations) == 1
 
 
@@ -279,12 +279,12 @@ async def test_more_connections_than_allowed_cost_the_sandbox(tmp_path: Path) ->
 
 
 async def test_a_connection_counts_until_both_have_closed_it(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         for number in range(1, MAX_TUNNELS + 1):
             guest.open(number)
         for number in range(1, MAX_TUNNELS + 1):
-            await guest.hear_ops(number)
-        guest.tell("net_close", 7)
+            await guest.receive_ops(number)
+        guest.send_frame("net_close", 7)
         guest.open(MAX_TUNNELS + 1)
         assert guest.violations == []
         guest.open(MAX_TUNNELS + 2)
@@ -292,12 +292,12 @@ async def test_a_connection_counts_until_both_have_closed_it(tmp_path: Path) -> 
 
 
 async def test_holding_memory_with_data_for_a_closed_connection_fails(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         guest.open(1)
-        await guest.hear_ops(1)
-        guest.tell("net_data", 1, bytes(WINDOW))
+        await guest.receive_ops(1)
+        guest.send_frame("net_data", 1, bytes(WINDOW))
         assert guest.violations == []
-        guest.tell("net_data", 1, b"x")
+        guest.send_frame("net_data", 1, b"x")
         assert len(guest.violations) == 1
 
 
@@ -313,9 +313,9 @@ async def test_keeping_sandboxd_busy_with_single_bytes_costs_the_sandbox(tmp_pat
     async with running_tunnels(tmp_path) as guest:
         await guest.open_through(1)
         for _ in range(1980):
-            guest.tell("net_data", 1, b"x")
+            guest.send_frame("net_data", 1, b"x")
         assert guest.violations == []
-        guest.tell("net_data", 1, b"x")
+        guest.send_frame("net_data", 1, b"x")
         assert "too many connections" in guest.violations[0]
 
 
@@ -324,8 +324,8 @@ async def test_opening_and_closing_without_a_pause_costs_the_sandbox(tmp_path: P
     async with running_tunnels(tmp_path) as guest:
         for number in range(1, 101):
             guest.open(number)
-            guest.tell("net_close", number)
-            await guest.hear_ops(number)
+            guest.send_frame("net_close", number)
+            await guest.receive_ops(number)
         assert guest.violations == []
         guest.open(101)
         assert "too many connections" in guest.violations[0]
@@ -351,7 +351,7 @@ def test_any_frames_of_a_guest_hold_at_most_one_window(frames: list[tuple[dict[s
         async def drain() -> None:
             await asyncio.sleep(0)
 
-        tunnels = Tunnels(lambda header, _: sent.append(header), drain, unreachable, violations.append)
+        tunnels = Tunnels(lambda header, _: sent.append(header), drain, refuse_connection, violations.append)
         for header, body in frames:
             tunnels.take(Frame(header, body))
             await asyncio.sleep(0)

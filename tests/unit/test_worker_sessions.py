@@ -48,35 +48,35 @@ def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
 
 
 def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1", fence=3)
+    harness.put_location("acme:s1", queue="host.a.b1", fence=3)
     assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     place = harness.place("acme:s1")
     assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
 def test_a_session_held_by_a_killed_worker_is_served_again(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     assert harness.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
     assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     place = harness.place("acme:s1")
     assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
     # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
-    harness.put_place("acme:s2", queue="host.a.b1")
+    harness.put_location("acme:s2", queue="host.a.b1")
     harness.sessions("host.a.b1").hold("acme:s2", 1, 60)
-    harness.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
+    harness.put_location("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
     assert harness.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
 def test_a_session_that_lives_elsewhere_is_not_taken_back(harness: HostHarness, queue: str) -> None:
-    harness.put_place("acme:s1", queue=queue, fence=3)
+    harness.put_location("acme:s1", queue=queue, fence=3)
     assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
     assert harness.place("acme:s1").queue == queue
 
 
 def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1")
-    harness.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
+    harness.put_location("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
     harness.hosts().report(build_report("host.a.b1"))
     assert set(harness.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
     harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
@@ -99,7 +99,7 @@ def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(harn
 
 
 def test_a_place_that_is_none_of_ours_is_no_place(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", state="elsewhere", fence="many")
+    harness.put_location("acme:s1", state="elsewhere", fence="many")
     assert harness.sessions(OURS).find(["acme:s1"]) == {}
 
 
@@ -110,7 +110,7 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
     sandboxd = MemorySandboxd()
     for number, queue in enumerate(["host.a.b1", OURS, "host.b.b9"]):
         sandboxd.add(f"acme:s{number}")
-        harness.put_place(f"acme:s{number}", queue=queue)
+        harness.put_location(f"acme:s{number}", queue=queue)
     sandboxd.add("acme:direct")
     starting = adopter(harness, sandboxd)
 
@@ -131,7 +131,7 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
 def test_a_dead_predecessor_gives_its_sessions_at_once(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     hosts = harness.hosts()
     hosts.report(build_report("host.a.b1"))
     dead = hosts.find("host.a.b1")
@@ -155,7 +155,7 @@ def test_a_dead_predecessor_gives_its_sessions_at_once(harness: HostHarness, mon
 def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     harness.hosts().report(build_report("host.a.b1"))
     starting = adopter(harness, sandboxd)
     adopt, outages = starting._sessions.adopt, iter([True, True, False])
@@ -177,7 +177,7 @@ def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, mo
 def test_a_stale_session_is_closed_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.b.b9")
+    harness.put_location("acme:s1", queue="host.b.b9")
     starting = adopter(harness, sandboxd)
     sandboxd.silent = True
     with capture_logs() as logs:
@@ -207,7 +207,7 @@ def test_a_worker_does_not_start_without_redis(harness: HostHarness, monkeypatch
 
 def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1", fence=2)
+    harness.put_location("acme:s1", fence=2)
     assert sessions.record_automatic("acme:s1", 1, "old", 10.0, 0) is None
     recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5, 0)
     assert recorded is not None
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness:
     # A slow checkpoint that began before is older.
     assert sessions.record_requested("acme:s1", "c0", 9.5)
     assert harness.place("acme:s1").checkpoint == "c1"
-    harness.put_place("acme:s1", queue="host.b.b1", fence=3)
+    harness.put_location("acme:s1", queue="host.b.b1", fence=3)
     assert sessions.record_automatic("acme:s1", 3, "c2", 11.0, 0) is None
     assert not sessions.record_requested("acme:s1", "c2", 11.0)
     assert sessions.record_automatic("acme:gone", 1, "c2", 11.0, 0) is None
@@ -226,7 +226,7 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness:
 
 def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1")
+    harness.put_location("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     assert recorded is not None
@@ -235,7 +235,7 @@ def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: 
 
 def test_a_held_session_is_exclusive_until_its_release(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1", fence=5)
+    harness.put_location("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None
     fence = sessions.hold("acme:s1", 5, 60)
     held = harness.place("acme:s1")
@@ -276,7 +276,7 @@ class Host:
 
     def add(self, name: str, **place: object) -> None:
         self.sandboxd.add(name)
-        self.harness.put_place(name, **place)
+        self.harness.put_location(name, **place)
 
     def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
@@ -310,7 +310,7 @@ def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
     for number in range(9):
         place = host.harness.place(f"acme:s{number}")
         assert (place.state, place.queue, place.fence) == (LocationState.MOVING, "", number + 2)
-        assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
+        assert host.sandboxd.checkpointed[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
 
 
 def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
@@ -406,7 +406,7 @@ def test_sessions_of_others_are_left_alone(host: Host) -> None:
 
 def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
-    host.sandboxd.before_checkpoint = host.harness.drop_place
+    host.sandboxd.before_checkpoint = host.harness.delete_location
     host.run()
     assert host.sandboxd.kept == ["c1"]
     assert host.sandboxd.deleted == ["c1"]

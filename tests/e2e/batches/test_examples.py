@@ -16,7 +16,7 @@ from tests.stack import Footprint, Stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
-EVERY = 3
+SAMPLE_STEP = 3
 """Every third question is asked once, because each question needs a sandbox. tests/unit/test_example_batches.py runs
 the commands of all questions.
 """
@@ -48,10 +48,10 @@ def check(example: str, folder: Path, *arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, prepared: Path) -> None:
+def submit_questions(stack: Stack, footprint: Footprint, folder: Path, example: Path, prepared: Path) -> None:
     """Submit some of the questions about `prepared / "workspace"`, and check the answers."""
     for name, source in (("batch", example), ("expected", prepared)):
-        lines = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()][::EVERY]
+        lines = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()][::SAMPLE_STEP]
         if name == "batch":
             lines = [{**line, "workspace": str(prepared / line["workspace"])} for line in lines]
         (folder / f"{name}-asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -64,7 +64,7 @@ def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, pr
 
 def test_the_data_questions_example_is_answered_correctly(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
     example = EXAMPLES / "data-questions"
-    ask_some(stack, footprint, tmp_path, example, example)
+    submit_questions(stack, footprint, tmp_path, example, example)
 
 
 def test_the_repository_questions_example_is_answered_correctly(
@@ -77,7 +77,7 @@ def test_the_repository_questions_example_is_answered_correctly(
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
     prepare.prepare(tmp_path)
-    ask_some(stack, footprint, tmp_path, example, tmp_path)
+    submit_questions(stack, footprint, tmp_path, example, tmp_path)
 
 
 def test_the_fix_the_test_example_returns_repaired_projects(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:

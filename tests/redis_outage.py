@@ -14,8 +14,8 @@ import redis
 
 from store import api_keys
 from tests.api_harness import READY_S, api_settings, serving
-from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
-from tests.outage_requests import REQUESTS, ApiRequest, Seen, send, send_again
+from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, start_run
+from tests.outage_requests import REQUESTS, ApiReply, ApiRequest, send, send_until_stored
 from tests.stack import RedisServer, all_of
 from tests.waiting import until, wait_until_async
 
@@ -47,89 +47,92 @@ def _is_running(answer: httpx.Response) -> bool:
 class Outage:
     """The observed results.
 
-    `shallow`: by sender, from a service with the usual key cache. `deep`: by sender, from a service that caches keys
-    for longer than the outage, so that requests pass authentication. `after`: once Redis is back. `again`: POST
+    `short_cache`: by sender, from a service with the usual key cache. `long_cache`: by sender, from a service that caches keys
+    for longer than the outage, so that requests pass authentication. `after`: once Redis is back. `repeated_posts`: POST
     requests sent again then, to another service.
     """
 
-    shallow: dict[str, Seen] = field(default_factory=dict)
-    deep: dict[str, Seen] = field(default_factory=dict)
-    after: dict[str, Seen] = field(default_factory=dict)
-    again: dict[str, Seen] = field(default_factory=dict)
-    pages: dict[str, Seen] = field(default_factory=dict)
-    pages_after: dict[str, Seen] = field(default_factory=dict)
-    strangers: dict[str, Seen] = field(default_factory=dict)
+    short_cache: dict[str, ApiReply] = field(default_factory=dict)
+    long_cache: dict[str, ApiReply] = field(default_factory=dict)
+    after: dict[str, ApiReply] = field(default_factory=dict)
+    repeated_posts: dict[str, ApiReply] = field(default_factory=dict)
+    pages: dict[str, ApiReply] = field(default_factory=dict)
+    pages_after: dict[str, ApiReply] = field(default_factory=dict)
+    invalid_key_replies: dict[str, ApiReply] = field(default_factory=dict)
     calls: dict[str, dict[str, Any]] = field(default_factory=dict)
-    repeated: Seen | None = None
-    sent_into: Seen | None = None
-    acted: dict[str, int] = field(default_factory=dict)
-    """Number of executions of each of `calls`, of the call of `sent_into`, and of the call of the requests."""
-    followed: list[list[dict[str, Any]]] = field(default_factory=list)
+    repeated_call: ApiReply | None = None
+    sent_during_outage: ApiReply | None = None
+    executions: dict[str, int] = field(default_factory=dict)
+    """Number of executions of each of `calls`, of the call of `sent_during_outage`, and of the call of the requests."""
+    followed_events: list[list[dict[str, Any]]] = field(default_factory=list)
     """The events of a run, grouped by the connections that delivered the events."""
-    whole: list[dict[str, Any]] = field(default_factory=list)
+    stored_events: list[dict[str, Any]] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
-    owned: dict[str, list[str]] = field(default_factory=dict)
+    created: dict[str, list[str]] = field(default_factory=dict)
     """The existing resources of each kind that must be created only once."""
     logs: str = ""
 
 
-class _Teller:
+class _OutageRun:
     """Runs the outage step by step."""
 
     def __init__(self, stack: ApiStack, server: RedisServer, clients: AsyncExitStack) -> None:
         self._stack, self._redis, self._clients = stack, server, clients
-        self.seen = Outage()
-        self._words: dict[str, str] = {}
+        self.observed = Outage()
+        self._values: dict[str, str] = {}
         self._sessions: dict[str, str] = {}
 
-    async def play(self) -> Outage:
+    async def run(self) -> Outage:
         with redis.Redis.from_url(self._redis.url) as store:
             # The result of an answered request is stored, whenever Redis is killed.
             store.config_set("appendfsync", "always")
-        deep_url = await self._clients.enter_async_context(serving(api_settings(self._redis.url)))
-        shallow, deep, second = (
-            self._people(self._stack.apis[0].url),
-            self._people(deep_url),
-            self._people(self._stack.apis[1].url),
+        long_cache_url = await self._clients.enter_async_context(serving(api_settings(self._redis.url)))
+        short_cache, long_cache, second = (
+            self._open_clients(self._stack.apis[0].url),
+            self._open_clients(long_cache_url),
+            self._open_clients(self._stack.apis[1].url),
         )
-        acme, visitor = shallow["acme"], await self._log_in(shallow["operator"])
-        await self._furnish(acme, shallow["admin"])
-        for client in deep.values():
-            await self._until_known(client)
-        running = await self._begin_calls(acme)
-        run = await started(acme, "outage")
+        acme, browser = short_cache["acme"], await self._log_in(short_cache["operator"])
+        await self._create_content(acme, short_cache["admin"])
+        for client in long_cache.values():
+            await self._wait_until_served(client)
+        running = await self._start_calls(acme)
+        run = await start_run(acme, "outage")
         following = asyncio.create_task(self._follow(acme, run))
         await until(
-            lambda: bool(any(event["event"] == "CallStarted" for part in self.seen.followed for event in part)), READY_S
+            lambda: bool(
+                any(event["event"] == "CallStarted" for part in self.observed.followed_events for event in part)
+            ),
+            READY_S,
         )
 
         await asyncio.to_thread(self._redis.kill)
         down_at = time.monotonic()
-        sent_into = asyncio.create_task(self._call_into(acme))
+        sent_during_outage = asyncio.create_task(self._call_during_outage(acme))
         # Wait until the usual key caches have expired. The cache of the deep service lasts longer.
         await asyncio.sleep(1.5)
-        asking = [
-            asyncio.create_task(self._ask_all(shallow, self.seen.shallow)),
-            asyncio.create_task(self._ask_all(deep, self.seen.deep)),
+        requests = [
+            asyncio.create_task(self._send_all(short_cache, self.observed.short_cache)),
+            asyncio.create_task(self._send_all(long_cache, self.observed.long_cache)),
         ]
-        asking += [
-            asyncio.create_task(self._look(visitor, self.seen.pages)),
-            asyncio.create_task(self._ask_as_strangers()),
+        requests += [
+            asyncio.create_task(self._read_pages(browser, self.observed.pages)),
+            asyncio.create_task(self._send_with_invalid_keys()),
         ]
-        await asyncio.wait(asking, timeout=SOON_S)
+        await asyncio.wait(requests, timeout=SOON_S)
         await asyncio.sleep(down_at + OUTAGE_S - time.monotonic())
         await asyncio.to_thread(self._redis.start)
 
-        await all_of([*asking, sent_into, *running, following], SOON_S)
-        await self._go_on(deep, second)
-        await self._look(visitor, self.seen.pages_after)
-        self.seen.whole = await read_events(second["acme"], f"/v1/runs/{run}/events")
-        self.seen.run = (await acme.get(f"/v1/runs/{run}")).json()
-        await self._count(acme, shallow["admin"])
-        self.seen.logs = "".join(api.log() for api in self._stack.apis)
-        return self.seen
+        await all_of([*requests, sent_during_outage, *running, following], SOON_S)
+        await self._repeat_requests(long_cache, second)
+        await self._read_pages(browser, self.observed.pages_after)
+        self.observed.stored_events = await read_events(second["acme"], f"/v1/runs/{run}/events")
+        self.observed.run = (await acme.get(f"/v1/runs/{run}")).json()
+        await self._count_effects(acme, short_cache["admin"])
+        self.observed.logs = "".join(api.log() for api in self._stack.apis)
+        return self.observed
 
-    def _people(self, url: str) -> dict[str, httpx.AsyncClient]:
+    def _open_clients(self, url: str) -> dict[str, httpx.AsyncClient]:
         return {name: self._client(url, key) for name, key in self._stack.keys.items()}
 
     def _client(self, url: str, key: str) -> httpx.AsyncClient:
@@ -142,25 +145,25 @@ class _Teller:
 
     async def _log_in(self, client: httpx.AsyncClient) -> httpx.AsyncClient:
         url = str(client.base_url).rstrip("/")
-        visitor = self._client(url, "")
-        answer = await visitor.post("/login", data={"key": self._stack.keys["operator"]}, headers={"Origin": url})
+        browser = self._client(url, "")
+        answer = await browser.post("/login", data={"key": self._stack.keys["operator"]}, headers={"Origin": url})
         assert answer.status_code == 303
-        return visitor
+        return browser
 
-    async def _furnish(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+    async def _create_content(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
         session, closing = [(await acme.post("/v1/sessions", json={"ttl_s": 600})).json()["id"] for _ in range(2)]
         done = await acme.post(
             f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo there >there"}}
         )
         line = '{"id": "one", "instruction": "[item hello] one"}\n'
         batch = (await acme.post("/v1/batches", content=line, headers={"Content-Type": "text/plain"})).json()["id"]
-        finished, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
+        finished, sleeping, waiting = [await start_run(acme, item) for item in ("hello", "sleeps", "asks")]
         await read_events(acme, f"/v1/runs/{finished}/events")
         asked = await wait_until_async(lambda: acme.get("/v1/approvals"), SOON_S, "asked", accepts=_has_data)
         questions = asked.json()["data"]
-        assert questions[0]["run"] == asking
+        assert questions[0]["run"] == waiting
         key = (await admin.post("/v1/tenants/rival/keys", json={"name": "to go"})).json()["id"]
-        self._words = {
+        self._values = {
             "session": session,
             "closing": closing,
             "call": done.json()["call_id"],
@@ -172,12 +175,12 @@ class _Teller:
             "key": key,
         }
 
-    async def _until_known(self, client: httpx.AsyncClient) -> None:
+    async def _wait_until_served(self, client: httpx.AsyncClient) -> None:
         await wait_until_async(
             lambda: client.get("/v1/tools"), READY_S, "served", accepts=lambda answer: answer.status_code == 200
         )
 
-    async def _begin_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
+    async def _start_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
         """Start calls that end while Redis is unavailable and calls that end after its return. Each call runs once as
         a plain request and once as a stream, in its own session with an idle shell.
         """
@@ -196,35 +199,41 @@ class _Teller:
 
     def _new_call(self, name: str, command: str, call_id: str | None = None) -> tuple[str, dict[str, Any]]:
         call = {"name": "bash_tool", "arguments": {"command": command}, "call_id": call_id or name}
-        return f"/v1/sessions/{self._sessions.get(name, self._words['session'])}/calls", call
+        return f"/v1/sessions/{self._sessions.get(name, self._values['session'])}/calls", call
 
     async def _call(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
         path, call = self._new_call(name, command)
         api_request = ApiRequest(name, "POST", path, content=call)
-        reply = await send(acme, api_request, self._words)
-        self.seen.calls[name] = {"status": reply.status, **json.loads(reply.text)}
+        reply = await send(acme, api_request, self._values)
+        self.observed.calls[name] = {"status": reply.status, **json.loads(reply.text)}
         if name == "plain-after":
-            self.seen.repeated = await send_again(acme, api_request, self._words)
+            self.observed.repeated_call = await send_until_stored(acme, api_request, self._values)
 
     async def _call_streamed(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
         path, call = self._new_call(name, command)
         events = await read_events(acme, path, method="POST", json=call)
         assert [event["event"] for event in events].count("result") == 1
-        self.seen.calls[name] = {"status": 200, **events[-1]["data"]}
+        self.observed.calls[name] = {"status": 200, **events[-1]["data"]}
 
-    async def _call_into(self, acme: httpx.AsyncClient) -> None:
-        path, call = self._new_call("into", "echo x >>ran")
-        began = time.monotonic()
+    async def _call_during_outage(self, acme: httpx.AsyncClient) -> None:
+        path, call = self._new_call("in-outage", "echo x >>ran")
+        started_at = time.monotonic()
         answer = await acme.post(path, json=call)
-        self.seen.sent_into = Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))
+        self.observed.sent_during_outage = ApiReply(
+            answer.status_code, answer.text, time.monotonic() - started_at, dict(answer.headers)
+        )
 
     async def _follow(self, acme: httpx.AsyncClient, run: str) -> None:
         """Follow a run as a browser does: reconnect from the last event whenever the stream ends before the run."""
         last = ""
         async with asyncio.timeout(SOON_S):
-            while not (last and self.seen.followed[-1] and self.seen.followed[-1][-1]["event"] == "RunEnded"):
+            while not (
+                last
+                and self.observed.followed_events[-1]
+                and self.observed.followed_events[-1][-1]["event"] == "RunEnded"
+            ):
                 part: list[dict[str, Any]] = []
-                self.seen.followed.append(part)
+                self.observed.followed_events.append(part)
                 async with acme.stream(
                     "GET", f"/v1/runs/{run}/events", headers={"Last-Event-ID": last} if last else {}
                 ) as stream:
@@ -239,55 +248,59 @@ class _Teller:
                 if not part:
                     await asyncio.sleep(0.2)
 
-    async def _ask_all(self, clients: Mapping[str, httpx.AsyncClient], replies_by_name: dict[str, Seen]) -> None:
+    async def _send_all(self, clients: Mapping[str, httpx.AsyncClient], replies_by_name: dict[str, ApiReply]) -> None:
         replies = await asyncio.gather(
-            *(send(clients[api_request.who], api_request, self._words) for api_request in REQUESTS)
+            *(send(clients[api_request.role], api_request, self._values) for api_request in REQUESTS)
         )
         replies_by_name |= {api_request.name: one for api_request, one in zip(REQUESTS, replies, strict=True)}
 
-    async def _look(self, visitor: httpx.AsyncClient, replies_by_name: dict[str, Seen]) -> None:
+    async def _read_pages(self, browser: httpx.AsyncClient, replies_by_name: dict[str, ApiReply]) -> None:
         for page in PAGES:
-            began = time.monotonic()
-            answer = await visitor.get(page)
-            replies_by_name[page] = Seen(
-                answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers)
+            started_at = time.monotonic()
+            answer = await browser.get(page)
+            replies_by_name[page] = ApiReply(
+                answer.status_code, answer.text, time.monotonic() - started_at, dict(answer.headers)
             )
 
-    async def _ask_as_strangers(self) -> None:
+    async def _send_with_invalid_keys(self) -> None:
         for name, key in {**BAD_KEYS, "good": self._stack.keys["rival"]}.items():
             client = self._client(self._stack.apis[1].url, key)
             answer = await client.get("/v1/runs")
-            self.seen.strangers[name] = Seen(answer.status_code, answer.text, 0.0)
+            self.observed.invalid_key_replies[name] = ApiReply(answer.status_code, answer.text, 0.0)
 
-    async def _go_on(self, deep: Mapping[str, httpx.AsyncClient], second: Mapping[str, httpx.AsyncClient]) -> None:
+    async def _repeat_requests(
+        self, long_cache: Mapping[str, httpx.AsyncClient], second: Mapping[str, httpx.AsyncClient]
+    ) -> None:
         """Send the same requests again, one after the other. Requests that run once are also sent to another service."""
         for api_request in REQUESTS:
-            self.seen.after[api_request.name] = await send(deep[api_request.who], api_request, self._words)
+            self.observed.after[api_request.name] = await send(long_cache[api_request.role], api_request, self._values)
             if api_request.method == "POST":
-                self.seen.again[api_request.name] = await send_again(second[api_request.who], api_request, self._words)
+                self.observed.repeated_posts[api_request.name] = await send_until_stored(
+                    second[api_request.role], api_request, self._values
+                )
 
-    async def _count(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
-        async def listed(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
+    async def _count_effects(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+        async def read_list(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
             return list((await client.get(path)).json()["data"])
 
-        for name in (*CALLS, "into"):
+        for name in (*CALLS, "in-outage"):
             path, call = self._new_call(name, "touch ran; wc -l <ran", f"{name}-counted")
-            self.seen.acted[name] = int((await acme.post(path, json=call)).json()["output"])
+            self.observed.executions[name] = int((await acme.post(path, json=call)).json()["output"])
         path, call = self._new_call("counted", "wc -l </tmp/outage")
-        self.seen.acted["call a tool"] = int((await acme.post(path, json=call)).json()["output"])
-        self.seen.owned = {
+        self.observed.executions["call a tool"] = int((await acme.post(path, json=call)).json()["output"])
+        self.observed.created = {
             "runs": [
                 run["id"]
-                for run in await listed(acme, "/v1/runs")
+                for run in await read_list(acme, "/v1/runs")
                 if run["instruction"].endswith("the one of the outage")
             ],
-            "batches": [batch["id"] for batch in await listed(acme, "/v1/batches") if batch["name"] == "outage"],
-            "sessions": [one["id"] for one in await listed(acme, "/v1/sessions") if one["ttl_s"] == 607],
+            "batches": [batch["id"] for batch in await read_list(acme, "/v1/batches") if batch["name"] == "outage"],
+            "sessions": [one["id"] for one in await read_list(acme, "/v1/sessions") if one["ttl_s"] == 607],
             "keys": [
-                key["id"] for key in await listed(admin, "/v1/tenants/rival/keys") if key["name"] == "of the outage"
+                key["id"] for key in await read_list(admin, "/v1/tenants/rival/keys") if key["name"] == "of the outage"
             ],
         }
-        for session in (self._words["session"], *self._sessions.values(), *self.seen.owned["sessions"]):
+        for session in (self._values["session"], *self._sessions.values(), *self.observed.created["sessions"]):
             assert (await acme.delete(f"/v1/sessions/{session}")).status_code == 204
 
 
@@ -297,4 +310,4 @@ async def play_outage(stack: ApiStack, server: RedisServer) -> Outage:
         # Events of the service in this process only.
         patched.setattr(api_keys, "KEY_FRESH_S", 3600.0)
         async with AsyncExitStack() as clients:
-            return await _Teller(stack, server, clients).play()
+            return await _OutageRun(stack, server, clients).run()

@@ -13,7 +13,7 @@ from contract.names import call_key
 from store.runs import RunQueue
 from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
-from tests.outage_requests import ApiRequest, send, send_again
+from tests.outage_requests import ApiRequest, send, send_until_stored
 from tests.waiting import wait_until_async
 
 LINES = 1000
@@ -49,7 +49,7 @@ async def test_a_kill_request_that_failed_in_a_redis_outage_can_be_repeated(
         redis_server.start()
     with redis_server.client() as store:
         store.hset(key, mapping={"state": "done", "code": "CANCELLED"})
-    again = await send_again(api["acme"], kill, {})
+    again = await send_until_stored(api["acme"], kill, {})
     assert (again.status, json.loads(again.text)["state"]) == (200, "done"), again
 
 
@@ -73,7 +73,7 @@ async def test_a_batch_submission_cut_off_by_a_redis_outage_continues_when_it_is
         assert (broken.status, broken.code) == (503, "BROKER_UNAVAILABLE")
     finally:
         redis_server.start()
-    again = await send_again(api["acme"], submit, {})
+    again = await send_until_stored(api["acme"], submit, {})
     assert len(added[0]) > 2, "some were queued before it broke off"
     assert (again.status, json.loads(again.text)["request_counts"]["waiting"]) == (201, LINES), again
     found = (await api["acme"].get("/v1/batches")).json()["data"]

@@ -20,7 +20,7 @@ DEPLOYMENT = "unseen"
 
 
 @pytest.fixture(autouse=True)
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmounted_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate the engine's view: the folder, with nothing mounted on it."""
     open_engine()
     require_images()

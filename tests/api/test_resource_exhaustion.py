@@ -22,7 +22,7 @@ from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
 from tests.waiting import wait_until_async
 
-LINE = "x" * 100_000
+LONG_LINE = "x" * 100_000
 
 
 def address(api: ApiHarness) -> tuple[str, int]:
@@ -59,7 +59,7 @@ async def test_requests_are_served_next_to_two_thousand_idle_connections(api: Ap
 async def test_an_open_event_stream_survives_the_connection_limit(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await started(api)
+    run = await start_run(api)
     async with api["acme"].stream("GET", f"/v1/runs/{run}/events") as stream:
         lines = stream.aiter_lines()
         assert await anext(lines) == "retry: 2000"
@@ -70,7 +70,7 @@ async def test_an_open_event_stream_survives_the_connection_limit(
             assert "event: RunEnded" in [line async for line in lines]
 
 
-async def started(api: ApiHarness) -> str:
+async def start_run(api: ApiHarness) -> str:
     """Start a run that no orchestrator executes."""
     return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
 
@@ -79,7 +79,7 @@ async def test_a_key_has_a_limit_of_streams_that_does_not_affect_other_keys(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shares, "STREAMS_OF_A_KEY", 2)
-    run = await started(api)
+    run = await start_run(api)
     path = f"/v1/runs/{run}/events"
     async with contextlib.AsyncExitStack() as open_ones:
         for _ in range(2):
@@ -102,19 +102,19 @@ async def test_a_client_that_reads_no_response_is_disconnected(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SLOW_CLIENT_S", 0.3)
-    with socket.socket() as lazy:
+    with socket.socket() as slow_client:
         # The buffers are so small that the service's own memory would have to hold the responses.
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(lazy.connect, address(api))
-        lazy.settimeout(30)
+        slow_client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(slow_client.connect, address(api))
+        slow_client.settimeout(30)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            await asyncio.to_thread(ask_for_ever, lazy)
+            await asyncio.to_thread(send_endless_requests, slow_client)
 
 
-def ask_for_ever(lazy: socket.socket) -> None:
+def send_endless_requests(slow_client: socket.socket) -> None:
     request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
     for _ in range(100_000):
-        lazy.sendall(request * 20)
+        slow_client.sendall(request * 20)
 
 
 async def test_a_body_is_not_read_without_a_valid_key(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,22 +255,22 @@ async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(m
         nonlocal made
         while True:
             made += 1
-            yield ServerEvent("output", LINE, str(made))
+            yield ServerEvent("output", LONG_LINE, str(made))
 
-    taken = 0
+    admitted = 0
 
     async def send(_: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == 10:
+        nonlocal admitted
+        admitted += 1
+        if admitted == 10:
             await asyncio.Event().wait()
 
     monkeypatch.setattr("orchestrator.api.sse.WRITE_WITHIN_S", 0.2)
     await EventStream(events())({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
-    assert made <= taken + 1
+    assert made <= admitted + 1
 
 
-class Line(asyncio.Transport):
+class FakeConnection(asyncio.Transport):
     """A connection whose other end reads as much as the test decides. `size`: unread bytes."""
 
     size = 0
@@ -285,7 +285,7 @@ class Line(asyncio.Transport):
 
 async def test_a_slow_client_that_keeps_reading_is_not_disconnected() -> None:
     connection = HeadTimeoutProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
-    line = Line()
+    line = FakeConnection()
     connection.connection_made(line)
     line.size = 10_000_000
     connection.pause_writing()
