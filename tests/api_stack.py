@@ -13,8 +13,8 @@ import httpx
 from docker import APIClient
 
 from tests.api_harness import make_keys
-from tests.api_process import ApiProcess, open_api_process
 from tests.model_server.running import ModelServer, running_model_server
+from tests.service_process import ApiProcess, open_api_process
 from tests.stack import Stack, free_port, open_stack
 from tests.waiting import wait_until_async
 
@@ -116,7 +116,7 @@ async def read_events(
     client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any
 ) -> list[dict[str, Any]]:
     """Return the events of a stream after `last`, each as `id`, `event` and `data`. Reads until the stream ends, or
-    until `count` events have arrived; then the connection is dropped.
+    until `most` events have arrived; then the connection is dropped.
     """
     found: list[dict[str, Any]] = []
     headers = {

@@ -24,16 +24,18 @@ _SIGNED = ("checkpoint", "automatic")
 
 def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) -> HostReport:
     """Return the report of a healthy sandbox host with four slots."""
-    plain = {
-        "host": queue.split(".")[1],
-        "queue": queue,
-        "worker": worker,
-        "kind": "sandbox",
-        "slots": 4,
-        "started_at": 1.0,
-        "reported_at": 1.0,
-    }
-    return HostReport.model_validate({**plain, **fields})
+    times = {"started_at": 1.0, "reported_at": 1.0}
+    return HostReport(
+        **{
+            "host": queue.split(".")[1],
+            "queue": queue,
+            "worker": worker,
+            "kind": "sandbox",
+            "slots": 4,
+            **times,
+            **fields,
+        }
+    )
 
 
 class MemorySandboxd:

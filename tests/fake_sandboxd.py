@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
@@ -26,7 +26,7 @@ from workers.sandboxd.plans import Plans, Profile, SandboxPlan
 from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, ListedContainer
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import HostSession
@@ -47,18 +47,9 @@ class MemoryWorkspace:
     name: str
     size: WorkspaceSize
     owner: "MemoryWorkspaces"
-
-    @property
-    def kind(self) -> Literal["image"]:
-        return "image"
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def outlives_container(self) -> bool:
-        return True
+    kind: ClassVar[Literal["image"]] = "image"
+    layers: ClassVar[tuple[str, ...]] = ()
+    outlives_container: ClassVar[bool] = True
 
     @asynccontextmanager
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
@@ -299,8 +290,6 @@ def build_listed_container(
     name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any
 ) -> Any:
     """Return a container as the engine lists the container."""
-    from workers.sandboxd.runtime.base import ListedContainer
-
     labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}
     container = ListedContainer(id=f"id-{name}", name=name, state="running", labels=labels, created_at=0.0)
     return replace(container, **fields)

@@ -173,9 +173,6 @@ class MemoryBlobs:
         self.kept[key] = data
         return key
 
-    async def drop(self, key: str) -> None:
-        self.dropped.append(key)
-
 
 class FakeSandboxClient(SandboxClient):
     """A client that answers requests from a script. An entry is a GuestResponse, an exception, or a function of

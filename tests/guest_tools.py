@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from contract.calls import ToolCall, ToolResult
+from contract.calls import ToolCall, ToolContext, ToolResult
 from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest
@@ -55,7 +55,7 @@ class GuestTools:
         self._executor = build_executor(_REGISTRY, GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
         self._calls = 0
 
-    def run(self, tool: str, /, **arguments: Any) -> ToolResult:
+    def run(self, tool: str, context: ToolContext | None = None, /, **arguments: Any) -> ToolResult:
         self._calls += 1
         call = ToolCall(id=f"call-{self._calls}", name=tool, arguments=arguments)
-        return self._executor.execute(call, build_context())
+        return self._executor.execute(call, context or build_context())

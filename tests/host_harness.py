@@ -23,6 +23,7 @@ from docker import APIClient
 from contract.names import hosts_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from tests.redis_harness import answers
 from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint
 from tests.waiting import wait_until
 
@@ -213,7 +214,7 @@ class Harness:
 
     def wait_redis(self) -> None:
         """Wait until Redis answers with its data loaded."""
-        wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
+        wait_until(lambda: answers(self.open_redis), UP_S, lambda: self.log("redis"))
 
     def start_host(self, name: str, tree: Path = ROOT, **settings: str) -> None:
         """Start a host and return when its engine relay listens. Both processes of the host run the sources of
@@ -300,13 +301,6 @@ class Harness:
                 return int(client.zcount(hosts_key(self.deployment), time.time() - 8, "+inf"))
         except redis.RedisError:
             return 0
-
-    def _redis_answers(self) -> bool:
-        try:
-            with self.open_redis() as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
 
 
 @contextlib.contextmanager

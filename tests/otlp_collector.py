@@ -7,10 +7,12 @@ import gzip
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.http_sites import serve_http
 
 KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
@@ -93,20 +95,14 @@ class Collector:
 @contextlib.contextmanager
 def open_collector() -> Iterator[Collector]:
     """Run a collector until the block ends."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
+    collector = Collector("")
     collector.held.set()
-    server.collector = collector  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.held.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serve_http(type("_CollectorHandler", (_Handler,), {"collector": collector})) as port:
+        collector.url = f"http://127.0.0.1:{port}"
+        try:
+            yield collector
+        finally:
+            collector.held.set()
 
 
 def assert_one_tree(spans: list[CollectedSpan]) -> CollectedSpan:
@@ -125,8 +121,10 @@ def assert_one_tree(spans: list[CollectedSpan]) -> CollectedSpan:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    collector: Collector
+
     def do_POST(self) -> None:
-        collector: Collector = self.server.collector  # type: ignore[attr-defined]
+        collector = self.collector
         body = self.rfile.read(int(self.headers["Content-Length"]))
         collector.held.wait(60)
         collector.take(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)

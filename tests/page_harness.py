@@ -10,7 +10,6 @@ from typing import Any
 import redis.asyncio
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, async_playwright
 
-from contract.approvals import digest_call
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
 from contract.run_events import (
@@ -26,8 +25,6 @@ from contract.run_events import (
 )
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import Budgets
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.asking import build_record
 from orchestrator.dialects.model import TokenUsage
 from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
@@ -41,6 +38,7 @@ from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from store.usage import ReplySpending, UsageStore
 from tests.api_harness import ApiHarness
+from tests.approval_harness import build_question
 from tests.batch_events import Attempt, build_item_events
 from tests.builders import build_spec
 from tests.fake_hosts import build_report
@@ -188,20 +186,8 @@ class World:
 
     async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalQuestion:
         """Add a call that waits for approval."""
-        arguments = fields.pop("arguments", {"command": command})
-        call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
-        spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
-        report = {
-            "tenant": tenant,
-            "session": "s1",
-            "run": "run-1",
-            "reason": "no rule allows it",
-            "warning": "",
-            **fields,
-        }
-        question = build_record(
-            ApprovalRequest(call, spec, digest=digest_call(call, tenant, report["session"]), **report)
-        )
+        defaults = {"reason": "no rule allows it", "warning": ""}
+        question = build_question(command, tenant=tenant, number=number, **{**defaults, **fields})
         assert await self.approvals.ask(question, "asker", 300.0) is None
         return question
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.stack import free_port, missing
 
-CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+CURVE = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 
 
 @dataclass(frozen=True)
@@ -34,40 +34,17 @@ class Authority:
         folder.mkdir()
         self._folder = folder
         self.ca = folder / "ca.pem"
-        self._run(
-            "req",
-            "-x509",
-            *CURVE,
-            "-keyout",
-            "ca.key",
-            "-out",
-            "ca.pem",
-            "-subj",
-            "/CN=an authority of a test",
-            "-days",
-            "30",
-        )
+        self._run(f"req -x509 {CURVE} -keyout ca.key -out ca.pem -subj /CN=authority -days 30")
 
     def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", days: int = 30) -> Pair:
         """Issue a certificate for these names. A negative number of days gives an expired certificate."""
-        self._run(
-            "req",
-            *CURVE,
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.csr",
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            f"subjectAltName={names}",
-        )
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-copy_extensions", "copyall", "-days", str(days))
-        self._run("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
+        self._run(f"req {CURVE} -keyout {name}.key -out {name}.csr -subj /CN={name} -addext subjectAltName={names}")
+        signed = f"-CA ca.pem -CAkey ca.key -copy_extensions copyall -days {days}"
+        self._run(f"x509 -req -in {name}.csr -out {name}.pem {signed}")
         return Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
 
-    def _run(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True, timeout=30)
+    def _run(self, arguments: str) -> None:
+        subprocess.run(["openssl", *arguments.split()], cwd=self._folder, check=True, capture_output=True, timeout=30)
 
 
 class TlsRelay:

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi import checks
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
 from tests.api_harness import api_settings, make_keys
-from tests.api_process import ApiProcess, open_api_process
+from tests.service_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
 
 CASES = {"admin": 24, "acme": 5, "operator": 5}

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import SOON_S, HostileSession, OwnSandboxd, is_empty, open_own_sandboxd
+from tests.attack_sandboxd import SOON_S, HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.stack import commands_in
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse
 
@@ -219,7 +220,11 @@ def test_a_fork_bomb_ends_when_sandboxd_is_killed(engine: APIClient) -> None:
         wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
         os.kill(sandboxd.process.pid, signal.SIGKILL)
         # A machine under the bomb and other load is slow; a surviving process would live for 500 s.
-        wait_until(lambda: is_empty(session.watched), 40, lambda: f"nothing of the session runs: {session.programs()}")
+        wait_until(
+            lambda: not commands_in(session.watched.id),
+            40,
+            lambda: f"nothing of the session runs: {session.programs()}",
+        )
         session.watched.wait_until_removed(timeout_s=40)
 
         assert sandboxd.footprint.containers() == []

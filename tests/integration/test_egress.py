@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
-from tests.egress_sandboxd import run_module, run_script, running_sandboxd, sandboxd_environment, text_of, write_file
+from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_site
+from tests.service_process import run_program
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import wait_until
 from tests.web_certificate import server_context, write_authority
@@ -314,7 +316,12 @@ def test_a_client_gets_an_error_when_the_proxy_ends_during_a_response(
     own = sandboxes.footprint.folder / f"egress-{stop.name}.sock"
     sandboxes.stall.asked.clear()
     got: list[GuestResponse] = []
-    with run_module(sandboxes.footprint, "workers.egress", {"TOOLCREW_EGRESS_SOCKET": str(own)}) as proxy:
+    with run_program(
+        sandboxes.footprint,
+        "egress",
+        [sys.executable, "-m", "workers.egress"],
+        {"TOOLCREW_EGRESS_SOCKET": str(own)},
+    ) as proxy:
         wait_until(own.exists, 20, "the proxy listens")
         sandboxes.set_proxy(own)
         fetch = (

@@ -18,8 +18,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack
+from tests.stack import Stack, commands_in
 from tests.waiting import wait_until, wait_until_async
 
 pytest.importorskip("langchain_core")
@@ -106,16 +105,17 @@ async def test_a_call_that_needs_approval_is_requested_and_a_refusal_is_reported
 async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
     stack: Stack, session: Session, tools: dict[str, PoolTool]
 ) -> None:
-    where = await find_container(stack, session)
+    await session.call("bash_tool", {"command": "true"})
+    container = await stack.container_of(session)
 
     async def give_up() -> None:
         task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
-        await wait_until_async(lambda: is_running(where, "sleep 655"), 20, "the command runs")
+        await wait_until_async(lambda: "sleep 655" in commands_in(container).values(), 20, "the command runs")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     await asyncio.to_thread(lambda: asyncio.run(give_up()))
-    await wait_until_async(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 655" not in commands_in(container).values(), 10, "the command is gone")
 
 
 async def test_invoke_in_the_event_loop_of_the_client_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
@@ -161,10 +161,11 @@ def test_a_program_without_a_loop_invokes_tools_through_a_thread(stack: Stack) -
 
 def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
     with open_in_thread(stack) as (portal, tools, session):
-        where = portal.call(find_container, stack, session)
+        portal.call(session.call, "bash_tool", {"command": "true"})
+        container = portal.call(stack.container_of, session)
 
         def interrupt() -> None:
-            wait_until(lambda: is_running(where, "sleep 657"), 20, "the command runs")
+            wait_until(lambda: "sleep 657" in commands_in(container).values(), 20, "the command runs")
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupter = threading.Thread(target=interrupt)
@@ -172,7 +173,7 @@ def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack:
         with pytest.raises(KeyboardInterrupt):
             tools["bash_tool"].invoke({"command": "sleep 657"})
         interrupter.join()
-        wait_until(lambda: not is_running(where, "sleep 657"), 10, "the command is gone")
+        wait_until(lambda: "sleep 657" not in commands_in(container).values(), 10, "the command is gone")
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack
+from tests.stack import Stack, commands_in
 from tests.waiting import wait_until_async
 
 pytest.importorskip("agents")
@@ -162,15 +161,16 @@ async def test_a_call_without_an_approval_of_the_run_is_refused(client: ToolClie
 async def test_cancelling_the_run_stops_the_call_in_the_sandbox(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
-    where = await find_container(stack, session)
+    await session.call("bash_tool", {"command": "true"})
+    container = await stack.container_of(session)
     task = asyncio.create_task(
         run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"})))
     )
-    await wait_until_async(lambda: is_running(where, "sleep 656"), 20, "the command runs")
+    await wait_until_async(lambda: "sleep 656" in commands_in(container).values(), 20, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await wait_until_async(lambda: not is_running(where, "sleep 656"), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 656" not in commands_in(container).values(), 10, "the command is gone")
 
 
 async def test_an_approver_together_with_sdk_approvals_is_refused(client: ToolClient, session: Session) -> None:

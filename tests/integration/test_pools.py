@@ -33,7 +33,8 @@ from store.call_messages import ResultHub
 from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_state
-from tests.stack import ROOT, Footprint, Stack, children_of, end_process, is_alive, open_footprint, open_redis_server
+from tests.service_process import run_program
+from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -58,31 +59,15 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with (
-        open_redis_server() as server,
-        open_footprint() as footprint,
-        open(footprint.folder / "worker.log", "wb") as log,
-    ):
+    argv = [sys.executable, "-m", "tests.tool_worker"]
+    with open_redis_server() as server, open_footprint() as footprint:
         settings = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_CONCURRENCY": "2", "TOOLCREW_WORKER_KIND": "web"}
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool_worker"],
-            cwd=ROOT,
-            env=footprint.environment(settings),
-            stdout=log,
-            stderr=log,
-        )
-        try:
+        with run_program(footprint, "worker", argv, settings) as worker:
             opened = Pool(BrokerSettings.model_validate({"redis_url": server.url}), worker, footprint)
+            log = footprint.folder / "worker.log"
             with opened.open_redis() as store:
-                log_file = footprint.folder / "worker.log"
-                wait_until(
-                    lambda: store.exists(catalog_key("default", "web")),
-                    60,
-                    lambda: log_file.read_text(errors="replace"),
-                )
+                wait_until(lambda: store.exists(catalog_key("default", "web")), 60, log.read_text)
             yield opened
-        finally:
-            end_process(worker)
         assert worker.returncode == 0
 
 

@@ -5,7 +5,6 @@ no slot is lost.
 import asyncio
 import contextlib
 import secrets
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +23,8 @@ from store.call_messages import ResultHub
 from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope
-from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, open_footprint, open_redis_server
+from tests.service_process import run_program
+from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -57,11 +57,8 @@ def harness() -> Iterator[Harness]:
     with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
         broker = BrokerSettings.model_validate({"redis_url": server.url})
         for pool in POOLS:
-            log = workers.enter_context(open(footprint.folder / f"{pool}.log", "wb"))
-            command = [sys.executable, "-m", "tests.edge_worker", pool, f"q.{pool}", str(SLOTS)]
-            environment = footprint.environment({"TOOLCREW_REDIS_URL": server.url})
-            worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            workers.callback(end_process, worker)
+            argv = [sys.executable, "-m", "tests.tool_worker", pool, f"q.{pool}", str(SLOTS)]
+            workers.enter_context(run_program(footprint, f"{pool}-worker", argv, {"TOOLCREW_REDIS_URL": server.url}))
         yield Harness(server, broker, footprint)
 
 
@@ -95,7 +92,7 @@ async def test_every_call_is_in_the_celery_events_although_events_are_batched(
         try:
             await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
             calls = [
-                start_delivery(harness, pool, "note_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)
+                start_delivery(harness, pool, "append_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)
             ]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
@@ -113,7 +110,7 @@ async def test_every_call_is_in_the_celery_events_although_events_are_batched(
 async def test_calls_in_flight_survive_a_redis_outage_of_seconds(harness: Harness, transport: CeleryTransport) -> None:
     paths = {pool: str(harness.path(pool)) for pool in POOLS}
     sent = {
-        pool: [start_delivery(harness, pool, "note_tool", path=paths[pool], seconds=1.0) for _ in range(CALLS)]
+        pool: [start_delivery(harness, pool, "append_tool", path=paths[pool], seconds=1.0) for _ in range(CALLS)]
         for pool in POOLS
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}

@@ -21,8 +21,7 @@ from contract.secrets import build_placeholder
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
-from tests.package_site import build_site
-from tests.private_site import open_private_site
+from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient

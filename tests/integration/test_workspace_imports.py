@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,27 +15,12 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
+from tests.archives import build_tar
 from tests.unit.test_workspace_sources import git
 
 pytestmark = pytest.mark.stack
 
 MIB = 1024 * 1024
-
-
-def tar_of(*entries: tuple[str, bytes | str | int]) -> bytes:
-    """Return a tar of names with content. A str is a link's target; a number is the size of a file of zeros."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in entries:
-            entry = tarfile.TarInfo(name)
-            if isinstance(content, str):
-                entry.type, entry.linkname = tarfile.SYMTYPE, content
-                archive.addfile(entry)
-                continue
-            data = bytes(content) if isinstance(content, int) else content
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def zip_of(*entries: tuple[str, bytes]) -> bytes:
@@ -53,7 +37,7 @@ async def output(session: Session, command: str) -> str:
     return result.stdout.decode()
 
 
-PLAIN = tar_of(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
+PLAIN = build_tar(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +75,9 @@ async def test_a_git_bundle_is_cloned_with_its_branches_and_without_a_remote(
 
 
 HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {
-    "parent path": ("tar", tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "absolute path": ("tar", tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "through a link": ("tar", tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
+    "parent path": ("tar", build_tar(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "absolute path": ("tar", build_tar(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "through a link": ("tar", build_tar(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
     "zip with a parent path": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
     "zip with an absolute path": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
     "truncated zip": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
@@ -117,7 +101,7 @@ async def test_a_hostile_or_damaged_archive_is_refused_and_writes_nothing_outsid
 @pytest.mark.parametrize(
     ("kind", "content"),
     [
-        ("tar.gz", lambda: gzip.compress(tar_of(*((f"f{number}", 25 * MIB) for number in range(4))), 1)),
+        ("tar.gz", lambda: gzip.compress(build_tar(*((f"f{number}", 25 * MIB) for number in range(4))), 1)),
         ("zip", lambda: zip_of(("big", bytes(100 * MIB)), ("after", b"x"))),
     ],
     ids=["tar.gz", "zip"],

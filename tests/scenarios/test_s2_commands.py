@@ -3,43 +3,21 @@ guest.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
+from contract.calls import ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context
-from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest, needs_namespace, running_guest
-from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.sandboxd.sandbox import build_done, has_stream
+from tests.guest_tools import GuestTools
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
-
-
-class GuestClient(SandboxClient):
-    """A guest on pipes in place of sandboxd. Its replies are filtered as in sandboxd."""
-
-    def __init__(self, guest: Guest) -> None:
-        super().__init__("/nonexistent")
-        self.guest = guest
-
-    def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", **_: Any) -> GuestResponse:
-        fields = dict(request)
-        op = str(fields.pop("op"))
-        done = self.guest.request(op, body, **fields)
-        streams = {
-            stream: data
-            for stream in ("stdout", "stderr", "merged", "file")
-            if has_stream(op, stream) and (data := done.bytes_of(stream))
-        }
-        report = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
-        return GuestResponse({**build_done(done.header), **report}, streams)
 
 
 class Agent:
@@ -47,15 +25,11 @@ class Agent:
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
-        self._executor = build_executor(
-            build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
-        )
-        self._count = 0
+        self._tools = GuestTools(guest)
 
     def bash(self, command: str = "", timeout_s: float = 30, **arguments: Any) -> ToolResult:
-        self._count += 1
-        call = ToolCall(id=f"call-{self._count}", name="bash_tool", arguments={"command": command, **arguments})
-        return self._executor.execute(call, build_context(timeout_s=timeout_s))
+        context = build_context(timeout_s=timeout_s)
+        return self._tools.run("bash_tool", context, command=command, **arguments)
 
 
 @pytest.fixture(scope="module")

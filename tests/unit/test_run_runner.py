@@ -32,8 +32,8 @@ from store.run_records import RunState
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from tests.run_harness import released_slot
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
-from tests.slot_harness import released_slot
 from tests.waiting import wait_until_async
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
-from tests.slot_harness import released_slot
+from tests.run_harness import released_slot
 
 
 class Harness:
