@@ -4,33 +4,15 @@ or forge a result.
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from contract.errors import ErrorCode
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
-
-
-@pytest.fixture(scope="module")
-def shared_guest() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
-@pytest.fixture
-def guest(shared_guest: Guest) -> Guest:
-    shared_guest.run("chmod -R u+rwx . 2>/dev/null; rm -rf ./* ./.[!.]*")
-    return shared_guest
-
-
-@pytest.fixture
-def tools(guest: Guest) -> GuestTools:
-    return GuestTools(guest)
 
 
 def test_a_file_swapped_for_a_link_during_the_read_reveals_nothing_outside(guest: Guest, tools: GuestTools) -> None:

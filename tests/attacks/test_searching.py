@@ -2,39 +2,17 @@
 fill memory, or forge lines.
 """
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from contract.errors import ErrorCode
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
-
-
-@pytest.fixture(scope="module")
-def shared_guest() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
-@pytest.fixture
-def guest(shared_guest: Guest) -> Guest:
-    for entry in shared_guest.workspace.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-    return shared_guest
-
-
-@pytest.fixture
-def tools(guest: Guest) -> GuestTools:
-    return GuestTools(guest)
 
 
 @pytest.fixture

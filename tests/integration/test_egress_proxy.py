@@ -4,7 +4,6 @@ messages of refusals.
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,19 +59,8 @@ def test_curl_downloads(
 def test_curl_uploads_and_gets_a_response(harness: Harness, site_url: tuple[str, int], authority: str) -> None:
     url, port = site_url
     with open_tcp_port(harness, build_rules(port)) as proxy:
-        completed = run(
-            "curl",
-            "-sS",
-            "-x",
-            proxy,
-            "--cacert",
-            authority,
-            "--data-binary",
-            "x" * 100_000,
-            "-w",
-            "%{http_code}",
-            f"{url}/big",
-        )
+        options = ["-sS", "-x", proxy, "--cacert", authority, "--data-binary", "x" * 100_000, "-w", "%{http_code}"]
+        completed = run("curl", *options, f"{url}/big")
     assert completed.stdout.endswith("501"), completed
 
 
@@ -84,38 +72,6 @@ def test_curl_shows_the_reason_of_a_refusal(harness: Harness, site_url: tuple[st
     assert "403" in completed.stdout + completed.stderr
     if url.startswith("http:"):
         assert "evil.example is not on this tenant's list; allowed: site.example" in completed.stdout
-
-
-def test_pip_downloads_a_package(harness: Harness, site_url: tuple[str, int], authority: str, tmp_path: Path) -> None:
-    url, port = site_url
-    with open_tcp_port(harness, build_rules(port)) as proxy:
-        options = [
-            "--no-deps",
-            "--disable-pip-version-check",
-            "--no-cache-dir",
-            "--retries",
-            "0",
-            "--trusted-host",
-            "site.example",
-        ]
-        where = ["--proxy", proxy, "--cert", authority, "--index-url", f"{url}/simple/", "-d", str(tmp_path)]
-        completed = run(sys.executable, "-m", "pip", "download", "-q", *options, *where, "tiny")
-    assert completed.returncode == 0, completed.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-1.0-py3-none-any.whl"]
-
-
-def test_git_clones_a_repository(harness: Harness, site_url: tuple[str, int], authority: str, tmp_path: Path) -> None:
-    url, port = site_url
-    with open_tcp_port(harness, build_rules(port)) as proxy:
-        environment = {
-            "http_proxy": proxy,
-            "https_proxy": proxy,
-            "GIT_SSL_CAINFO": authority,
-            "GIT_TERMINAL_PROMPT": "0",
-        }
-        completed = run("git", "clone", "-q", f"{url}/code.git", str(tmp_path / "code"), **environment)
-    assert completed.returncode == 0, completed.stderr
-    assert run("git", "-C", str(tmp_path / "code"), "log", "--format=%s").stdout == "first\n"
 
 
 def test_the_client_sees_the_certificate_of_the_server(harness: Harness, site: Path) -> None:

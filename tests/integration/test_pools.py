@@ -32,7 +32,7 @@ from store.audit import local_actor
 from store.call_messages import ResultHub
 from store.connection import open_redis
 from tests.builders import build_attempt
-from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_state
+from tests.raw_queue import make_envelope, open_dispatcher
 from tests.service_process import run_program
 from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
 from tests.waiting import wait_until, wait_until_async
@@ -287,11 +287,3 @@ async def test_a_session_of_an_embedded_stack_reaches_the_web_pool(stack: Stack,
     assert (web.error_code, web.sandbox) == (ErrorCode.SECURITY_REFUSED, None)
     assert (command.success, command.sandbox is not None) == (True, True)
     assert len(children_of(stack.pid("web"))) == WEB_CONCURRENCY
-
-
-async def test_an_envelope_with_a_forged_signature_does_not_run_in_a_pool(pool: Pool) -> None:
-    forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=SigningKeys.of("a guess"))
-    task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
-    with pool.open_redis() as store:
-        state = await wait_until_async(lambda: stored_state(store, task), 10, "the task has ended")
-    assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")

@@ -1,7 +1,5 @@
 """Rows S4-18 to S4-20 of the scenarios: writing a file, editing a file, and forbidden paths."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from contract.calls import ToolCall, ToolResult
@@ -9,25 +7,13 @@ from contract.errors import ErrorCode
 from orchestrator.approvals import ApprovalRequest, CallbackApprover, RefusingApprover, review
 from orchestrator.approvals.policies import ApprovalPolicy
 from tests.builders import build_call
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.base import WorkerTool
 from workers.tools.edit import EDIT_TOOL
 from workers.tools.write import WRITE_TOOL
 
 pytestmark = needs_namespace
-
-
-@pytest.fixture(scope="module")
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
-
-
-@pytest.fixture
-def tools(guest: Guest) -> GuestTools:
-    guest.run("rm -rf ./*")
-    return GuestTools(guest)
 
 
 def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, tools: GuestTools) -> None:

@@ -113,14 +113,12 @@ def test_s4_11_a_filter_passes_only_the_named_tools_and_all_passes_every_tool() 
     assert [spec.name for spec in registry.specs("all")] == ["a", "b", "c"]
 
 
-def test_s4_31_a_type_mismatch_is_an_error() -> None:
-    failure = refusal({"query": 5})
-    assert (failure.code, "'query' must be string" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
-
-
-def test_s4_31_a_missing_required_field_is_an_error() -> None:
-    failure = refusal({})
-    assert (failure.code, "'query' is required" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"query": 5}, "'query' must be string"), ({}, "'query' is required")]
+)
+def test_s4_31_a_type_mismatch_or_a_missing_field_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    failure = refusal(arguments)
+    assert (failure.code, message in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
 def test_s4_32_the_default_of_the_schema_is_used_for_a_missing_parameter() -> None:
