@@ -123,4 +123,8 @@ async def send(client: httpx.AsyncClient, api_request: ApiRequest, values: Mappi
         headers["Idempotency-Key"] = api_request.name.replace(" ", "-")
     started_at = time.monotonic()
     answer = await client.request(api_request.method, path, content=content or None, headers=headers)
+    return read_reply(answer, started_at)
+
+
+def read_reply(answer: httpx.Response, started_at: float) -> ApiReply:
     return ApiReply(answer.status_code, answer.text, time.monotonic() - started_at, dict(answer.headers))

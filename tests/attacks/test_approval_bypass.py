@@ -194,7 +194,7 @@ async def test_a_command_cannot_forge_an_approval_question() -> None:
     await review_command("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
     lines = shown.getvalue().split("\n")
     assert [line for line in lines if line.startswith("run it?")] == ["run it? [y/N] "]
-    assert [line for line in lines if line.startswith("ls asks")] == []
+    assert [line for line in lines if line.startswith("ls needs approval")] == []
 
 
 async def test_the_warning_is_printed_below_long_arguments() -> None:

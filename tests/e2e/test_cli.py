@@ -317,39 +317,21 @@ def test_run_executes_an_instruction_to_its_answer(shell: Shell, tmp_path: Path)
     assert (saved / "numbers.txt").read_text() == "1\n2\n39\n"
 
 
-def test_run_exits_with_2_when_it_reaches_its_limit(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rules", "code", "output"),
+    [("", 2, '"stop_reason"'), ('{"action": "deny", "argv_prefix": ["awk"]}', 3, "SECURITY_REFUSED")],
+)
+def test_run_exits_with_2_at_its_limit_and_with_3_when_its_call_was_refused(
+    shell: Shell, tmp_path: Path, rules: str, code: int, output: str
+) -> None:
+    (tmp_path / "policy.json").write_text(f'{{"rules": [{rules}]}}')
     (tmp_path / "numbers.txt").write_text("1\n")
+    options = ["--workspace", str(tmp_path), "--model", "scripted"]
+    limit = [] if rules else ["--max-iterations", "1", "--json"]
+    policy = {"TOOLCREW_APPROVAL_POLICY": str(tmp_path / "policy.json")} if rules else {}
 
-    done = shell.toolcrew(
-        "run",
-        "sum /workspace/numbers.txt",
-        "--workspace",
-        str(tmp_path),
-        "--model",
-        "scripted",
-        "--max-iterations",
-        "1",
-        "--json",
-    )
+    done = shell.toolcrew("run", "sum /workspace/numbers.txt", *options, *limit, **policy)
 
-    assert done.returncode == 2, done
-    assert json.loads(done.stdout)["stop_reason"] != "answered"
-
-
-def test_run_exits_with_3_when_its_call_was_refused(shell: Shell, tmp_path: Path) -> None:
-    rules = tmp_path / "policy.json"
-    rules.write_text('{"rules": [{"action": "deny", "argv_prefix": ["awk"]}]}')
-    (tmp_path / "numbers.txt").write_text("1\n")
-
-    done = shell.toolcrew(
-        "run",
-        "sum /workspace/numbers.txt",
-        "--workspace",
-        str(tmp_path),
-        "--model",
-        "scripted",
-        TOOLCREW_APPROVAL_POLICY=str(rules),
-    )
-
-    assert done.returncode == 3, done
-    assert "SECURITY_REFUSED" in done.stdout
+    assert done.returncode == code, done
+    assert output in done.stdout
+    assert '"answered"' not in done.stdout

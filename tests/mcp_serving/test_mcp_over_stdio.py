@@ -159,26 +159,23 @@ def test_an_invalid_message_is_reported_and_the_connection_continues(raw_client:
     assert raw_client.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
 
 
-def test_a_signal_ends_the_server_with_its_command(raw_client: RawClient, mcp_stack: McpStack) -> None:
+@pytest.mark.parametrize("is_signal", [True, False], ids=["signal", "closed stdin"])
+def test_a_signal_or_a_closed_stdin_ends_the_server_with_its_command(
+    raw_client: RawClient, mcp_stack: McpStack, is_signal: bool
+) -> None:
     raw_client.greet()
-    call = {"name": "bash_tool", "arguments": {"command": "sleep 7343"}}
+    command = f"sleep 734{int(is_signal)}"
+    call = {"name": "bash_tool", "arguments": {"command": command}}
     raw_client.send_line(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-    wait_until(lambda: mcp_stack.find_programs("sleep 7343"), SOON_S, "the command runs")
-    # Its stdin stays open. A program that only waits for a line on stdin would not end.
-    os.kill(raw_client.process.pid, signal.SIGTERM)
-    assert raw_client.process.wait(30) == 128 + signal.SIGTERM
-    wait_until(lambda: not mcp_stack.find_programs("sleep 7343"), 20, "the command ends")
-
-
-def test_a_closed_stdin_ends_the_server_with_its_command(raw_client: RawClient, mcp_stack: McpStack) -> None:
-    raw_client.greet()
-    call = {"name": "bash_tool", "arguments": {"command": "sleep 7344"}}
-    raw_client.send_line(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-    wait_until(lambda: mcp_stack.find_programs("sleep 7344"), SOON_S, "the command runs")
-    assert raw_client.process.stdin is not None
-    raw_client.process.stdin.close()
-    assert raw_client.process.wait(30) == 0
-    wait_until(lambda: not mcp_stack.find_programs("sleep 7344"), 20, "the command ends")
+    wait_until(lambda: mcp_stack.find_programs(command), SOON_S, "the command runs")
+    if is_signal:
+        # Its stdin stays open. A program that only waits for a line on stdin would not end.
+        os.kill(raw_client.process.pid, signal.SIGTERM)
+    else:
+        assert raw_client.process.stdin is not None
+        raw_client.process.stdin.close()
+    assert raw_client.process.wait(30) == (128 + signal.SIGTERM if is_signal else 0)
+    wait_until(lambda: not mcp_stack.find_programs(command), 20, "the command ends")
 
 
 async def test_a_closed_stdin_ends_the_command_in_a_named_session(mcp_stack: McpStack) -> None:
