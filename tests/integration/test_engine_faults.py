@@ -273,7 +273,7 @@ async def test_a_paused_sandbox_is_listed_resumed_and_removed(config: dict[str, 
         ]
         assert running
         assert await engine.list_containers(DEPLOYMENT) == []
-        with pytest.raises(SandboxUnavailable, match="does not exist"):
+        with pytest.raises(SandboxUnavailable, match="container was removed"):
             await engine.unpause(attached.id)
     finally:
         attached.sock.close()
