@@ -95,7 +95,7 @@ async def start_asking_run(client: httpx.AsyncClient) -> AsyncIterator[tuple[str
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"decision": "allow"}, "told: "),
+        ({"decision": "allow"}, "observed: "),
         ({"decision": "modify", "arguments": {"command": "echo instead"}}, "instead"),
         ({"decision": "reject", "reason": "not on a Sunday"}, "not on a Sunday"),
     ],
@@ -129,7 +129,7 @@ async def test_s2_26_a_tool_disabled_over_http_cannot_be_called_by_an_agent_whil
             result = await wait_for_state(client, run, "succeeded")
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being repaired" in str(messages)
-            assert result["answer"].startswith("told: still here")
+            assert result["answer"].startswith("observed: still here")
             # Another replica learns of the change within two seconds.
             await read_until(client, "/v1/tools/glob_tool", "state", "disabled")
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}

@@ -19,7 +19,7 @@ def stored_usage(redis_server: RedisProcess, api: ApiHarness) -> None:
             WorkerUsageStore(client, "default").count([(f"{tenant}:s1", usage)])
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("stored_usage")
 async def test_a_tenant_reads_only_its_own_usage(api: ApiHarness) -> None:
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     report = (await api["acme"].get("/v1/tenants/acme/usage", params={"from": today})).json()
@@ -34,7 +34,7 @@ async def test_a_tenant_reads_only_its_own_usage(api: ApiHarness) -> None:
     assert (await api["admin"].get("/v1/tenants/unknown/usage")).status_code == 404
 
 
-@pytest.mark.usefixtures("used")
+@pytest.mark.usefixtures("stored_usage")
 async def test_a_run_above_the_budget_is_refused_with_the_reset_time(api: ApiHarness) -> None:
     policy = {"budgets": {"cpu_s_per_day": 60.0, "tokens_per_month": 5}}
     assert (await api["admin"].put("/v1/tenants/acme", json=policy)).status_code == 200

@@ -172,14 +172,14 @@ def an_address_of_another_host_in_the_first_line(harness: SecretHarness) -> byte
 
 
 @attempt
-def another_name_in_the_greeting(harness: SecretHarness) -> bytes:
+def another_name_in_sni(harness: SecretHarness) -> bytes:
     with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises(ssl.SSLError):
         trusting_context().wrap_socket(tunnel, server_hostname="search.example")
     return harness.site.received
 
 
 @attempt
-def no_name_in_the_greeting(harness: SecretHarness) -> bytes:
+def no_sni(harness: SecretHarness) -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises((ssl.SSLError, ConnectionError)):
@@ -188,7 +188,7 @@ def no_name_in_the_greeting(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def no_tls_at_all(harness: SecretHarness) -> bytes:
+def no_tls(harness: SecretHarness) -> bytes:
     with harness.open_tunnel(harness.secret()) as tunnel:
         tunnel.sendall(harness.get("/", BEARER))
         tunnel.shutdown(socket.SHUT_WR)
@@ -199,7 +199,7 @@ def no_tls_at_all(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def both_lengths(harness: SecretHarness) -> bytes:
+def content_length_with_chunked_encoding(harness: SecretHarness) -> bytes:
     headers = (BEARER, "Content-Length: 4", "Transfer-Encoding: chunked")
     return send_refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n"))
 
@@ -237,7 +237,7 @@ def a_request_inside_a_body(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def chunks_that_lie(harness: SecretHarness) -> bytes:
+def chunks_with_wrong_sizes(harness: SecretHarness) -> bytes:
     got = b""
     for body in (b"zz\r\n", b"5\r\nhelloX\r\n0\r\n\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffffff\r\n"):
         got += harness.ask(harness.get("/", BEARER, "Transfer-Encoding: chunked", method="POST", body=body))
@@ -262,12 +262,12 @@ def a_trailer_with_the_placeholder(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def an_older_version(harness: SecretHarness) -> bytes:
+def http_1_0(harness: SecretHarness) -> bytes:
     return send_refused(harness, f"GET / HTTP/1.0\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
-def the_preface_of_http_2(harness: SecretHarness) -> bytes:
+def http_2_preface(harness: SecretHarness) -> bytes:
     return send_refused(harness, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
 
 
@@ -279,7 +279,7 @@ def a_tunnel_inside_the_tunnel(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def headers_without_an_end(harness: SecretHarness) -> bytes:
+def endless_headers(harness: SecretHarness) -> bytes:
     got = send_refused(harness, harness.get("/", BEARER, f"X-Long: {'x' * 200_000}"))
     return got + send_refused(harness, harness.get("/", BEARER, *(f"X-{n}: x" for n in range(150))))
 
@@ -369,7 +369,7 @@ def an_echo_in_headers(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def an_echo_in_the_words_of_the_status(harness: SecretHarness) -> bytes:
+def an_echo_in_the_reason_phrase(harness: SecretHarness) -> bytes:
     return receive_answer(harness, answer(b"", status=f"200 {VALUE}"))
 
 
@@ -448,7 +448,7 @@ def a_compressed_echo_that_nothing_decodes(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def an_echo_that_is_not_compressed_as_it_says(harness: SecretHarness) -> bytes:
+def an_echo_with_a_false_content_encoding(harness: SecretHarness) -> bytes:
     packed, head = gzip.compress(b"x"), b"\x1f\x8b\x08\x08\0\0\0\0\0\0"  # a gzip member with a file name
     bodies = [RAW, packed + RAW, packed + b"\x1f\x8b" + RAW, packed[:-1], packed[:-8] + RAW]
     bodies += [head + RAW + b"\0" + zlib.compress(b"x", wbits=-15) + packed[-8:], gzip.compress(RAW)[:-4]]
@@ -462,7 +462,7 @@ def a_compressed_transfer(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def an_echo_in_parts(harness: SecretHarness) -> bytes:
+def an_echo_in_partial_content(harness: SecretHarness) -> bytes:
     """Each request asks for a part that is too short to be recognized."""
     got = b""
     for at in range(0, len(RAW), 4):
@@ -477,7 +477,7 @@ def an_echo_in_parts(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def a_request_for_a_part_gets_the_whole(harness: SecretHarness) -> bytes:
+def a_range_request_gets_the_whole_body(harness: SecretHarness) -> bytes:
     whole = answer(b"<" + RAW + b">", "Accept-Ranges: bytes", 'ETag: "1"')
     got = receive_answer(harness, whole, "Range: bytes=0-3", 'If-Range: "1"')
     assert got.startswith(b"HTTP/1.1 200 ")
@@ -503,7 +503,7 @@ def an_answer_that_two_parsers_read_differently(harness: SecretHarness) -> bytes
 
 
 @attempt
-def bytes_behind_an_answer(harness: SecretHarness) -> bytes:
+def bytes_after_a_response(harness: SecretHarness) -> bytes:
     return receive_answer(harness, answer(b"done") + RAW)
 
 
@@ -533,7 +533,7 @@ def errors_and_logs_of_the_proxy(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def the_proxys_questions_asked_by_a_program(harness: SecretHarness) -> bytes:
+def control_questions_sent_by_a_program(harness: SecretHarness) -> bytes:
     """A program's bytes come after the opening, so they are never a question or another opening."""
     with harness.proxy.connect(build_rules(harness.site.port)) as client:
         client.sendall(b'{"v": 1, "ask": "uses"}\n\r\n\r\n')
