@@ -14,7 +14,7 @@ from contract.run_events import FailureKind  # noqa: E402
 from store.batches import RunBody  # noqa: E402
 from store.connection import open_redis  # noqa: E402
 from tests.api_harness import api_settings, open_api  # noqa: E402
-from tests.batch_story import Attempt  # noqa: E402
+from tests.batch_events import Attempt  # noqa: E402
 from tests.page_harness import Visitors, World, open_browser  # noqa: E402
 from tests.stack import open_redis_server  # noqa: E402
 
@@ -39,8 +39,8 @@ async def main() -> int:
             open_browser() as browser,
         ):
             world = World(client, api_settings(server.url))
-            parameters = await furnish(world)
-            async with world.work_run("Find out why the nightly build takes an hour, and say what to do.") as worked:
+            parameters = await fill(world)
+            async with world.open_run("Find out why the nightly build takes an hour, and say what to do.") as worked:
                 worked.begin_step(1, "I look at what the build does first.")
                 worked.print_output(
                     worked.send_call({"command": "time make -j2 all"}), "cc -O2 -c scan.c\ncc -O2 -c parse.c\n"
@@ -49,7 +49,7 @@ async def main() -> int:
                 return await take_all(Visitors(browser, api), parameters)
 
 
-async def furnish(world: World) -> dict[str, str]:
+async def fill(world: World) -> dict[str, str]:
     """Create the content of the pictures, and return the parameters of their addresses."""
     await world.publish("bash_tool", "read_tool", "webfetch_tool")
     await world.report_host("blue", busy=3, sessions=7, sandboxes=9, disk_free_bytes=120 * 1024**3)

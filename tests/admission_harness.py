@@ -73,7 +73,7 @@ class Harness:
             self.held.remove(call)
         return self.step(release(call, used_s))
 
-    def learn(self, tenant: str, used_s: float, *, tool: str = "bash_tool", queue: str = "elsewhere") -> None:
+    def record_duration(self, tenant: str, used_s: float, *, tool: str = "bash_tool", queue: str = "elsewhere") -> None:
         """Record that the tenant's calls of this tool take `used_s` seconds."""
         call = self.ask(tenant, tool=tool, queue=queue)
         self.now += used_s
@@ -84,7 +84,7 @@ class Harness:
         stored: Any = self.client.hgetall(admission_prefix(DEPLOYMENT) + kind)
         return {call.decode(): json.loads(text) for call, text in stored.items()}
 
-    def hear(self, orchestrator: str) -> "redis.client.PubSub":
+    def subscribe(self, orchestrator: str) -> "redis.client.PubSub":
         """Subscribe to the messages that this orchestrator receives from now on."""
         listener = self.client.pubsub()
         listener.subscribe(grants_channel(DEPLOYMENT, orchestrator))

@@ -13,8 +13,8 @@ import httpx
 from docker import APIClient
 
 from tests.api_harness import make_keys
-from tests.api_process import ApiProcess, open_api_process
 from tests.model_server.running import ModelServer, running_model_server
+from tests.service_process import ApiProcess, open_api_process
 from tests.stack import Stack, free_port, open_stack
 from tests.waiting import wait_until_async
 
@@ -37,10 +37,10 @@ SCRIPT: list[dict[str, Any]] = [
     rule("steps", STEPS, text="{{observation|first_line}} steps"),
     rule("sleeps", 0, calls=[bash("sleep 300")]),
     rule("asks", 0, calls=[bash("rm -rf /srv/build")]),
-    rule("asks", 1, text="told: {{observation}}"),
+    rule("asks", 1, text="observed: {{observation}}"),
     rule("globs", 0, calls=[{"name": "glob_tool", "arguments": {"pattern": "*"}}]),
     rule("globs", 1, calls=[bash("echo still here")]),
-    rule("globs", 2, text="told: {{observation}}"),
+    rule("globs", 2, text="observed: {{observation}}"),
     rule("carries", 0, calls=[bash("cat src/a.txt; cp src/a.txt out.txt")]),
     rule("carries", 1, text="{{observation|first_line}}"),
     {"kind": "rule", "reply": {"text": "Hello."}},
@@ -107,7 +107,7 @@ def open_api_stack(
         with open_orchestrator(stack, model, store) as one, open_orchestrator(stack, model, store) as other:
             yield ApiStack(stack, store, hook_port, (one, other), model, keys)
             for api in (one, other):
-                assert not api.has_said("api_failed"), api.log()
+                assert not api.has_logged("api_failed"), api.log()
         assert stack.end() == 0
         stack.footprint.assert_nothing_left()
 
@@ -116,7 +116,7 @@ async def read_events(
     client: httpx.AsyncClient, path: str, *, last: str = "", most: int = 10_000, **request: Any
 ) -> list[dict[str, Any]]:
     """Return the events of a stream after `last`, each as `id`, `event` and `data`. Reads until the stream ends, or
-    until `count` events have arrived; then the connection is dropped.
+    until `most` events have arrived; then the connection is dropped.
     """
     found: list[dict[str, Any]] = []
     headers = {
@@ -153,7 +153,7 @@ async def read_until(client: httpx.AsyncClient, path: str, field: str, *values: 
     return dict(await wait_until_async(read, SOON_S, f"{path} has {field} {values}", accepts=accepts))
 
 
-async def started(client: httpx.AsyncClient, item: str, **fields: Any) -> str:
+async def start_run(client: httpx.AsyncClient, item: str, **fields: Any) -> str:
     """Start a run of one of the script's conversations and return the run's id."""
     answer = await client.post("/v1/runs", json={"instruction": f"[item {item}] go", **fields})
     assert answer.status_code == 202, answer.text

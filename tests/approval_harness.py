@@ -1,6 +1,6 @@
 """Approval questions, their senders, their approvers, and question queues on a real Redis."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +29,15 @@ SHELL = build_spec("bash_tool", properties={"command": {"type": "string"}}, comm
 
 
 def build_request(
-    command: str = "rm -rf /data", *, tenant: str = "acme", number: int = 1, **fields: Any
+    command: str = "rm -rf /data",
+    *,
+    tenant: str = "acme",
+    number: int = 1,
+    arguments: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> ApprovalRequest:
-    """Return a question about a command, as the approval gate sends it."""
-    call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments={"command": command})
+    """Return a question about a command or about other arguments, as the approval gate sends it."""
+    call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments or {"command": command})
     report = {
         "tenant": tenant,
         "session": "s1",

@@ -4,8 +4,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from docker import APIClient
 from contract.errors import SandboxUnavailable
 from tests.containers import Watched, watch
 from tests.processes import read_proc
-from tests.stack import ROOT, UP_S, Footprint, all_pids, end_process, is_alive, open_footprint
+from tests.service_process import run_program
+from tests.stack import ROOT, UP_S, Footprint, is_alive, open_footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 
@@ -121,7 +121,7 @@ class HostileSession:
             lambda: f"{text}: {self.programs()}",
         )
 
-    def is_well(self) -> bool:
+    def is_usable(self) -> bool:
         """Return whether the next command runs in the same container and nothing of the previous command remains."""
         answer = self.bash("echo well")
         return answer.streams.get("merged") == b"well\n" and self.watched.id.startswith(answer.done["sandbox"]["id"])
@@ -173,10 +173,10 @@ class OwnSandboxd:
         return subprocess.Popen(argv, cwd=ROOT, env=self.footprint.environment(), stderr=subprocess.DEVNULL)
 
     def peak_bytes(self) -> int:
-        """Return the peak memory of sandboxd since `forget_peak`, in bytes."""
+        """Return the peak memory of sandboxd since `reset_peak`, in bytes."""
         return int(read_proc(self.process.pid, "status").split(b"VmHWM:")[1].split()[0]) * 1024
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def log(self) -> str:
@@ -199,24 +199,12 @@ def open_own_sandboxd(api: APIClient, environment: Mapping[str, str] | None = No
             "TOOLCREW_POOL_SIZE": "0",
             **(environment or {}),
         }
-        with (folder / "sandboxd.log").open("wb") as log:
-            argv = [sys.executable, "-m", "workers.sandboxd"]
-            process = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env=footprint.environment(own),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        sandboxd = OwnSandboxd(process, footprint, api)
-        try:
+        argv = [sys.executable, "-m", "workers.sandboxd"]
+        with run_program(footprint, "sandboxd", argv, own) as process:
+            sandboxd = OwnSandboxd(process, footprint, api)
             wait_until(lambda: _answers(sandboxd), UP_S, sandboxd.log)
             footprint.processes()
             yield sandboxd
-        finally:
-            end_process(process)
 
 
 def _answers(sandboxd: OwnSandboxd) -> bool:
@@ -225,15 +213,3 @@ def _answers(sandboxd: OwnSandboxd) -> bool:
     with contextlib.suppress(SandboxUnavailable), SandboxClient(sandboxd.path) as client:
         return bool(client.status())
     return False
-
-
-def is_empty(watched: Watched) -> bool:
-    """Return whether no process is left in the container's control group."""
-    wanted = watched.id.encode()
-    return not [pid for pid in all_pids() if wanted in read_proc(pid, "cgroup") and is_alive(pid)]
-
-
-def took_s(work: Callable[[], object]) -> float:
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started

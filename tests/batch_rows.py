@@ -10,7 +10,7 @@ from orchestrator.batches.rows import build_row, build_row_line, parse_row
 from store.batches import ItemOutcome
 
 
-def any_row(custom_id: str, run: str) -> bool:
+def accept_any_row(custom_id: str, run: str) -> bool:
     return True
 
 
@@ -25,16 +25,16 @@ def rows(*ids: str, text: str = "x") -> dict[str, bytes]:
     return {custom_id: build_row_line(build_row(build_outcome(custom_id, text=text))) for custom_id in ids}
 
 
-def raw(*ids: str) -> bytes:
+def row_bytes(*ids: str) -> bytes:
     return b"".join(rows(custom_id)[custom_id] for custom_id in ids)
 
 
-def ids_of(path: Path) -> list[str]:
+def read_ids(path: Path) -> list[str]:
     return [parse_row(line).custom_id for line in path.read_bytes().splitlines(keepends=True)]
 
 
 @contextlib.contextmanager
-def room_for(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """Limit the size of files that this process writes to `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

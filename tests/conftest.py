@@ -7,8 +7,7 @@ import os
 import secrets
 import signal
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +18,14 @@ import redis
 from docker import APIClient
 from structlog.testing import capture_logs
 
-from contract.errors import ConfigError
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from tests.stack import Footprint, Stack, free_port, open_footprint, open_stack, require_engine
+from tests.redis_harness import answers
+from tests.stack import Footprint, Stack, free_port, open_footprint, open_stack, require_engine, require_redis_server
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.event_harness import EventHarness
@@ -74,7 +74,8 @@ class RedisProcess:
         self.process = subprocess.Popen(
             [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._await(self._answers)
+        # The start of another process gives no event, so the test polls the server until it answers.
+        wait_until(lambda: answers(self.client), START_S, "redis-server answers", pause_s=0.01)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -90,31 +91,10 @@ class RedisProcess:
         with self.client() as client:
             client.set(catalog_key("default", "sandbox"), seal_catalog(self.keys, "sandbox", catalog))
 
-    def _answers(self) -> bool:
-        try:
-            with self.client() as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
-
-    @staticmethod
-    def _await(is_true: Callable[[], bool]) -> None:
-        # The start of another process gives no event, so the test polls the server until it replies.
-        until = time.monotonic() + START_S
-        while not is_true():
-            if time.monotonic() > until:
-                raise TimeoutError("redis-server did not start")
-            time.sleep(0.01)
-
 
 @pytest.fixture(scope="session")
 def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    try:
-        find_redis_server()
-    except ConfigError as error:
-        if os.environ.get("TOOLCREW_TEST_REQUIRE"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+    require_redis_server()
     server = RedisProcess(tmp_path_factory.mktemp("redis"), free_port(), secrets.token_hex(16))
     server.start()
     yield server

@@ -41,9 +41,9 @@ def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:
     return {"hosts": ["site.example"], "private_hosts": ["site.example"], "ports": ports or [80, 443], **rules}
 
 
-def build_opening(rules: Mapping[str, Any] | None, tenant: str = "acme", session: str = "s1") -> bytes:
+def build_opening(rules: Mapping[str, Any] | None, **fields: Any) -> bytes:
     """Return the opening line that sandboxd sends; without rules if `rules` is None."""
-    opening = {"v": 1, "tenant": tenant, "session": session} | ({} if rules is None else {"rules": rules})
+    opening = {"v": 1, "tenant": "acme", "session": "s1", **({} if rules is None else {"rules": rules}), **fields}
     return json.dumps(opening).encode() + b"\n"
 
 
@@ -55,7 +55,7 @@ class Harness:
     resolver: StubResolver
     logs: list[Any] = field(default_factory=list)
 
-    def connect(self, rules: Mapping[str, Any] | None, **session_fields: str) -> socket.socket:
+    def connect(self, rules: Mapping[str, Any] | None, **session_fields: Any) -> socket.socket:
         """Return a connection whose opening line has been sent."""
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         client.settimeout(SOON_S)
@@ -63,14 +63,14 @@ class Harness:
         client.sendall(build_opening(rules, **session_fields))
         return client
 
-    def ask(self, rules: Mapping[str, Any] | None, data: bytes, **session_fields: str) -> bytes:
+    def ask(self, rules: Mapping[str, Any] | None, data: bytes, **session_fields: Any) -> bytes:
         """Send `data` and return everything that comes back."""
         with self.connect(rules, **session_fields) as client:
             with contextlib.suppress(BrokenPipeError):
                 client.sendall(data)
             return read_all(client)
 
-    def tunnel(self, rules: Mapping[str, Any], place: str, **session_fields: str) -> socket.socket:
+    def tunnel(self, rules: Mapping[str, Any], place: str, **session_fields: Any) -> socket.socket:
         """Return a tunnel that the proxy has granted."""
         client = self.connect(rules, **session_fields)
         client.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode())
@@ -185,24 +185,24 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connectio
 
 
 @contextmanager
-def open_front(harness: Harness, rules: Mapping[str, Any]) -> Iterator[str]:
+def open_tcp_port(harness: Harness, rules: Mapping[str, Any]) -> Iterator[str]:
     """Open a TCP port that replaces a sandbox's loopback and the tunnels of sandboxd. Yields the proxy URL as a
     sandbox sees the URL.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=_accept_front, args=(listening, harness, rules), daemon=True).start()
+        threading.Thread(target=_accept, args=(listening, harness, rules), daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         with contextlib.suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
 
 
-def _accept_front(listening: socket.socket, harness: Harness, rules: Mapping[str, Any]) -> None:
+def _accept(listening: socket.socket, harness: Harness, rules: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         while True:
-            outer, _ = listening.accept()
-            inner = harness.connect(rules)
-            inner.settimeout(None)
-            for source, sink in ((outer, inner), (inner, outer)):
+            client_side, _ = listening.accept()
+            proxy_side = harness.connect(rules)
+            proxy_side.settimeout(None)
+            for source, sink in ((client_side, proxy_side), (proxy_side, client_side)):
                 threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
 
 

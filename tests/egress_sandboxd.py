@@ -3,39 +3,23 @@
 import contextlib
 import json
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.stack import UP_S, Footprint, end_process
+from tests.service_process import run_program
+from tests.stack import UP_S, Footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 
 @contextlib.contextmanager
-def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
-    with open(footprint.folder / f"{module}.log", "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=footprint.environment(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield process
-    finally:
-        end_process(process)
-
-
-@contextlib.contextmanager
 def running_sandboxd(footprint: Footprint, environment: dict[str, str]) -> Iterator[Path]:
     """Run a sandboxd with this environment, and yield its socket."""
-    with running(footprint, "workers.sandboxd", environment):
+    with run_program(footprint, "sandboxd", [sys.executable, "-m", "workers.sandboxd"], environment):
         socket = Path(environment["TOOLCREW_SANDBOXD_SOCKET"])
-        wait_until(socket.exists, UP_S, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
+        wait_until(socket.exists, UP_S, lambda: (footprint.folder / "sandboxd.log").read_text())
         yield socket
 
 

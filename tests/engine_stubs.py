@@ -74,13 +74,6 @@ def _answer(writer: asyncio.StreamWriter, status: str, body: bytes) -> None:
     writer.write(head.encode() + body)
 
 
-@asynccontextmanager
-async def stub_engine(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
-    """Run an engine with this behaviour at `path`."""
-    async with _serving(path, behaviour):
-        yield
-
-
 class EngineRelay:
     """A relay between a client and the real engine. A stalled relay accepts data and forwards the data after
     `resume`, as a hung engine does.
@@ -130,12 +123,13 @@ class EngineRelay:
 async def relayed_engine(path: Path) -> AsyncIterator[EngineRelay]:
     """Run a relay to the real engine at `path`."""
     relay = EngineRelay(real_engine_socket())
-    async with _serving(path, relay.serve):
+    async with stub_engine(path, relay.serve):
         yield relay
 
 
 @asynccontextmanager
-async def _serving(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
+async def stub_engine(path: Path, behaviour: Behaviour) -> AsyncIterator[None]:
+    """Run an engine with this behaviour at `path`."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -24,16 +24,18 @@ _SIGNED = ("checkpoint", "automatic")
 
 def build_report(queue: str = "host.a.b1", worker: str = "w1", **fields: Any) -> HostReport:
     """Return the report of a healthy sandbox host with four slots."""
-    plain = {
-        "host": queue.split(".")[1],
-        "queue": queue,
-        "worker": worker,
-        "kind": "sandbox",
-        "slots": 4,
-        "started_at": 1.0,
-        "reported_at": 1.0,
-    }
-    return HostReport.model_validate({**plain, **fields})
+    times = {"started_at": 1.0, "reported_at": 1.0}
+    return HostReport(
+        **{
+            "host": queue.split(".")[1],
+            "queue": queue,
+            "worker": worker,
+            "kind": "sandbox",
+            "slots": 4,
+            **times,
+            **fields,
+        }
+    )
 
 
 class MemorySandboxd:
@@ -44,7 +46,7 @@ class MemorySandboxd:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
         self.kept: list[str] = []
-        self.kept_of: list[str] = []
+        self.checkpointed: list[str] = []
         self.deleted: list[str] = []
         self.closed: list[str] = []
         self.refuse: dict[str, Exception] = {}
@@ -84,7 +86,7 @@ class MemoryClient(SandboxClient):
             raise host.refuse[name]
         host.rows[name]["changed"] = False
         host.kept.append(f"c{len(host.kept) + 1}")
-        host.kept_of.append(name)
+        host.checkpointed.append(name)
         return {"ok": True, "checkpoint": host.kept[-1], "bytes": host.checkpoint_bytes}
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class HostHarness:
     def hosts(self) -> WorkerHostStore:
         return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)
 
-    def put_place(self, name: str, **fields: Any) -> None:
+    def put_location(self, name: str, **fields: Any) -> None:
         tenant, _, session = name.partition(":")
         fields |= {field: seal_checkpoint(KEY, tenant, session, fields[field]) for field in _SIGNED if field in fields}
         plain: Mapping[str, Any] = {"state": "open", "queue": "host.a.b1", "fence": 1, **fields}
@@ -138,7 +140,7 @@ class HostHarness:
         opened = {field: open_checkpoint(KEY, tenant, session, getattr(found, field)) for field in _SIGNED}
         return found.model_copy(update=opened)
 
-    def drop_place(self, name: str) -> None:
+    def delete_location(self, name: str) -> None:
         self.redis.delete(self._key(name))
 
     def _key(self, name: str) -> str:

@@ -42,13 +42,13 @@ class MemorySessionStore(SessionStore):
     """Locations in memory, for a program that never loses a host."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, str], SessionLocation] = {}
+        self.locations: dict[tuple[str, str], SessionLocation] = {}
         self.loss_facts: dict[tuple[str, str], str] = {}
 
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
     ) -> SessionAddress:
-        self.known[tenant, session] = SessionLocation(
+        self.locations[tenant, session] = SessionLocation(
             state=LocationState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s
         )
         return SessionAddress(queue, 1)
@@ -56,13 +56,13 @@ class MemorySessionStore(SessionStore):
     async def fork(
         self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
     ) -> None:
-        location = self.known[tenant, parent]
+        location = self.locations[tenant, parent]
         for name, start in starts.items():
-            self.known[tenant, name] = location.model_copy(update={"start": start})
+            self.locations[tenant, name] = location.model_copy(update={"start": start})
             self.loss_facts[tenant, name] = facts
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
-        return self.known.get((tenant, session))
+        return self.locations.get((tenant, session))
 
     async def begin_move(
         self, tenant: str, session: str, expected_fence: int, expected_state: LocationState, queue: str
@@ -72,7 +72,7 @@ class MemorySessionStore(SessionStore):
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
         if facts:
             self.loss_facts[tenant, session] = facts
-        return (tenant, session) in self.known
+        return (tenant, session) in self.locations
 
     async def facts(self, tenant: str, session: str) -> str | None:
         return self.loss_facts.get((tenant, session))
@@ -81,7 +81,7 @@ class MemorySessionStore(SessionStore):
         return "alive"
 
     async def close(self, tenant: str, session: str) -> None:
-        self.known.pop((tenant, session), None)
+        self.locations.pop((tenant, session), None)
         self.loss_facts.pop((tenant, session), None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
@@ -26,7 +26,7 @@ from workers.sandboxd.plans import Plans, Profile, SandboxPlan
 from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, ListedContainer
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import HostSession
@@ -41,24 +41,15 @@ PLAN: SandboxPlan = PLANS.standard()
 
 
 @dataclass(eq=False)
-class KeptWorkspace:
+class MemoryWorkspace:
     """A workspace that lives as long as the object that created the workspace."""
 
     name: str
     size: WorkspaceSize
-    owner: "KeptWorkspaces"
-
-    @property
-    def kind(self) -> Literal["image"]:
-        return "image"
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def outlives_container(self) -> bool:
-        return True
+    owner: "MemoryWorkspaces"
+    kind: ClassVar[Literal["image"]] = "image"
+    layers: ClassVar[tuple[str, ...]] = ()
+    outlives_container: ClassVar[bool] = True
 
     @asynccontextmanager
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
@@ -71,25 +62,25 @@ class KeptWorkspace:
         self.owner.alive.pop(self.name, None)
 
 
-class KeptWorkspaces:
+class MemoryWorkspaces:
     """Workspaces in memory that outlive containers. `overfull`: the result of `find_overfull`."""
 
     kind: Literal["image"] = "image"
 
     def __init__(self, *, is_hard: bool = True) -> None:
         self.is_hard = is_hard
-        self.alive: dict[str, KeptWorkspace] = {}
+        self.alive: dict[str, MemoryWorkspace] = {}
         self.overfull: dict[str, int] = {}
         self.refuse_removals = 0
 
-    async def make(self, name: str, size: WorkspaceSize) -> KeptWorkspace:
-        self.alive[name] = KeptWorkspace(name, size, self)
+    async def make(self, name: str, size: WorkspaceSize) -> MemoryWorkspace:
+        self.alive[name] = MemoryWorkspace(name, size, self)
         return self.alive[name]
 
     def stack(self, name: str, below: Workspace) -> None:
         """Return None: these workspaces have no disks."""
 
-    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> KeptWorkspace | None:
+    def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> MemoryWorkspace | None:
         return self.alive.get(name)
 
     async def sweep(self, keep: Set[str]) -> int:
@@ -195,9 +186,9 @@ def build_host(
 
 
 @asynccontextmanager
-async def open_host(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[FakeHost]:
+async def open_host(folder: Path, *behaviours: Behaviour, **options: Any) -> AsyncIterator[FakeHost]:
     """Open a host and close the host on exit, even if the engine refuses requests."""
-    host = build_host(folder, *behaviours, **how)
+    host = build_host(folder, *behaviours, **options)
     try:
         yield host
     finally:
@@ -267,10 +258,10 @@ async def running_sandboxd(
     checkpoints: Any = None,
     files: Any = None,
     plans: Plans = PLANS,
-    **how: Any,
+    **options: Any,
 ) -> AsyncIterator[Sandboxd]:
     """Run sandboxd without a container engine. `behaviours`: of the guests, in the order of their start."""
-    host = build_host(path, *behaviours, plans=plans, **how)
+    host = build_host(path, *behaviours, plans=plans, **options)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
     skills = SkillVolume(host.engine, "default", {})  # type: ignore[arg-type]
     values = SecretValues(host.sessions.cut_users)
@@ -295,10 +286,10 @@ async def running_sandboxd(
         await server.close_connections()
 
 
-def listed(name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any) -> Any:
+def build_listed_container(
+    name: str, *, sandboxd: str = "other", deployment: str = "default", lease: str = "", **fields: Any
+) -> Any:
     """Return a container as the engine lists the container."""
-    from workers.sandboxd.runtime.base import ListedContainer
-
     labels = {LABEL_DEPLOYMENT: deployment, LABEL_SANDBOXD: sandboxd, LABEL_LEASE: lease, **fields.pop("labels", {})}
     container = ListedContainer(id=f"id-{name}", name=name, state="running", labels=labels, created_at=0.0)
     return replace(container, **fields)

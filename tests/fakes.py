@@ -173,9 +173,6 @@ class MemoryBlobs:
         self.kept[key] = data
         return key
 
-    async def drop(self, key: str) -> None:
-        self.dropped.append(key)
-
 
 class FakeSandboxClient(SandboxClient):
     """A client that answers requests from a script. An entry is a GuestResponse, an exception, or a function of
@@ -217,8 +214,8 @@ class FakeSandboxClient(SandboxClient):
 
     def describe_open(self, name: str, image: str | None, ttl_s: float, **options: Any) -> dict[str, Any]:
         self.names.append(name)
-        given = {field: value for field, value in options.items() if value is not None}
-        self.requests.append({"image": image, "ttl_s": ttl_s, **given})
+        set_options = {field: value for field, value in options.items() if value is not None}
+        self.requests.append({"image": image, "ttl_s": ttl_s, **set_options})
         sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
         network = options.get("network") or "none"
         facts = {"image": image or "default", "network": network, "hosts": [], "workspace": "image", "start_s": 0.25}

@@ -10,13 +10,13 @@ from store.batches import BatchItem, Grader
 from tests.item_harness import ItemHarness
 
 
-def graded(item: BatchItem, **fields: Any) -> BatchItem:
+def with_grader(item: BatchItem, **fields: Any) -> BatchItem:
     """Return the item with a grader."""
     values = {"command": "grade", "artifacts": ("*.py",), "timeout_s": 60.0, **fields}
     return item.model_copy(update={"grader": Grader.model_validate(values), "task": "t"})
 
 
-def tar_of(*entries: tuple[str, bytes, bytes]) -> bytes:
+def build_tar(*entries: tuple[str, bytes, bytes]) -> bytes:
     """Return an archive of (name, type, content)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -34,7 +34,7 @@ class Sandboxes:
     def __init__(self, harness: ItemHarness, code: int = 0, reward: bytes | None = None, **exec_fields: Any) -> None:
         self.harness, self.code, self.reward, self.exec_fields = harness, code, reward, exec_fields
         self.listing = b"5 1.0 a.py\0"
-        self.archive = tar_of(("a.py", tarfile.REGTYPE, b"hello"))
+        self.archive = build_tar(("a.py", tarfile.REGTYPE, b"hello"))
         self.graded: list[str] = []
         self.imported = b""
         self.sandbox = SandboxInfo(id="s", generation=1, rebuilt=False)

@@ -15,14 +15,14 @@ from workers.sandbox_client import GuestResponse
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 
-def run_here(request: Mapping[str, Any], body: bytes) -> GuestResponse:
+def run_locally(request: Mapping[str, Any], body: bytes) -> GuestResponse:
     """Run the program of an exec request and return the response."""
     argv = [sys.executable, *request["argv"][1:]]
     done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env=_ENVIRONMENT)
-    return build_printed(done.stdout, done.stderr)
+    return build_output_response(done.stdout, done.stderr)
 
 
-def build_printed(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestResponse:
+def build_output_response(stdout: bytes, stderr: bytes = b"", **fields: Any) -> GuestResponse:
     """Return the response of an exec that printed this output without loss."""
     response = build_exec_response(stdout, stderr, **fields)
     return GuestResponse(
@@ -66,7 +66,9 @@ class LocalSandbox:
         )
         self.execs.append(process)
         stdout, stderr = process.communicate(body, timeout=60)
-        response = build_printed(stdout[: request["capture"]["stdout"]], stderr, cancelled=process.returncode < 0)
+        response = build_output_response(
+            stdout[: request["capture"]["stdout"]], stderr, cancelled=process.returncode < 0
+        )
         return GuestResponse({**response.done, "streams": {"stdout": {"total": len(stdout)}}}, response.streams)
 
     def _start_job(self, script: str) -> GuestResponse:

@@ -1,12 +1,15 @@
 """The worker's tools over a real guest, without Docker. The request and response checks of sandboxd apply in between."""
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from contract.calls import ToolCall, ToolResult
+import pytest
+
+from contract.calls import ToolCall, ToolContext, ToolResult
 from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from tests.guest_harness import Guest
+from tests.guest_harness import Guest, running_guest
 from workers.sandbox_client import GuestResponse
 from workers.sandboxd.connection import check_request
 from workers.sandboxd.sandbox import build_done, count_budget, has_stream
@@ -55,7 +58,29 @@ class GuestTools:
         self._executor = build_executor(_REGISTRY, GuestClient(guest), MemoryLedger(), MemoryBlobs(), facts)
         self._calls = 0
 
-    def run(self, tool: str, /, **arguments: Any) -> ToolResult:
+    def run(self, tool: str, context: ToolContext | None = None, /, **arguments: Any) -> ToolResult:
         self._calls += 1
         call = ToolCall(id=f"call-{self._calls}", name=tool, arguments=arguments)
-        return self._executor.execute(call, build_context())
+        return self._executor.execute(call, context or build_context())
+
+
+@pytest.fixture(scope="module")
+def shared_guest() -> Iterator[Guest]:
+    with running_guest() as guest:
+        yield guest
+
+
+@pytest.fixture
+def guest(shared_guest: Guest) -> Guest:
+    """Return the guest of the module, with an empty workspace."""
+    for entry in shared_guest.workspace.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    return shared_guest
+
+
+@pytest.fixture
+def tools(guest: Guest) -> GuestTools:
+    return GuestTools(guest)

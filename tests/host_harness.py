@@ -23,13 +23,14 @@ from docker import APIClient
 from contract.names import hosts_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from tests.redis_harness import answers
 from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint
 from tests.waiting import wait_until
 
 PAUSES_S = (0.0, 0.3, 1.0)
 """Pauses before a process is restarted, in seconds. The last pause is repeated."""
 PASSWORD = "a-test-password"
-_BOUND = """
+_BIND = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
@@ -42,9 +43,9 @@ STEADY_S = 20.0
 """After this many seconds without an exit, the pauses start again with the first."""
 
 
-def bound(argv: Sequence[str]) -> list[str]:
+def bind_to_parent(argv: Sequence[str]) -> list[str]:
     """Return the command line of a program that must not outlive this process."""
-    return [sys.executable, "-c", _BOUND, str(os.getpid()), *argv]
+    return [sys.executable, "-c", _BIND, str(os.getpid()), *argv]
 
 
 class ChildProcess:
@@ -79,14 +80,14 @@ class HarnessProcess(ChildProcess):
         self.environment = dict(environment)
         self.ends: list[int] = []
         """Exit codes, as in subprocess, of exits that `stop` did not request."""
-        self.is_kept = True
+        self.is_restarted = True
         self._argv = list(argv)
         self._stopping, self._has_begun = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the process and return when the process exists."""
-        self._thread = threading.Thread(target=self._keep, name=f"keeps {self.role}", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name=f"keeps {self.role}", daemon=True)
         self._thread.start()
         self._has_begun.wait()
 
@@ -118,7 +119,7 @@ class HarnessProcess(ChildProcess):
     def _spawn(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                bound(self._argv),
+                bind_to_parent(self._argv),
                 cwd=self._tree,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -127,7 +128,7 @@ class HarnessProcess(ChildProcess):
                 start_new_session=True,
             )
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         """Start and restart the process in one thread that lives as long as the process. The kernel binds a child to
         the thread that started the child.
         """
@@ -143,7 +144,7 @@ class HarnessProcess(ChildProcess):
             # The pool children die before the restart, so that no call runs in two generations of the worker.
             self._clear()
             self.ends.append(code)
-            if code == 0 or not self.is_kept:
+            if code == 0 or not self.is_restarted:
                 return
             if time.monotonic() - started > STEADY_S:
                 pauses = iter(PAUSES_S)
@@ -213,7 +214,7 @@ class Harness:
 
     def wait_redis(self) -> None:
         """Wait until Redis answers with its data loaded."""
-        wait_until(self._redis_answers, UP_S, lambda: self.log("redis"))
+        wait_until(lambda: answers(self.open_redis), UP_S, lambda: self.log("redis"))
 
     def start_host(self, name: str, tree: Path = ROOT, **settings: str) -> None:
         """Start a host and return when its engine relay listens. Both processes of the host run the sources of
@@ -259,7 +260,7 @@ class Harness:
     def wait_ready(self) -> None:
         """Wait until every started worker reports."""
         wanted = len([role for role in self._processes if role.endswith(".worker") or role == "tools"])
-        wait_until(lambda: self._reporting() >= wanted, UP_S, self.last_words)
+        wait_until(lambda: self._reporting() >= wanted, UP_S, self.log_tails)
         self.footprint.processes()  # records the names whose containers are removed on exit
 
     def kill(self, role: str, number: int = signal.SIGKILL) -> int:
@@ -285,7 +286,7 @@ class Harness:
             with ThreadPoolExecutor(len(due) or 1) as threads:
                 list(threads.map(lambda one: one.stop(20.0), due))
 
-    def last_words(self) -> str:
+    def log_tails(self) -> str:
         """Return the end of every log."""
         return "\n".join(f"--- {role} (ends: {one.ends})\n{one.log()[-1500:]}" for role, one in self._processes.items())
 
@@ -300,13 +301,6 @@ class Harness:
                 return int(client.zcount(hosts_key(self.deployment), time.time() - 8, "+inf"))
         except redis.RedisError:
             return 0
-
-    def _redis_answers(self) -> bool:
-        try:
-            with self.open_redis() as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
 
 
 @contextlib.contextmanager

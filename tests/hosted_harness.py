@@ -27,7 +27,7 @@ from tests.item_harness import ItemHarness
 SOON_S = 60.0
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]
-MadeHosted = Callable[..., "HostedHarness"]
+HostedFactory = Callable[..., "HostedHarness"]
 
 
 class HostedHarness(ItemHarness):
@@ -78,7 +78,7 @@ class HostedHarness(ItemHarness):
         found: Any = await self.client.xrange(f"toolcrew:d:t:acme:run.{run}:events")
         return [json.loads(fields[b"e"]) | {"id": event.decode()} for event, fields in found]
 
-    async def claimed(self) -> RunClaim:
+    async def claim_next(self) -> RunClaim:
         """Claim the next run without a runner."""
         (claim,) = await self.queue.claim(1)
         return claim
@@ -89,7 +89,7 @@ def types(events: list[Event]) -> list[str]:
 
 
 @asynccontextmanager
-async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[HostedFactory]:
     """Yield a factory of processes on one Redis that share the session locations."""
     places, made = MemorySessionStore(), list[HostedHarness]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:

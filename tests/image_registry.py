@@ -1,13 +1,11 @@
 """A registry of images on the loopback address, and tiny images in it."""
 
 import contextlib
-import io
 import json
 import re
 import secrets
 import shutil
 import subprocess
-import tarfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 import docker.errors
 from docker import APIClient
 
+from tests.archives import build_tar
 from tests.stack import end_process, free_port, missing
 from tests.waiting import wait_until
 
@@ -61,14 +60,8 @@ class ImageRegistry:
         """Make an image of these files, push it as `name` (with a tag) and return its complete name. The engine
         forgets it unless `keep` is set.
         """
-        tree = io.BytesIO()
-        with tarfile.open(fileobj=tree, mode="w") as archive:
-            for path, content in files.items():
-                member = tarfile.TarInfo(path)
-                member.size, member.mode = len(content), 0o644
-                archive.addfile(member, io.BytesIO(content))
         repository, _, tag = f"{self.repository}/{name}".rpartition(":")
-        self._api.import_image(tree.getvalue(), repository, tag)
+        self._api.import_image(build_tar(*files.items()), repository, tag)
         answer = self._api.push(repository, tag, auth_config=self._login)
         assert "error" not in str(answer), answer
         full = f"{repository}:{tag}"

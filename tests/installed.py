@@ -34,9 +34,14 @@ class Installed:
 
     def run(self, *argv: str, timeout_s: float = RUN_S, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Run a command without any part of the current environment."""
-        given = {"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": str(self.folder), "LANG": "C.UTF-8", **environment}
+        variables = {
+            "PATH": f"{self.folder}/bin:/usr/bin:/bin",
+            "HOME": str(self.folder),
+            "LANG": "C.UTF-8",
+            **environment,
+        }
         return subprocess.run(
-            argv, cwd=self.folder, env=given, capture_output=True, text=True, timeout=timeout_s, check=False
+            argv, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
 
@@ -67,18 +72,18 @@ def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, i
     the wheel itself.
     """
     venv.create(folder, symlinks=True, with_pip=False)
-    made = Installed(folder)
+    environment_made = Installed(folder)
     (metadata,) = unpacked.glob("*.dist-info/METADATA")
     lines = metadata.read_text().splitlines()
     requirements = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
     if is_installed:
-        (made.packages / "own.pth").write_text(f"{unpacked}\n")
-    for lent in _close(requirements, extras).values():
-        _lend(lent, made.packages)
-    return made
+        (environment_made.packages / "own.pth").write_text(f"{unpacked}\n")
+    for package in _resolve(requirements, extras).values():
+        _link(package, environment_made.packages)
+    return environment_made
 
 
-def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distribution]:
+def _resolve(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distribution]:
     """Return the distributions that meet the requirements, including indirect requirements, by name."""
     found: dict[str, Distribution] = {}
     requirements_done: set[tuple[str, str]] = set()
@@ -93,24 +98,24 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
             # An extra that includes another extra.
             waiting += [(inner, extra_name) for extra_name in requirement.extras for inner in requirements]
             continue
-        lent = found.setdefault(name, distribution(requirement.name))
-        assert requirement.specifier.contains(lent.version, prereleases=True), (
-            f"{text} is asked for, and {lent.version} is here"
+        package = found.setdefault(name, distribution(requirement.name))
+        assert requirement.specifier.contains(package.version, prereleases=True), (
+            f"{text} is asked for, and {package.version} is here"
         )
         for extra_name in {"", *requirement.extras}:
             if (name, extra_name) not in requirements_done:
                 requirements_done.add((name, extra_name))
-                waiting += [(inner, extra_name) for inner in lent.requires or []]
+                waiting += [(inner, extra_name) for inner in package.requires or []]
     return found
 
 
-def _lend(lent: Distribution, packages: Path) -> None:
+def _link(package: Distribution, packages: Path) -> None:
     """Link the files of a distribution, including compiled files. Programs outside of the packages are left out."""
-    for part in _parts(lent):
+    for part in _parts(package):
         target = packages / part
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(str(lent.locate_file(part)))
+            target.symlink_to(str(package.locate_file(part)))
 
 
 @cache
@@ -121,10 +126,10 @@ def _is_whole(folder: Path) -> bool:
     return folder.name.endswith(".dist-info") or (folder / "__init__.py").exists()
 
 
-def _parts(lent: Distribution) -> set[PurePath]:
+def _parts(package: Distribution) -> set[PurePath]:
     """Return the packages of a distribution, and its files outside of packages."""
-    place, parts = Path(str(lent.locate_file(""))), set[PurePath]()
-    for file in lent.files or []:
+    place, parts = Path(str(package.locate_file(""))), set[PurePath]()
+    for file in package.files or []:
         if file.parts[0] != "..":
             folders = reversed(file.parents[:-1])
             parts.add(next((folder for folder in folders if _is_whole(place / folder)), file))

@@ -42,7 +42,7 @@ from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_harness import RunHarness, build_item
 from workers.tools.builtin import build_registry
 
-Made = Callable[..., "ItemHarness"]
+HarnessFactory = Callable[..., "ItemHarness"]
 Answer = Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]
 OPENED = {
     "host": "h1",
@@ -60,7 +60,7 @@ def echo_then(answer: str, *texts: str) -> list[Turn]:
     return [*(Calls([("echo", {"text": text})]) for text in texts), answer]
 
 
-def failed(code: Any, message: str = "no") -> Answer:
+def fail_with(code: Any, message: str = "no") -> Answer:
     return lambda call, _: ToolResult.failed(call, code, message)
 
 
@@ -117,7 +117,7 @@ class ItemHarness(RunHarness):
         """Return verbs and tools, in the order in which the worker received them."""
         return [call.name.removeprefix("session.") for call in self.transport.calls]
 
-    def asked(self) -> int:
+    def count_model_requests(self) -> int:
         """Return how many replies the model was asked for."""
         assert isinstance(self.model, ScriptedModel)
         return len(self.model.requests)
@@ -129,13 +129,13 @@ class ItemHarness(RunHarness):
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         return claim
 
-    async def taken_over(self, claim: RunClaim) -> RunClaim:
+    async def claim_by_other(self, claim: RunClaim) -> RunClaim:
         """Return the same run, claimed by another process after the death of its holder."""
         await self.die(claim)
         (again,) = await self.other.claim(1, ("acme", "b"))
         return again
 
-    async def begun_anew(self, claim: RunClaim) -> RunClaim:
+    async def claim_next_attempt(self, claim: RunClaim) -> RunClaim:
         """Return the claim of the same item's next attempt."""
         await self.queue.give_back(claim, is_new=True)
         (again,) = await self.queue.claim(1, ("acme", "b"))
@@ -152,7 +152,7 @@ class ItemHarness(RunHarness):
             task.cancel,
         )
 
-    async def worked(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> ItemOutcome:
+    async def execute(self, claim: RunClaim, defaults: BatchDefaults | None = None) -> ItemOutcome:
         """Execute the item and return its outcome."""
         return await self.work.work(
             claim, await self.journal(claim), defaults or BatchDefaults(), self.run_events.append
@@ -179,7 +179,7 @@ def build_tool_call(**fields: Any) -> BatchItem:
     return build_item(1, url="/v1/tools/execute", work=CallBody(name="echo", arguments={"text": "x"}), **fields)
 
 
-def with_harness(item: BatchItem, **fields: Any) -> BatchItem:
+def with_environment(item: BatchItem, **fields: Any) -> BatchItem:
     """Return the item with this initial state."""
     return item.model_copy(update={"environment": item.environment.model_copy(update=fields)})
 
@@ -194,7 +194,7 @@ def archive_of(folder: Path) -> bytes:
 
 
 @asynccontextmanager
-async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
+async def open_harness_factory(redis_server: RedisProcess) -> AsyncIterator[HarnessFactory]:
     """Yield a factory of processes on one Redis that share the session locations."""
     places = MemorySessionStore()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:

@@ -14,7 +14,7 @@ def read_events(text: str, event: str | None = None) -> list[dict[str, Any]]:
     return [one for one in events if event is None or one["event"] == event]
 
 
-def read_last_words(text: str) -> str:
+def read_start_error(text: str) -> str:
     """Return the reason that a process gives for a failed start."""
     return str(read_events(text, "not_started")[-1]["error"])
 

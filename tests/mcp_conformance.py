@@ -43,7 +43,7 @@ NOT_OFFERED = frozenset(
 )
 
 
-class _WithKey(BaseHTTPRequestHandler):
+class _KeyProxy(BaseHTTPRequestHandler):
     """A proxy that adds an API key to requests, because the suite cannot send a key."""
 
     protocol_version = "HTTP/1.1"
@@ -53,12 +53,12 @@ class _WithKey(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: the suite reports the failures."""
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RUN_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RUN_S)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
-        line.request(self.command, self.path, body, {**headers, "Authorization": f"Bearer {self.key}"})
-        answer = line.getresponse()
+        connection.request(self.command, self.path, body, {**headers, "Authorization": f"Bearer {self.key}"})
+        answer = connection.getresponse()
         self.send_response_only(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -68,18 +68,18 @@ class _WithKey(BaseHTTPRequestHandler):
         while data := answer.read1(65_536):
             self.wfile.write(data)
         self.close_connection = True
-        line.close()
+        connection.close()
 
-    do_GET = do_POST = do_DELETE = _pass_on  # names that the base class looks for
+    do_GET = do_POST = do_DELETE = _forward  # names that the base class looks for
 
 
 @contextmanager
-def _door(port: int, key: str) -> Iterator[str]:
-    with serve_http(type("_Door", (_WithKey,), {"port": port, "key": key})) as own:
+def _open_proxy(port: int, key: str) -> Iterator[str]:
+    with serve_http(type("_Door", (_KeyProxy,), {"port": port, "key": key})) as own:
         yield f"http://127.0.0.1:{own}/mcp"
 
 
-def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
+def _run_scenario(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
     """Print the checks of one scenario and return the unexpected failures."""
     programs = suite / "node_modules" / ".bin"
     with tempfile.TemporaryDirectory() as folder:
@@ -108,11 +108,11 @@ def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:
 
 def main() -> int:
     suite, failed = Path(sys.argv[1]), list[str]()
-    with open_mcp_stack(require_engine()) as stack, _door(stack.servers[0].port, stack.keys["acme"]) as url:
+    with open_mcp_stack(require_engine()) as stack, _open_proxy(stack.servers[0].port, stack.keys["acme"]) as url:
         for revision, scenarios in SCENARIOS.items():
             for scenario in scenarios:
-                failed += _failed(suite, url, revision, scenario)
-    sys.stderr.writelines(f"failed: {line}\n" for line in failed)
+                failed += _run_scenario(suite, url, revision, scenario)
+    sys.stderr.writelines(f"failed: {connection}\n" for connection in failed)
     return 1 if failed else 0
 
 

@@ -24,7 +24,7 @@ TOOL = {
     "description": "Says it again.",
     "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}},
 }
-Told = Callable[[dict[str, Any]], Any]
+RequestHandler = Callable[[dict[str, Any]], Any]
 """Maps a request to the response message, to raw bytes, or to a status."""
 
 
@@ -105,15 +105,15 @@ def legacy(request: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> Iterator[WebServer]:
-    """Run a server that answers each request with the result of `tell`."""
+def open_raw_peer(handler: RequestHandler, *, as_stream: bool = False, session: str = "") -> Iterator[WebServer]:
+    """Run a server that answers each request with the result of `handler`."""
     with open_web_server() as server:
 
         def send(connection: socket) -> None:
             if not server.bodies[-1]:
                 connection.sendall(answer(b"", 200))
                 return
-            reply = tell(json.loads(server.bodies[-1]))
+            reply = handler(json.loads(server.bodies[-1]))
             if isinstance(reply, bytes):
                 connection.sendall(reply)
                 return
@@ -130,7 +130,7 @@ def open_raw_peer(tell: Told, *, as_stream: bool = False, session: str = "") -> 
         yield server
 
 
-def reach(url: str, names: Mapping[str, list[list[str]]] | None = None, **fields: Any) -> HttpServer:
+def build_client(url: str, names: Mapping[str, list[list[str]]] | None = None, **fields: Any) -> HttpServer:
     """Return a client of the server at `url`. `names`: the resolver's results for hosts."""
     entry = HttpEntry(url=url, **{"private": True, **fields})
     return HttpServer("peer", entry, resolver=StubResolver(dict(names or {})), tls=SYSTEM_TLS)

@@ -2,22 +2,19 @@
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-import pytest
 from docker import APIClient
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, ElicitRequestParams, ElicitResult
 
 from tests.api_harness import make_keys
-from tests.api_process import START_S, ApiProcess
-from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, open_stack
-from tests.waiting import wait_until
+from tests.service_process import ApiProcess, open_service
+from tests.stack import TOOLCREW, Stack, commands_in, open_stack
 
 SOON_S = 90.0
 SESSION = "toolcrew/session"
@@ -55,38 +52,18 @@ class McpStack:
         async with Client(server, **{"mode": REVISIONS[0], **options}) as client:
             yield client
 
-    def runs(self, text: str) -> list[str]:
+    def find_programs(self, text: str) -> list[str]:
         """Return the programs in any sandbox whose command line contains `text`."""
         containers = self.stack.footprint.containers()
         return [command for container in containers for command in commands_in(container).values() if text in command]
 
 
-@contextlib.contextmanager
 def open_mcp_process(
     stack: Stack, *arguments: str, environment: Mapping[str, str] | None = None
-) -> Iterator[ApiProcess]:
+) -> "contextlib.AbstractContextManager[ApiProcess]":
     """Run MCP over HTTP, connected, and stop the process on exit."""
-    port = free_port()
-    log = stack.footprint.folder / f"mcp-{port}.log"
     settings = {"TOOLCREW_REDIS_URL": stack.redis_url, **(environment or {})}
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [TOOLCREW, "serve", "mcp", "--http", str(port), *arguments],
-            env=stack.footprint.environment(settings),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    opened = ApiProcess(process, port, log)
-    try:
-        wait_until(lambda: opened.has_said("mcp_serving") or process.poll() is not None, START_S, opened.log)
-        if process.poll() is not None:
-            pytest.fail(f"MCP was not served: {opened.log()}")
-        wait_until(lambda: opened.has_said("api_connected"), START_S, opened.log)
-        yield opened
-    finally:
-        end_process(process)
+    return open_service(stack.footprint, "mcp_serving", settings, ["mcp", *arguments, "--http"])
 
 
 @contextlib.contextmanager
@@ -120,13 +97,13 @@ def text_of(result: CallToolResult) -> str:
     return "".join(getattr(part, "text", "") for part in result.content)
 
 
-class Person:
+class ElicitingUser:
     """A user of a client who answers the server's questions."""
 
     def __init__(self, **content: Any) -> None:
         self.content = content
-        self.asked: list[str] = []
+        self.questions: list[str] = []
 
     async def __call__(self, _: object, params: ElicitRequestParams) -> ElicitResult:
-        self.asked.append(params.message)
+        self.questions.append(params.message)
         return ElicitResult(action="accept", content=self.content)

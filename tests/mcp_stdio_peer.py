@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-HOW = sys.argv[1] if len(sys.argv) > 1 else "good"
+MODE = sys.argv[1] if len(sys.argv) > 1 else "good"
 TOOLS = [
     {
         "name": "echo",
@@ -25,30 +25,30 @@ lock = threading.RLock()
 calls = 0
 
 
-def tell(message):
+def send(message):
     with lock:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
 
 def answer(request, result):
-    tell({"jsonrpc": "2.0", "id": request["id"], "result": result})
+    send({"jsonrpc": "2.0", "id": request["id"], "result": result})
 
 
 def refuse(request, code, message):
-    tell({"jsonrpc": "2.0", "id": request["id"], "error": {"code": code, "message": message}})
+    send({"jsonrpc": "2.0", "id": request["id"], "error": {"code": code, "message": message}})
 
 
 def flood():
-    while HOW == "floods":
+    while MODE == "floods":
         sys.stdout.write("x" * 65536)
-    while HOW == "floods_lines":
-        tell({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 1000}})
-    if HOW == "shouts":
+    while MODE == "floods_lines":
+        send({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 1000}})
+    if MODE == "shouts":
         sys.stderr.write("x" * 10_000_000)
 
 
-def say(request):
+def send_scripted(request):
     """Return the answers that the environment variable contains, unchanged except for the request's number."""
     output = (
         bytes.fromhex(os.environ["SAYS"])
@@ -63,23 +63,23 @@ def say(request):
 
 def misbehave(request):
     """Misbehave instead of answering a call."""
-    if HOW in ("hangs", "clings"):
-        os.kill(os.getppid(), 9 if HOW == "clings" else 0)
+    if MODE in ("hangs", "clings"):
+        os.kill(os.getppid(), 9 if MODE == "clings" else 0)
         time.sleep(600)
-    if HOW == "dies":
+    if MODE == "dies":
         sys.stderr.write("out of luck\x1b[2J\n")
         sys.stderr.flush()
         os._exit(7)
-    if HOW == "lies":
-        tell({"jsonrpc": "2.0", "id": 99, "result": {}})
-        tell({"jsonrpc": "2.0", "id": True, "result": {}})
+    if MODE == "lies":
+        send({"jsonrpc": "2.0", "id": 99, "result": {}})
+        send({"jsonrpc": "2.0", "id": True, "result": {}})
         sys.stdout.write("no json\n[[[\n\xff\n")
-        tell([1])
-    if HOW == "asks":
-        tell({"jsonrpc": "2.0", "id": "s1", "method": "sampling/createMessage", "params": {}})
+        send([1])
+    if MODE == "asks":
+        send({"jsonrpc": "2.0", "id": "s1", "method": "sampling/createMessage", "params": {}})
         if "error" not in json.loads(sys.stdin.readline()):
             os._exit(8)
-    if HOW == "forges":
+    if MODE == "forges":
         # The driver's output is the sandbox's output, so any text may appear here.
         folder = f"/proc/{os.getppid()}/fd"
         for name in os.listdir(folder):
@@ -89,13 +89,13 @@ def misbehave(request):
             except OSError:
                 continue
         os.kill(os.getppid(), 9)
-    if HOW == "leaves":
+    if MODE == "leaves":
         subprocess.Popen(["sleep", "4321"], start_new_session=True)
-    if HOW == "says":
-        say(request)
-    if HOW == "gone":
+    if MODE == "says":
+        send_scripted(request)
+    if MODE == "gone":
         refuse(request, -32602, "Unknown tool: echo")
-    return HOW in ("says", "gone")
+    return MODE in ("says", "gone")
 
 
 def call(request):
@@ -122,9 +122,9 @@ def call(request):
 
 def serve(request):
     method = request["method"]
-    if method == "server/discover" and HOW == "mute":
+    if method == "server/discover" and MODE == "mute":
         return
-    if method == "server/discover" and HOW != "old":
+    if method == "server/discover" and MODE != "old":
         answer(request, {"supportedVersions": ["2026-07-28"]})
     elif method == "initialize":
         answer(
@@ -134,14 +134,14 @@ def serve(request):
         answer(request, {"tools": TOOLS})
     elif method == "tools/call":
         call(request)
-    elif method == "notifications/cancelled" and HOW == "obeys":
+    elif method == "notifications/cancelled" and MODE == "obeys":
         refuse({"id": request["params"]["requestId"]}, 0, "Request cancelled")
     elif "id" in request:
         refuse(request, -32601, "Method not found")
 
 
 for line in sys.stdin:
-    if HOW in ("threads", "obeys"):
+    if MODE in ("threads", "obeys"):
         threading.Thread(target=serve, args=(json.loads(line),), daemon=True).start()
     else:
         serve(json.loads(line))

@@ -22,7 +22,7 @@ def read_page(page: bytes, *, is_open: bool = False) -> Mapping[Key, float]:
     return found
 
 
-def counted(page: Mapping[Key, float], name: str) -> dict[tuple[str, ...], float]:
+def nonzero_samples(page: Mapping[Key, float], name: str) -> dict[tuple[str, ...], float]:
     """Return the non-zero samples of a name, keyed by label values in the order of the label names."""
     return {
         tuple(value for _, value in sorted(labels)): number

@@ -76,7 +76,7 @@ async def serving(answer: Answer | Sequence[bytes]) -> AsyncIterator[Server]:
         yield server
 
 
-class Waits:
+class RecordedSleep:
     """A sleep that returns at once and records the requested duration."""
 
     def __init__(self) -> None:

@@ -7,16 +7,18 @@ import gzip
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.http_sites import serve_http
 
 KINDS = {1: "internal", 2: "server", 3: "client", 4: "producer", 5: "consumer"}
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedSpan:
     """A span as the collector received the span. Times are in nanoseconds."""
 
     trace: str
@@ -31,7 +33,7 @@ class Collected:
     is_error: bool
     service: str
 
-    def encloses(self, other: "Collected") -> bool:
+    def encloses(self, other: "CollectedSpan") -> bool:
         """Return whether this span encloses `other`, within the resolution of the clock."""
         return self.start - 50_000 <= other.start and other.end <= self.end + 50_000
 
@@ -41,7 +43,7 @@ class Collector:
     """A collector. `status`: the status of its responses. `held`: requests wait until this event is set."""
 
     url: str
-    spans: list[Collected] = field(default_factory=list)
+    spans: list[CollectedSpan] = field(default_factory=list)
     requests: int = 0
     status: int = 200
     held: threading.Event = field(default_factory=threading.Event)
@@ -66,10 +68,10 @@ class Collector:
             self._forgotten |= {span.trace for span in self.spans}
             self.spans.clear()
 
-    def named(self, name: str) -> list[Collected]:
+    def named(self, name: str) -> list[CollectedSpan]:
         return [span for span in list(self.spans) if span.name == name]
 
-    def one(self, name: str) -> Collected:
+    def one(self, name: str) -> CollectedSpan:
         """Return the only span of that name."""
         found = self.named(name)
         assert len(found) == 1, f"{len(found)} spans {name} among {sorted(span.name for span in self.spans)}"
@@ -83,9 +85,9 @@ class Collector:
         span_ids = {span.id for span in self.spans}
         return all(not span.parent or span.parent in span_ids for span in self.spans)
 
-    def _wait(self, is_so: Any, within_s: float) -> None:
+    def _wait(self, condition: Any, within_s: float) -> None:
         with self._news:
-            assert self._news.wait_for(is_so, within_s), (
+            assert self._news.wait_for(condition, within_s), (
                 f"only {self.requests} requests with {sorted(span.name for span in self.spans)}"
             )
 
@@ -93,23 +95,17 @@ class Collector:
 @contextlib.contextmanager
 def open_collector() -> Iterator[Collector]:
     """Run a collector until the block ends."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
+    collector = Collector("")
     collector.held.set()
-    server.collector = collector  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.held.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serve_http(type("_CollectorHandler", (_Handler,), {"collector": collector})) as port:
+        collector.url = f"http://127.0.0.1:{port}"
+        try:
+            yield collector
+        finally:
+            collector.held.set()
 
 
-def assert_one_tree(spans: list[Collected]) -> Collected:
+def assert_one_tree(spans: list[CollectedSpan]) -> CollectedSpan:
     """Fail unless all spans form one trace with one root, each inside a known parent and its time. Returns the root."""
     assert len({span.trace for span in spans}) == 1, sorted((span.trace, span.name) for span in spans)
     by_id = {span.id: span for span in spans}
@@ -125,8 +121,10 @@ def assert_one_tree(spans: list[Collected]) -> Collected:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    collector: Collector
+
     def do_POST(self) -> None:
-        collector: Collector = self.server.collector  # type: ignore[attr-defined]
+        collector = self.collector
         body = self.rfile.read(int(self.headers["Content-Length"]))
         collector.held.wait(60)
         collector.take(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
@@ -138,12 +136,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def _spans(request: ExportTraceServiceRequest) -> Iterator[Collected]:
+def _spans(request: ExportTraceServiceRequest) -> Iterator[CollectedSpan]:
     for resource in request.resource_spans:
         service = {item.key: _value(item.value) for item in resource.resource.attributes}.get("service.name", "")
         for scope in resource.scope_spans:
             for span in scope.spans:
-                yield Collected(
+                yield CollectedSpan(
                     span.trace_id.hex(),
                     span.span_id.hex(),
                     span.parent_span_id.hex(),

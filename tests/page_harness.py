@@ -10,7 +10,6 @@ from typing import Any
 import redis.asyncio
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, async_playwright
 
-from contract.approvals import digest_call
 from contract.calls import Clocks, KillReport, ToolCall, ToolResult
 from contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
 from contract.run_events import (
@@ -26,8 +25,6 @@ from contract.run_events import (
 )
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import Budgets
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.asking import build_record
 from orchestrator.dialects.model import TokenUsage
 from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
@@ -41,7 +38,8 @@ from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from store.usage import ReplySpending, UsageStore
 from tests.api_harness import ApiHarness
-from tests.batch_story import Attempt, tell_item
+from tests.approval_harness import build_question
+from tests.batch_events import Attempt, build_item_events
 from tests.builders import build_spec
 from tests.fake_hosts import build_report
 from tests.stack import ROOT
@@ -80,9 +78,9 @@ class World:
         self.hosted = HostedRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())
         self.done = self.rival_run = self.question = self.call = ""
-        self.rivals: ApprovalQuestion | None = None
+        self.rival_question: ApprovalQuestion | None = None
 
-    async def furnish(self) -> None:
+    async def fill(self) -> None:
         """Create content of tenant acme for every page, with hostile text in every field from outside. Tenant rival
         gets one item of each kind.
         """
@@ -94,11 +92,11 @@ class World:
             failed = Attempt(failure=FailureKind.MODEL, code="TIMEOUT", message=WRITABLE)
             await self.submit_batch(tenant, f"{tenant}-batch", WRITABLE[:200], [("good", Attempt()), ("bad", failed)])
         self.question = (await self.ask(WRITABLE, number=90, warning=f"it removes files {WRITABLE}")).id
-        self.rivals = await self.ask("cat secrets", tenant="rival", number=91, run="run-r")
-        self.done = await self.tell_run(f"Count the files. {WRITABLE}")
+        self.rival_question = await self.ask("cat secrets", tenant="rival", number=91, run="run-r")
+        self.done = await self.add_ended_run(f"Count the files. {WRITABLE}")
         self.call = f"{self.done}-1-1"
-        await self.note_call(self.call)
-        self.rival_run = await self.tell_run("Something of a rival", tenant="rival")
+        await self.add_call(self.call)
+        self.rival_run = await self.add_ended_run("Something of a rival", tenant="rival")
         budgets = Budgets(tokens_per_day=500_000, cost_per_month=9.0)
         await self.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": budgets}))
         for tenant, tokens in (("acme", 1234), ("rival", 98_765)):
@@ -136,7 +134,7 @@ class World:
             tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100
         )
 
-    async def note_call(self, call: str, tenant: str = "acme", state: str = "done") -> str:
+    async def add_call(self, call: str, tenant: str = "acme", state: str = "done") -> str:
         """Write the record of a call and return the id of its Celery task."""
         task = f"0123456789ab-{call}.1.{tenant}"
         now = time.time()
@@ -161,12 +159,12 @@ class World:
         return task
 
     async def submit_batch(
-        self, tenant: str, batch: str, name: str = "", stories: Sequence[tuple[str, Attempt]] = ()
+        self, tenant: str, batch: str, name: str = "", attempts: Sequence[tuple[str, Attempt]] = ()
     ) -> None:
         """Submit a batch with one item for each story, with the events so far."""
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
-            total=len(stories),
+            total=len(attempts),
             sha256="0" * 64,
             concurrency=4,
             defaults=BatchDefaults(),
@@ -177,41 +175,29 @@ class World:
         await self.runs.create(tenant, batch, record)
         items = [
             BatchItem(custom_id=item, line=line, url="/v1/agent/runs", work=RunBody(instruction=f"do {item}"))
-            for line, (item, _) in enumerate(stories, 1)
+            for line, (item, _) in enumerate(attempts, 1)
         ]
         await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
         writer = RunEventPublisher(self.redis, DEPLOYMENT)
-        for item, attempt in stories:
-            for event in tell_item(item, attempt, at=time.time() - 60):
+        for item, attempt in attempts:
+            for event in build_item_events(item, attempt, at=time.time() - 60):
                 writer.add(tenant, batch, event)
         await writer.flush()
 
     async def ask(self, command: str, *, tenant: str = "acme", number: int = 1, **fields: Any) -> ApprovalQuestion:
         """Add a call that waits for approval."""
-        arguments = fields.pop("arguments", {"command": command})
-        call = ToolCall(id=f"run-1-{number}", name="bash_tool", arguments=arguments)
-        spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
-        report = {
-            "tenant": tenant,
-            "session": "s1",
-            "run": "run-1",
-            "reason": "no rule allows it",
-            "warning": "",
-            **fields,
-        }
-        question = build_record(
-            ApprovalRequest(call, spec, digest=digest_call(call, tenant, report["session"]), **report)
-        )
+        defaults = {"reason": "no rule allows it", "warning": ""}
+        question = build_question(command, tenant=tenant, number=number, **{**defaults, **fields})
         assert await self.approvals.ask(question, "asker", 300.0) is None
         return question
 
     @asynccontextmanager
-    async def work_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["Worked"]:
+    async def open_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["OpenRun"]:
         """Yield a run that the test executes directly. The run ends on exit."""
         run = await self.hosted.start(tenant, RunBody(instruction=instruction))
         claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
-        async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as teller:
-            yield Worked(run.id, teller)
+        async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as events:
+            yield OpenRun(run.id, events)
         body = {
             "answer": f"There are three. {WRITABLE}",
             "stop_reason": "answer",
@@ -223,37 +209,37 @@ class World:
         outcome = ItemOutcome(custom_id=claim.record.item.custom_id, run=run.id, status_code=200, body=body)
         assert await self.runs.finish(claim, outcome)
 
-    async def tell_run(self, instruction: str, tenant: str = "acme") -> str:
+    async def add_ended_run(self, instruction: str, tenant: str = "acme") -> str:
         """Add a run that ended after one step, whose call was killed at its limit."""
-        async with self.work_run(instruction, tenant) as worked:
-            worked.begin_step(1)
-            worked.print_output(worked.send_call(), HOSTILE)
-            worked.finish_call("TIMEOUT")
-        return worked.id
+        async with self.open_run(instruction, tenant) as run_events:
+            run_events.begin_step(1)
+            run_events.print_output(run_events.send_call(), HOSTILE)
+            run_events.finish_call("TIMEOUT")
+        return run_events.id
 
 
 @dataclass
-class Worked:
+class OpenRun:
     """A run and the events that its holder writes."""
 
     id: str
-    teller: RunEventBuffer
+    events: RunEventBuffer
     call: ToolCall | None = None
 
     def begin_step(self, number: int, text: str = f"I look at the files. {HOSTILE}") -> None:
-        self.teller.on_event(RunStarted(run=self.id, instruction="", model="m", dialect="native"))
-        self.teller.on_event(StepStarted(run=self.id, step=number))
-        self.teller.on_event(TextArrived(run=self.id, text=text))
+        self.events.on_event(RunStarted(run=self.id, instruction="", model="m", dialect="native"))
+        self.events.on_event(StepStarted(run=self.id, step=number))
+        self.events.on_event(TextArrived(run=self.id, text=text))
 
     def send_call(self, arguments: dict[str, Any] | None = None) -> ToolCall:
         fields = {"command": f"ls -la\n{WRITABLE}", "deep": [{"a": [WRITABLE]}]} if arguments is None else arguments
         call = self.call = ToolCall(id=f"{self.id}-1-1", name="bash_tool", arguments=fields)
-        self.teller.on_event(CallStarted(run=self.id, call=call))
-        self.teller.on_event(CallSent(run=self.id, call=call))
+        self.events.on_event(CallStarted(run=self.id, call=call))
+        self.events.on_event(CallSent(run=self.id, call=call))
         return call
 
     def print_output(self, call: ToolCall, text: str) -> None:
-        self.teller.on_event(OutputArrived(run=self.id, call_id=call.id, stream="stdout", text=text))
+        self.events.on_event(OutputArrived(run=self.id, call_id=call.id, stream="stdout", text=text))
 
     def finish_call(self, code: str | None = None) -> None:
         assert self.call is not None
@@ -268,39 +254,39 @@ class Worked:
         result = ToolResult.model_validate(
             {**fields, "output": f"total 3\n{WRITABLE}", "kill": kill, "clocks": Clocks(run_s=30)}, strict=False
         )
-        self.teller.on_event(CallFinished(run=self.id, result=result))
-        self.teller.on_event(
+        self.events.on_event(CallFinished(run=self.id, result=result))
+        self.events.on_event(
             StepFinished(run=self.id, step=1, model_s=1.2, usage=TokenUsage(prompt_tokens=1000, completion_tokens=20))
         )
 
 
 @dataclass
-class Watched:
+class WatchedPage:
     """A page with its problems: console errors, failed requests, and error responses."""
 
     page: Page
-    complaints: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     expected: tuple[int, ...] = ()
 
     def watch(self) -> None:
         self.page.on("console", self._on_console)
-        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         self.page.on("requestfailed", self._on_failed)
         self.page.on("response", self._on_response)
 
     def _on_console(self, message: ConsoleMessage) -> None:
         is_expected = any(f"status of {status}" in message.text for status in self.expected)
         if message.type in ("error", "warning") and not is_expected:
-            self.complaints.append(f"{message.type}: {message.text}")
+            self.problems.append(f"{message.type}: {message.text}")
 
     def _on_failed(self, request: Request) -> None:
         # Requests of a page that were still open when the browser left the page.
         if request.failure != "net::ERR_ABORTED":
-            self.complaints.append(f"failed: {request.url}: {request.failure}")
+            self.problems.append(f"failed: {request.url}: {request.failure}")
 
     def _on_response(self, response: Response) -> None:
         if response.status >= 400 and response.status not in self.expected:
-            self.complaints.append(f"{response.status}: {response.url}")
+            self.problems.append(f"{response.status}: {response.url}")
 
 
 class Visitors:
@@ -311,7 +297,7 @@ class Visitors:
         self.api = api
 
     @asynccontextmanager
-    async def visit(self, key: str | None = None, **options: Any) -> AsyncIterator[Watched]:
+    async def visit(self, key: str | None = None, **options: Any) -> AsyncIterator[WatchedPage]:
         """Open a browser that is logged in with the key of that name, or anonymous without a key. Fails on problems
         of the pages.
         """
@@ -325,10 +311,10 @@ class Visitors:
                     "/login", form={"key": self.api.keys[key]}, headers={"Origin": self.api.url}, max_redirects=0
                 )
                 assert answer.status == 303
-            watched = Watched(await context.new_page())
+            watched = WatchedPage(await context.new_page())
             watched.watch()
             yield watched
-            assert watched.complaints == []
+            assert watched.problems == []
         finally:
             await context.close()
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from orchestrator.operations.redis_server import write_redis_config
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from tests.stack import ROOT, Footprint, end_process, free_port, open_footprint, require_redis_server
+from tests.service_process import run_program
+from tests.stack import Footprint, free_port, open_footprint, require_redis_server
 from tests.waiting import wait_until
 
 SECRET = "a-secret-of-the-test"
@@ -70,22 +71,18 @@ def open_server(*rules: str, users: bool = False, password: str = "") -> Iterato
     )
     server = Server(port, password, process, passwords)
     try:
-        await_answer(server)
+        wait_until(lambda: answers(server.client), START_S, "redis-server answers")
         yield server
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def await_answer(server: Server) -> None:
-    """Wait until the server answers."""
-
-    def answers() -> bool:
-        with server.client() as client, contextlib.suppress(redis.RedisError):
-            return bool(client.ping())
-        return False
-
-    wait_until(answers, START_S, "redis-server answers")
+def answers(open_client: "Callable[[], redis.Redis]") -> bool:
+    """Return whether the server answers with its data loaded."""
+    with open_client() as client, contextlib.suppress(redis.RedisError):
+        return bool(client.ping())
+    return False
 
 
 @contextlib.contextmanager
@@ -151,16 +148,12 @@ def open_counting_pool(
         "TOOLCREW_WORKER_KIND": "web",
         **(environment or {}),
     }
-    with open_footprint() as footprint, open(footprint.folder / "worker.log", "wb") as log:
-        argv = [sys.executable, "-m", "tests.counting_worker"]
-        worker = subprocess.Popen(argv, cwd=ROOT, env=footprint.environment(settings), stdout=log, stderr=log)
+    argv = [sys.executable, "-m", "tests.tool_worker"]
+    with open_footprint() as footprint, run_program(footprint, "worker", argv, settings) as worker:
         pool = CountingPool(broker, worker, footprint)
-        try:
-            wait_until(lambda: watch.exists(catalog_key("default", "web")) or worker.poll() is not None, 60, pool.log)
-            assert worker.poll() is None, pool.log()
-            yield pool
-        finally:
-            end_process(worker)
+        wait_until(lambda: watch.exists(catalog_key("default", "web")) or worker.poll() is not None, 60, pool.log)
+        assert worker.poll() is None, pool.log()
+        yield pool
 
 
 def broker_for(url: str, **fields: object) -> BrokerSettings:

@@ -18,7 +18,7 @@ SOON_S = 15.0
 
 
 @asynccontextmanager
-async def listening(server: RedisProcess) -> AsyncIterator[tuple[ResultHub, "redis.asyncio.Redis"]]:
+async def open_hub(server: RedisProcess) -> AsyncIterator[tuple[ResultHub, "redis.asyncio.Redis"]]:
     client = redis.asyncio.Redis.from_url(server.url, socket_timeout=5)
     hub = ResultHub(client)
     await hub.start()
@@ -29,15 +29,15 @@ async def listening(server: RedisProcess) -> AsyncIterator[tuple[ResultHub, "red
         await client.aclose()
 
 
-def stored(task_id: str, status: str = "SUCCESS", **fields: Any) -> str:
+def build_stored_result(task_id: str, status: str = "SUCCESS", **fields: Any) -> str:
     return json.dumps({"task_id": task_id, "status": status, "result": {"n": 1}, **fields})
 
 
 async def publish(client: "redis.asyncio.Redis", task_id: str, data: str | bytes | None = None) -> None:
-    await client.publish(f"celery-task-meta-{task_id}", stored(task_id) if data is None else data)
+    await client.publish(f"celery-task-meta-{task_id}", build_stored_result(task_id) if data is None else data)
 
 
-async def arrives(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
+async def receive(future: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
     return await asyncio.wait_for(asyncio.shield(future), SOON_S)
 
 

@@ -1,11 +1,13 @@
 """A queue of runs on a real Redis, and items for the queue."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
 
 from contract.run_events import Failure, FailureKind
+from orchestrator.runs.run_slots import RunSlot
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
@@ -62,3 +64,11 @@ class RunHarness:
     async def die(self, claim: RunClaim) -> None:
         """Let the lease of the run's holder expire."""
         await self.client.zadd("toolcrew:d:runs:leases", {f"{claim.tenant}|{claim.run}": 1.0})
+
+
+@asynccontextmanager
+async def released_slot(slot: RunSlot, call: str) -> AsyncIterator[None]:
+    """Release the slot around the wait of a call. The block ends after the run has a slot again."""
+    slot.rest(call)
+    yield
+    await slot.wait(call)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.secrets import build_placeholder
-from tests.egress_harness import SOON_S, Harness, build_rules, open_harness, read_some
+from tests.egress_harness import Harness, build_rules, open_harness, read_all
 from tests.web_certificate import server_context
 from workers.egress.limits import ProxyLimits
 
@@ -42,7 +42,7 @@ class Site:
     connections: int = 0
 
     @property
-    def seen(self) -> bytes:
+    def received(self) -> bytes:
         return b"".join(self.requests)
 
 
@@ -123,15 +123,8 @@ class SecretHarness:
     ) -> socket.socket:
         """Return a tunnel of a session with these secrets, before TLS."""
         names = ["site.example", "search.example"]
-        given = build_rules(self.site.port, hosts=names, private_hosts=names, **rules)
-        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        client.settimeout(SOON_S)
-        client.connect(str(self.proxy.path))
-        opening = {"v": 1, "tenant": "acme", "session": session, "run": "r1", "rules": given, "secrets": secrets}
-        at = place or self.host
-        client.sendall(json.dumps(opening).encode() + f"\nCONNECT {at} HTTP/1.1\r\nHost: {at}\r\n\r\n".encode())
-        assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
-        return client
+        allowed = build_rules(self.site.port, hosts=names, private_hosts=names, **rules)
+        return self.proxy.tunnel(allowed, place or self.host, session=session, run="r1", secrets=secrets)
 
     def connect(self, *secrets: Mapping[str, Any], name: str = "site.example", **options: Any) -> ssl.SSLSocket:
         """Return a TLS connection through the proxy to the site. `name`: SNI."""
@@ -160,10 +153,7 @@ def ask_proxy(harness: Harness, ask: str) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(harness.path))
         client.sendall(json.dumps({"v": 1, "ask": ask}).encode() + b"\n")
-        data = b""
-        while piece := client.recv(65536):
-            data += piece
-        return data
+        return read_all(client)
 
 
 def read_answer(client: socket.socket) -> bytes:

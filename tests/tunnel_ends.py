@@ -37,70 +37,70 @@ class ProxyEnd:
         assert isinstance(self.writer.transport, asyncio.Transport)
         self.writer.transport.pause_reading()
 
-    async def say(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
         self.writer.write(data)
         await asyncio.wait_for(self.writer.drain(), SOON_S)
 
 
 @dataclass
-class Sandboxed:
+class FakeGuestEnd:
     """The guest's side: functions that send a frame to sandboxd and that return the next frame of a connection."""
 
     tunnels: Tunnels = field(init=False)
     violations: list[str] = field(default_factory=list)
     proxied: "asyncio.Queue[ProxyEnd]" = field(default_factory=asyncio.Queue)
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    unheard: int = 0
-    _heard: dict[int, "asyncio.Queue[tuple[str, dict[str, Any], bytes]]"] = field(default_factory=dict)
+    unread_bytes: int = 0
+    _received: dict[int, "asyncio.Queue[tuple[str, dict[str, Any], bytes]]"] = field(default_factory=dict)
 
-    def tell(self, event: str, conn: object, body: bytes = b"", **fields: object) -> None:
+    def send_frame(self, event: str, conn: object, body: bytes = b"", **fields: object) -> None:
         self.tunnels.take(Frame({"ev": event, "conn": conn, **fields}, body))
 
     def open(self, conn: int) -> None:
-        self.tell("net_open", conn)
+        self.send_frame("net_open", conn)
 
     async def open_through(self, conn: int) -> ProxyEnd:
         self.open(conn)
         return await asyncio.wait_for(self.proxied.get(), SOON_S)
 
     def take(self, header: dict[str, Any], body: bytes) -> None:
-        self.unheard += len(body)
+        self.unread_bytes += len(body)
         self._queue(header["conn"]).put_nowait((header["op"], header, body))
 
-    async def hear(self, conn: int) -> tuple[str, dict[str, Any], bytes]:
+    async def receive(self, conn: int) -> tuple[str, dict[str, Any], bytes]:
         """Return op, header and body of the next frame of that connection."""
         frame = await asyncio.wait_for(self._queue(conn).get(), SOON_S)
-        self.unheard -= len(frame[2])
+        self.unread_bytes -= len(frame[2])
         return frame
 
-    async def hear_ops(self, conn: int, *, until: str = "net_close") -> list[str]:
+    async def receive_ops(self, conn: int, *, until: str = "net_close") -> list[str]:
         ops: list[str] = []
         while until not in ops:
-            ops.append((await self.hear(conn))[0])
+            ops.append((await self.receive(conn))[0])
         return ops
 
-    async def hear_data(self, conn: int, count: int) -> bytes:
+    async def receive_data(self, conn: int, count: int) -> bytes:
         """Return `count` bytes and return the window as a guest does."""
-        data, owed = b"", 0
+        data, unacknowledged = b"", 0
         while len(data) < count:
-            op, _, body = await self.hear(conn)
+            op, _, body = await self.receive(conn)
             assert op == "net_data", op
-            data, owed = data + body, owed + len(body)
-            if owed >= GRANT:
-                self.tell("net_room", conn, bytes=owed)
-                owed = 0
+            data, unacknowledged = data + body, unacknowledged + len(body)
+            if unacknowledged >= GRANT:
+                self.send_frame("net_room", conn, bytes=unacknowledged)
+                unacknowledged = 0
         return data
 
     def _queue(self, conn: int) -> "asyncio.Queue[tuple[str, dict[str, Any], bytes]]":
-        return self._heard.setdefault(conn, asyncio.Queue())
+        return self._received.setdefault(conn, asyncio.Queue())
 
 
 @asynccontextmanager
 async def running_tunnels(
     folder: Path, connect: Callable[[], Awaitable[ProxyStreams]] | None = None
-) -> AsyncIterator[Sandboxed]:
+) -> AsyncIterator[FakeGuestEnd]:
     """Run tunnels to a proxy that passes each connection to the test, or to the connection that `connect` opens."""
-    guest = Sandboxed()
+    guest = FakeGuestEnd()
     guest.drained.set()
     path = folder / "proxy.sock"
 
@@ -124,7 +124,7 @@ async def running_tunnels(
         server.close()
 
 
-async def wait_for_cut(reader: asyncio.StreamReader) -> None:
+async def wait_closed(reader: asyncio.StreamReader) -> None:
     """Wait until the other side has closed, and drop the remaining data."""
     try:
         while await asyncio.wait_for(reader.read(65_536), SOON_S):
@@ -133,6 +133,6 @@ async def wait_for_cut(reader: asyncio.StreamReader) -> None:
         return
 
 
-async def unreachable() -> Any:
+async def refuse_connection() -> Any:
     """Fail as a connection to a missing proxy does."""
     raise ConnectionRefusedError("no server listens")

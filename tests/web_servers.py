@@ -27,7 +27,7 @@ Reply = bytes | Sequence[bytes] | Callable[[socket], None]
 """The data that a server sends before it closes: at once, in pieces, or through a function of the connection."""
 
 QUICK = FetchLimits(connect_s=2)
-HASTY = FetchLimits(tls_s=0.3, first_byte_s=0.3, rate_window_s=0.3)
+SHORT_LIMITS = FetchLimits(tls_s=0.3, first_byte_s=0.3, rate_window_s=0.3)
 """Limits for tests of servers that are too slow. On a busy machine a correct server may exceed these limits too."""
 
 

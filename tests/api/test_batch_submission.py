@@ -15,7 +15,7 @@ from tests.conftest import RedisProcess
 HEADERS = {"Content-Type": "application/jsonl"}
 
 
-async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warning(
+async def test_a_batch_with_an_unknown_tool_is_refused_and_a_parameter_alias_is_a_warning(
     api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, aliases={"cmd": "command"})
@@ -30,13 +30,13 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
     assert accepted.json()["warnings"] == ["line 1: `cmd` is an alias of the parameter `command` of bash_tool"]
 
 
-async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiHarness) -> None:
+async def test_a_batch_is_accepted_with_a_warning_when_no_worker_is_online_to_check_it(api: ApiHarness) -> None:
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
     assert accepted.json()["warnings"] == ["no worker is online, so the names and arguments of tools were not checked"]
 
 
-async def test_no_large_item_is_parsed_in_the_event_loop_of_the_service(
+async def test_large_batch_items_are_not_parsed_in_the_event_loop(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse, threads = lines._parse_item, list[int]()

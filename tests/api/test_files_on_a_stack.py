@@ -17,27 +17,13 @@ import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
 from tests.api_stack import SOON_S, ApiStack, read_events, read_until, store_settings
+from tests.archives import build_tar
 from tests.command_server import run_toolcrew
 
 pytestmark = pytest.mark.stack
 
 MIB = 1024 * 1024
 LINES = {"Content-Type": "application/jsonl"}
-
-
-def tar_of(*entries: tuple[str, bytes | str], mode: str = "w") -> bytes:
-    """Return a tar of names with content. A str is a link's target."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
-        for name, content in entries:
-            entry = tarfile.TarInfo(name)
-            if isinstance(content, str):
-                entry.type, entry.linkname = tarfile.SYMTYPE, content
-                archive.addfile(entry)
-                continue
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def files_in(archive: bytes) -> dict[str, bytes]:
@@ -77,8 +63,8 @@ def output_of(row: dict[str, Any]) -> str:
     return str(row["response"]["body"]["output"])
 
 
-async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: ApiStack) -> None:
-    archive = tar_of(("src/a.txt", b"from the archive"))
+async def test_an_uploaded_archive_becomes_the_workspace_and_artifacts_can_be_downloaded(api_stack: ApiStack) -> None:
+    archive = build_tar(("src/a.txt", b"from the archive"))
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         file = await upload(client, gzip.compress(archive))
         command = "cat src/a.txt; mkdir -p out; echo made >out/b.txt; ln -s ../src/a.txt out/link; ln -s /etc/passwd out/leads"
@@ -102,7 +88,7 @@ async def test_an_upload_is_a_workspace_and_artifacts_are_downloaded(api_stack: 
 
 async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("rival") as rival:
-        file = await upload(client, tar_of(("src/a.txt", b"from the archive\n")))
+        file = await upload(client, build_tar(("src/a.txt", b"from the archive\n")))
         run = {"instruction": "[item carries] act", "workspace": file, "artifacts": ["out.txt", "none/*"]}
         started = await client.post("/v1/runs", json=run)
         assert started.status_code == 202, started.text
@@ -122,10 +108,10 @@ async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS"), wrong
 
 
-async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_stack: ApiStack) -> None:
+async def test_a_store_location_is_a_workspace_for_its_own_tenant_only(api_stack: ApiStack) -> None:
     for folder in ("acme", "rival", "@shared"):
         (api_stack.store / folder / "in").mkdir(parents=True, exist_ok=True)
-        (api_stack.store / folder / "in" / "it.tar").write_bytes(tar_of(("owner", folder.encode())))
+        (api_stack.store / folder / "in" / "it.tar").write_bytes(build_tar(("owner", folder.encode())))
     os.symlink("../../rival/in/it.tar", api_stack.store / "acme" / "in" / "link.tar")
     root = f"file://{api_stack.store}"
     async with api_stack.client() as client:
@@ -159,9 +145,9 @@ async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_st
             assert "the file is not in the store" in refused.text, place
 
 
-async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:
+async def test_a_file_of_another_tenant_is_not_found(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("rival") as rival:
-        file = await upload(client, tar_of(("secret", b"of acme")))
+        file = await upload(client, build_tar(("secret", b"of acme")))
         for answer in (
             await rival.get(f"/v1/files/{file}"),
             await rival.get(f"/v1/files/{file}/content"),
@@ -177,7 +163,7 @@ async def test_a_file_of_another_tenant_is_no_file(api_stack: ApiStack) -> None:
         assert (await client.get(f"/v1/files/{file}")).status_code == 404
 
 
-async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> None:
+async def test_a_hostile_archive_fails_only_its_own_item(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         bomb = io.BytesIO()
         with gzip.open(bomb, "wb", compresslevel=9) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
@@ -187,10 +173,10 @@ async def test_hostile_archives_cost_their_item_alone(api_stack: ApiStack) -> No
         assert len(bomb.getvalue()) < MIB
         names = {
             "bomb": bomb.getvalue(),
-            "up": tar_of(("../up", b"x")),
-            "absolute": tar_of(("/etc/absolute", b"x")),
-            "cut": gzip.compress(tar_of(("a", os.urandom(MIB))))[: MIB // 2],
-            "link": tar_of(("out", "/tmp"), ("out/escaped", b"x")),
+            "up": build_tar(("../up", b"x")),
+            "absolute": build_tar(("/etc/absolute", b"x")),
+            "cut": gzip.compress(build_tar(("a", os.urandom(MIB))))[: MIB // 2],
+            "link": build_tar(("out", "/tmp"), ("out/escaped", b"x")),
         }
         files = {name: await upload(client, content) for name, content in names.items()}
         rows = await rows_of(
@@ -221,7 +207,7 @@ async def declare(api_stack: ApiStack, length: int) -> bytes:
     return answer
 
 
-async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -> None:
+async def test_files_above_the_size_limit_are_refused_with_the_limit(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         refused_early = await declare(api_stack, MAX_WORKSPACE_BYTES + 1)
         assert b" 413 " in refused_early.splitlines()[0]
@@ -238,12 +224,12 @@ async def test_too_large_files_are_refused_with_the_limit(api_stack: ApiStack) -
         assert str(MAX_WORKSPACE_BYTES) in rows["in"]["error"]["message"]
 
 
-async def test_a_detached_batch_of_the_command_uploads_its_folders_and_its_artifacts_are_exported(
+async def test_a_detached_cli_batch_uploads_its_folders_and_exports_its_artifacts(
     api_stack: ApiStack, tmp_path: Path
 ) -> None:
     (tmp_path / "repo" / "src").mkdir(parents=True)
     (tmp_path / "repo" / "src" / "a.txt").write_text("of the submitter")
-    (tmp_path / "it.tar.gz").write_bytes(gzip.compress(tar_of(("a.txt", b"packed"))))
+    (tmp_path / "it.tar.gz").write_bytes(gzip.compress(build_tar(("a.txt", b"packed"))))
     lines = [
         call("One", "cp src/a.txt out.txt", workspace="repo", artifacts=["out.txt"]),
         call("two", "cat src/a.txt", workspace="./repo"),

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi import checks
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
 from tests.api_harness import api_settings, make_keys
-from tests.api_process import ApiProcess, open_api_process
+from tests.service_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
 
 CASES = {"admin": 24, "acme": 5, "operator": 5}
@@ -99,11 +99,11 @@ def target() -> Iterator[Target]:
         with open_api_process(footprint, server.url) as api:
             assert session.get(f"{api.url}/openapi.json", timeout=60).json() == DESCRIPTION
             yield Target(api, keys, session)
-            assert not api.has_said("api_failed"), api.log()
+            assert not api.has_logged("api_failed"), api.log()
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_every_operation_answers_as_it_is_described(target: Target, label: str) -> None:
+def test_every_operation_matches_its_description_for_coverage_cases(target: Target, label: str) -> None:
     for role, most in CASES.items() if label not in SLOW else [("admin", SLOW[label])]:
         cases = SCHEMA.iter_coverage_cases(
             OPERATIONS[label],
@@ -116,7 +116,7 @@ def test_every_operation_answers_as_it_is_described(target: Target, label: str) 
 
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label not in SLOW])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_every_operation_answers_generated_requests_as_its_schema_says(
+def test_every_operation_matches_its_schema_for_generated_requests(
     target: Target, label: str, mode: GenerationMode
 ) -> None:
     try:

@@ -11,7 +11,7 @@ ENDPOINT = {
 }
 
 
-async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_use(api: ApiHarness) -> None:
+async def test_administrators_set_endpoints_and_tenants_see_those_they_may_use(api: ApiHarness) -> None:
     for name in ("fast", "slow"):
         assert (await api["admin"].put(f"/v1/models/{name}", json=ENDPOINT)).status_code == 200
     own = await api["admin"].put("/v1/tenants/acme/models/own", json={**ENDPOINT, "fallback": "fast"})
@@ -39,7 +39,7 @@ async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_
     assert (await api["admin"].delete("/v1/models/fast")).status_code == 404
 
 
-async def test_a_batch_is_refused_for_a_model_that_its_tenant_may_not_use(api: ApiHarness) -> None:
+async def test_a_batch_is_refused_for_a_model_its_tenant_may_not_use(api: ApiHarness) -> None:
     policy = (await api["operator"].get("/v1/tenants/acme")).json()["policy"]
     await api["admin"].put("/v1/tenants/acme", json={**policy, "models": ["fast"]})
     lines = {

@@ -13,25 +13,27 @@ from orchestrator.http.server import HeadTimeoutProtocol
 from tests.api_harness import ApiHarness
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"
-NOBODY = "Bearer tc_0123456789abcdef_" + "a" * 43
+UNKNOWN_KEY = "Bearer tc_0123456789abcdef_" + "a" * 43
 BODIES = {
-    "nothing wrong": b'{"name": "bash_tool", "arguments": {"command": "true"}}',
-    "a field that is none": b'{"name": "bash_tool", "wieght": 1}',
-    "a field of another type": b'{"name": "bash_tool", "arguments": "true"}',
-    "no name": b"{}",
-    "a time that is none": b'{"name": "bash_tool", "timeout_s": NaN}',
-    "no object": b"[]",
-    "no JSON": b'{"name": ',
-    "no UTF-8": b'{"name": "\xff"}',
-    "nested deeply": b"[" * 200_000,
+    "valid": b'{"name": "bash_tool", "arguments": {"command": "true"}}',
+    "unknown field": b'{"name": "bash_tool", "wieght": 1}',
+    "wrong type": b'{"name": "bash_tool", "arguments": "true"}',
+    "missing name": b"{}",
+    "NaN as timeout": b'{"name": "bash_tool", "timeout_s": NaN}',
+    "list instead of an object": b"[]",
+    "truncated JSON": b'{"name": ',
+    "invalid UTF-8": b'{"name": "\xff"}',
+    "deeply nested": b"[" * 200_000,
     "a number of 5,000 digits": b'{"name": "bash_tool", "timeout_s": ' + b"9" * 5000 + b"}",
-    "nothing": b"",
+    "empty body": b"",
 }
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 @pytest.mark.parametrize("session", ["none-of-that-name", "no%20name", "a" * 65, "none%0A"])
-async def test_the_short_way_reports_what_the_long_one_reports(api: ApiHarness, session: str, body: bytes) -> None:
+async def test_the_short_path_returns_the_same_errors_as_the_long_path(
+    api: ApiHarness, session: str, body: bytes
+) -> None:
     async def ask(kind: str, more: dict[str, str]) -> tuple[int, Any, str | None]:
         answer = await api["acme"].post(
             f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": kind, **more}
@@ -39,16 +41,16 @@ async def test_the_short_way_reports_what_the_long_one_reports(api: ApiHarness, 
         assert answer.status_code >= 400
         return answer.status_code, answer.json(), answer.headers.get("www-authenticate")
 
-    for more in ({}, {"Authorization": NOBODY}, {"Authorization": "Basic YTpi"}):
+    for more in ({}, {"Authorization": UNKNOWN_KEY}, {"Authorization": "Basic YTpi"}):
         assert await ask(SHORT, more) == await ask(LONG, more)
 
 
-async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiHarness) -> None:
+async def test_a_call_on_the_short_path_for_another_tenant_is_refused(api: ApiHarness) -> None:
     answer = await api["acme"].post("/v1/sessions/s/calls?tenant=rival", json={"name": "bash_tool"})
     assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
 
 
-class Line(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """A connection that keeps all written data."""
 
     def __init__(self) -> None:
@@ -63,12 +65,12 @@ class Line(asyncio.Transport):
         return False
 
 
-async def test_an_answer_is_sent_in_one_piece() -> None:
+async def test_a_response_is_sent_in_one_write() -> None:
     async def answer(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"done"})
 
-    state, line = ServerState(), Line()
+    state, line = ServerState(), RecordingTransport()
     connection = HeadTimeoutProtocol(uvicorn.Config(answer, log_config=None), state, {})
     connection.connection_made(line)
     for _ in range(2):

@@ -40,7 +40,7 @@ from tests.wire_records import REPORT
         ("GET", f"/v1/runs/none/events?after={2**64 - 1}-{2**64 - 1}", 422, "INVALID_ARGUMENTS"),
     ],
 )
-async def test_what_cannot_be_done_is_a_problem_with_a_code(
+async def test_a_failed_request_is_a_problem_with_status_and_code(
     api: ApiHarness, method: str, path: str, status: int, code: str
 ) -> None:
     response = await api["admin"].request(method, path)
@@ -48,7 +48,7 @@ async def test_what_cannot_be_done_is_a_problem_with_a_code(
     assert (response.status_code, response.json()["code"]) == (status, code)
 
 
-async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: ApiHarness) -> None:
+async def test_a_malformed_json_body_is_reported_without_its_content(api: ApiHarness) -> None:
     response = await api["admin"].post(
         "/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"}
     )
@@ -56,13 +56,13 @@ async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: Ap
     assert "secret-of-mine" not in response.text
 
 
-async def test_fields_that_are_none_are_named_and_nothing_is_done(api: ApiHarness) -> None:
+async def test_an_unknown_field_is_named_and_nothing_is_changed(api: ApiHarness) -> None:
     response = await api["admin"].post("/v1/tenants", json={"name": "fresh", "wieght": 1})
     assert (response.status_code, response.json()["errors"][0]["loc"]) == (422, ["body", "wieght"])
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
 
 
-async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: ApiHarness) -> None:
+async def test_a_policy_with_an_invalid_field_is_refused(api: ApiHarness) -> None:
     made = await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": {"timeout_s": 9999}})
     assert (made.status_code, made.json()["errors"][0]["loc"]) == (422, ["body", "policy", "timeout_s"])
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
@@ -85,17 +85,17 @@ async def test_a_policy_with_a_class_that_no_host_has_is_refused(api: ApiHarness
     assert accepted.json()["policy"]["sandbox"]["tenant_class"] == "large"
 
 
-async def test_a_call_may_not_ask_for_more_time_than_the_limit(api: ApiHarness) -> None:
+async def test_a_call_timeout_above_the_limit_is_refused(api: ApiHarness) -> None:
     answer = await api["acme"].post("/v1/sessions/s1/calls", json={"name": "bash_tool", "timeout_s": 86_401})
     assert (answer.status_code, answer.json()["errors"][0]["loc"]) == (422, ["body", "timeout_s"])
 
 
-async def test_a_giant_body_is_refused_before_it_is_read(api: ApiHarness) -> None:
+async def test_a_declared_giant_body_is_refused_before_it_is_read(api: ApiHarness) -> None:
     answer = await send_raw(api, f"Content-Length: {10 * 1024**3}\r\n", b"{")
     assert b"413" in answer
 
 
-async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiHarness) -> None:
+async def test_a_giant_chunked_body_is_cut_off_at_the_limit(api: ApiHarness) -> None:
     async def endless() -> object:
         for _ in range(100):
             yield b"x" * 65536
@@ -107,7 +107,7 @@ async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiHarness) -> 
     assert (await api["admin"].get("/v1/tenants")).status_code == 200
 
 
-async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
+async def test_a_client_that_sends_its_head_too_slowly_is_disconnected(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HEAD_WITHIN_S", 0.3)
@@ -119,7 +119,7 @@ async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
     writer.close()
 
 
-async def test_a_client_that_stops_in_its_body_is_reported_and_cut_off(
+async def test_a_client_that_stops_in_the_middle_of_its_body_is_answered_408(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_limits, "CHUNK_WITHIN_S", 0.3)
@@ -142,7 +142,7 @@ async def send_raw(api: ApiHarness, header: str, body: bytes) -> bytes:
         writer.close()
 
 
-async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess, five_at_once: None) -> None:
+async def test_a_key_above_its_request_rate_is_answered_429(redis_server: RedisProcess, five_at_once: None) -> None:
     async with open_api(redis_server.url, api_rate=0.01) as harness:
         answers = [await harness["acme"].get("/v1/batches") for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 5 + [429]
@@ -150,7 +150,7 @@ async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess, five_
         assert (await harness["rival"].get("/v1/batches")).status_code == 200
 
 
-async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiHarness) -> None:
+async def test_a_request_with_an_idempotency_key_is_executed_once(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once"}
     answers = [await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
@@ -158,14 +158,14 @@ async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiHarness) -
     assert answers[1].headers["idempotent-replayed"] == "true"
 
 
-async def test_an_idempotency_key_is_for_one_request(api: ApiHarness) -> None:
+async def test_an_idempotency_key_cannot_be_used_for_another_request(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once"}
     await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
     other = await api["admin"].post("/v1/tenants", json={"name": "other"}, headers=headers)
     assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
 
 
-async def test_the_same_word_of_two_keys_is_two_requests(api: ApiHarness) -> None:
+async def test_the_same_idempotency_key_of_two_tenants_is_two_requests(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
     line = json.dumps({"id": "a", "instruction": "x"})
     first, second = [await api[name].post("/v1/batches", content=line, headers=headers) for name in ("acme", "rival")]
@@ -173,7 +173,7 @@ async def test_the_same_word_of_two_keys_is_two_requests(api: ApiHarness) -> Non
     assert first.json()["id"] != second.json()["id"]
 
 
-async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_and_stays_as_it_is(
+async def test_a_repeated_batch_submission_returns_the_existing_batch_for_a_day(
     api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
@@ -202,7 +202,7 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
     assert (await sent())["id"] == tomorrow["id"]
 
 
-async def test_a_request_whose_claim_reply_was_lost_succeeds_when_it_is_sent_again(
+async def test_a_request_whose_claim_reply_was_lost_succeeds_when_repeated(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, claims = IdempotencyStore.claim, 0
@@ -226,7 +226,7 @@ async def test_a_request_whose_claim_reply_was_lost_succeeds_when_it_is_sent_aga
     assert answer.status_code == 201, answer.text
 
 
-async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
+async def test_a_stopping_service_stores_its_pending_responses_first(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, goes_on, began = IdempotencyStore.keep, asyncio.Event(), asyncio.Event()
@@ -250,7 +250,7 @@ async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
     assert json.loads(answer)["status"] == 201
 
 
-async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_server: RedisProcess) -> None:
+async def test_a_service_started_without_redis_answers_health_checks_and_503(redis_server: RedisProcess) -> None:
     redis_server.stop()
     try:
         async with (
@@ -266,7 +266,7 @@ async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_serv
         redis_server.start()
 
 
-async def test_settings_with_which_nothing_can_be_served_are_reported_before_anything_is(
+async def test_invalid_tracing_settings_are_reported_at_construction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
@@ -275,7 +275,7 @@ async def test_settings_with_which_nothing_can_be_served_are_reported_before_any
         ApiService(api_settings("redis://:word@127.0.0.1:1/0"), "127.0.0.1", 0, 0)
 
 
-async def test_an_orchestrator_that_broke_off_is_begun_again(
+async def test_a_runner_that_failed_is_started_again(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, is_again = 0, asyncio.Event()

@@ -15,23 +15,23 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, read_until, started
+from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, read_until, start_run
 from tests.stack import ROOT
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+SHELL_EXAMPLES = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
 
 
-async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict[str, Any]:
+async def wait_for_state(client: httpx.AsyncClient, run: str, *states: str) -> dict[str, Any]:
     """Return the run as soon as it has one of these states."""
     return await read_until(client, f"/v1/runs/{run}", "state", *states)
 
 
-async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(api_stack: ApiStack) -> None:
+async def test_a_run_event_stream_continues_on_another_replica(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
-        run = await started(client, "steps")
+        run = await start_run(client, "steps")
         path = f"/v1/runs/{run}/events"
         first = await read_events(client, path, most=5)
         second = await read_events(other, path, last=first[-1]["id"], most=7)
@@ -48,21 +48,21 @@ async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(a
         assert run in [one["id"] for one in (await other.get("/v1/runs", params={"state": "succeeded"})).json()["data"]]
 
 
-async def test_a_run_is_cancelled_from_any_replica_and_its_command_with_it(api_stack: ApiStack) -> None:
+async def test_a_run_is_cancelled_from_any_replica(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("operator", replica=1) as operator:
-        run = await started(client, "sleeps")
+        run = await start_run(client, "sleeps")
         await read_events(client, f"/v1/runs/{run}/events", most=4)
-        await until_state(client, run, "running")
+        await wait_for_state(client, run, "running")
         assert (await operator.post(f"/v1/runs/{run}/cancel", params={"tenant": "acme"})).status_code == 200
-        assert (await until_state(client, run, "cancelled"))["ended_at"] is not None
+        assert (await wait_for_state(client, run, "cancelled"))["ended_at"] is not None
         entries = (await operator.get("/v1/audit", params={"action": "run.cancel", "target": run})).json()["data"]
         assert [(entry["actor"]["name"], entry["tenant"]) for entry in entries] == [("operator", "acme")]
 
 
 async def test_forks_of_a_run_repeat_no_step_and_belong_to_its_tenant(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, api_stack.client("rival", replica=1) as other:
-        run = await started(client, "steps", keep_states=True)
-        assert (await until_state(client, run, "succeeded"))["answer"] == f"{STEPS} steps"
+        run = await start_run(client, "steps", keep_states=True)
+        assert (await wait_for_state(client, run, "succeeded"))["answer"] == f"{STEPS} steps"
         path, key = f"/v1/runs/{run}/fork", {"Idempotency-Key": "forks"}
         reply = await client.post(path, json={"step": 2, "n": 2}, headers=key)
         assert reply.status_code == 202, reply.text
@@ -70,7 +70,7 @@ async def test_forks_of_a_run_repeat_no_step_and_belong_to_its_tenant(api_stack:
         again = await client.post(path, json={"step": 2, "n": 2}, headers=key)
         assert [fork["id"] for fork in again.json()["runs"]] == forks
         for fork in forks:
-            ended = await until_state(client, fork, "succeeded")
+            ended = await wait_for_state(client, fork, "succeeded")
             # The file of the steps has only the lines of the shared steps and of the fork's own.
             assert (ended["answer"], ended["forked_from"]) == (f"{STEPS} steps", {"run": run, "step": 2})
         refusals = [
@@ -82,9 +82,9 @@ async def test_forks_of_a_run_repeat_no_step_and_belong_to_its_tenant(api_stack:
 
 
 @asynccontextmanager
-async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+async def start_asking_run(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yield a run that waits for approval, and its question."""
-    run = await started(client, "asks")
+    run = await start_run(client, "asks")
 
     async def find_questions() -> list[dict[str, Any]]:
         return [one for one in (await client.get("/v1/approvals")).json()["data"] if one["run"] == run]
@@ -95,17 +95,17 @@ async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"decision": "allow"}, "told: "),
+        ({"decision": "allow"}, "observed: "),
         ({"decision": "modify", "arguments": {"command": "echo instead"}}, "instead"),
         ({"decision": "reject", "reason": "not on a Sunday"}, "not on a Sunday"),
     ],
     ids=["allowed", "modified", "rejected"],
 )
-async def test_a_call_that_asks_is_decided_over_http(
+async def test_a_call_that_needs_approval_is_decided_over_http(
     api_stack: ApiStack, answer: dict[str, Any], expected: str
 ) -> None:
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
-        async with asking(client) as (run, question):
+        async with start_asking_run(client) as (run, question):
             assert (question["command"], question["tool"]) == ("rm -rf /srv/build", "bash_tool")
             assert question["warning"]
             path = f"/v1/approvals/{question['id']}"
@@ -113,10 +113,10 @@ async def test_a_call_that_asks_is_decided_over_http(
             decided = await other.post(path, json={**answer, "digest": question["digest"]})
             assert (decided.status_code, decided.json()["is_allowed"]) == (200, answer["decision"] != "reject")
             assert (await client.post(path, json={**answer, "digest": question["digest"]})).status_code == 409
-        assert expected in (await until_state(client, run, "succeeded"))["answer"]
+        assert expected in (await wait_for_state(client, run, "succeeded"))["answer"]
 
 
-async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an_agent_while_others_can(
+async def test_s2_26_a_tool_disabled_over_http_cannot_be_called_by_an_agent_while_others_can(
     api_stack: ApiStack,
 ) -> None:
     async with api_stack.client("operator") as operator, api_stack.client(replica=1) as client:
@@ -125,11 +125,11 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
         )
         assert (off.status_code, off.json()["state"]) == (200, "disabled")
         try:
-            run = await started(client, "globs")
-            result = await until_state(client, run, "succeeded")
+            run = await start_run(client, "globs")
+            result = await wait_for_state(client, run, "succeeded")
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being repaired" in str(messages)
-            assert result["answer"].startswith("told: still here")
+            assert result["answer"].startswith("observed: still here")
             # Another replica learns of the change within two seconds.
             await read_until(client, "/v1/tools/glob_tool", "state", "disabled")
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
@@ -139,7 +139,7 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
             await operator.patch("/v1/tools/glob_tool", json={"enabled": True, "tenant": "acme"})
 
 
-async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> None:
+async def test_a_batch_is_executed_and_its_rows_are_read(api_stack: ApiStack) -> None:
     lines = "".join(f'{{"id": "line-{number}", "instruction": "[item hello] {number}"}}\n' for number in range(5))
     async with api_stack.client() as client, api_stack.client(replica=1) as other:
         submitted = await client.post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
@@ -153,14 +153,14 @@ async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> N
         ]
 
 
-async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_runs_twice(api_stack: ApiStack) -> None:
+async def test_runs_of_a_killed_api_continue_on_another_and_no_call_runs_twice(api_stack: ApiStack) -> None:
     async with api_stack.client() as client:
         runs: list[str] = []
         with api_stack.open_api() as dying:
             async with asyncio.timeout(SOON_S):
                 # Any of the three processes may take a run. The test starts runs until the process to kill has taken one.
                 while not any(f'"run":"{run}"' in dying.log() for run in runs[-1:]):
-                    runs.append(await started(client, "steps"))
+                    runs.append(await start_run(client, "steps"))
                     await read_events(client, f"/v1/runs/{runs[-1]}/events", most=4)
             dying.kill()
         for run in runs:
@@ -171,12 +171,12 @@ async def test_when_an_api_is_killed_another_goes_on_with_its_runs_and_no_call_r
         assert (await client.get(f"/v1/runs/{runs[-1]}")).json()["attempt"] >= 1
 
 
-def test_the_commands_of_the_page_about_the_api_work_as_they_stand(api_stack: ApiStack) -> None:
-    assert len(BLOCKS) >= 6
+def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
+    assert len(SHELL_EXAMPLES) >= 6
     environment = {"API": api_stack.apis[1].url, "KEY": api_stack.keys["admin"]}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(BLOCKS)],
+        ["bash", "-euo", "pipefail", "-c", "\n".join(SHELL_EXAMPLES)],
         env={"PATH": path, **environment},
         capture_output=True,
         text=True,

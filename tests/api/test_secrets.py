@@ -2,7 +2,7 @@
 
 import re
 
-from tests.api.test_people_and_secrets import logged_in
+from tests.api.test_identities import open_login
 from tests.api_harness import ApiHarness
 
 VALUE = "ghp-canary-value-1234"
@@ -26,9 +26,9 @@ async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiHarness) 
         assert VALUE not in response.text
 
 
-async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_value(api: ApiHarness) -> None:
+async def test_the_secrets_page_sets_and_revokes_secrets_and_never_shows_a_value(api: ApiHarness) -> None:
     form = {"name": "TOKEN", "value": VALUE, "hosts": "api.example, git.example:8443", "place": "basic"}
-    async with logged_in(api, "acme") as client:
+    async with open_login(api, "acme") as client:
         empty = await client.get("/secrets")
         [token] = set(re.findall(r'name="form_token" value="([0-9a-f]{64})"', empty.text))
         assert (await client.post("/secrets", data=form)).status_code == 403
@@ -41,5 +41,5 @@ async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_va
         assert "No secret is stored" in revoked.text
         for response in (stored, invalid, foreign, revoked):
             assert VALUE not in response.text
-    async with logged_in(api, "admin") as client:
+    async with open_login(api, "admin") as client:
         assert "Secrets of tenant rival" in (await client.get("/secrets?tenant=rival")).text

@@ -51,7 +51,7 @@ async def run(client: httpx.AsyncClient, session: str, command: str, **options: 
     return reply
 
 
-async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
+async def test_a_session_can_be_used_and_closed_on_any_replica(
     api_stack: ApiStack, client: httpx.AsyncClient, session: str
 ) -> None:
     assert (await run(client, session, "echo one >/tmp/x; echo hello"))["output"] == "hello\n"
@@ -73,7 +73,7 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
     assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
 
 
-async def test_output_comes_while_the_tool_runs(client: httpx.AsyncClient, session: str) -> None:
+async def test_output_is_streamed_while_the_tool_runs(client: httpx.AsyncClient, session: str) -> None:
     # The tool continues only after its first output has been received.
     call = {
         "name": "bash_tool",
@@ -81,19 +81,19 @@ async def test_output_comes_while_the_tool_runs(client: httpx.AsyncClient, sessi
     }
     path = f"/v1/sessions/{session}"
     async with client.stream("POST", f"{path}/calls", json=call, headers={"Accept": "text/event-stream"}) as stream:
-        lines = [line async for line in until_first(stream, client, path)]
+        lines = [line async for line in wait_for_first(stream, client, path)]
     assert [line for line in lines if line.startswith("event: ")][-1] == "event: result"
     assert '"success":true' in lines[-2] or '"success":true' in lines[-1]
 
 
-async def until_first(stream: httpx.Response, client: httpx.AsyncClient, path: str) -> AsyncIterator[str]:
+async def wait_for_first(stream: httpx.Response, client: httpx.AsyncClient, path: str) -> AsyncIterator[str]:
     async for line in stream.aiter_lines():
         yield line
         if '"first' in line and line.startswith("data: "):
             assert (await client.put(f"{path}/files/go", content=b"")).status_code == 200
 
 
-async def test_a_client_that_goes_ends_its_call_with_all_its_processes(
+async def test_a_client_disconnect_ends_the_call_with_all_its_processes(
     api_stack: ApiStack, client: httpx.AsyncClient, session: str
 ) -> None:
     sandbox = (await client.get(f"/v1/sessions/{session}")).json()["sandbox"] or await sandbox_of(client, session)
@@ -114,7 +114,7 @@ async def sandbox_of(client: httpx.AsyncClient, session: str) -> str:
     return str((await run(client, session, "true"))["sandbox"]["id"])
 
 
-async def test_a_call_that_is_sent_twice_runs_once_whichever_replica_gets_it(
+async def test_a_repeated_call_runs_once_on_whichever_replica_receives_it(
     api_stack: ApiStack, client: httpx.AsyncClient, session: str
 ) -> None:
     headers = {"Idempotency-Key": f"once-{session}"}
@@ -138,7 +138,7 @@ async def test_a_call_that_is_sent_twice_runs_once_whichever_replica_gets_it(
     assert (await run(client, session, "wc -l </tmp/ran"))["output"] == "1\n"
 
 
-async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
+async def test_a_rate_limited_call_runs_when_it_is_repeated_with_its_idempotency_key(
     api_stack: ApiStack, client: httpx.AsyncClient, session: str
 ) -> None:
     async def send(word: str) -> tuple[str, dict[str, Any]]:
@@ -164,7 +164,7 @@ async def test_a_call_that_was_one_too_many_is_run_when_it_is_sent_again(
     assert [result["output"] for _, result in results] == ["1\n", "1\n"]
 
 
-async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_found_by_its_id(
+async def test_a_repeated_streamed_call_runs_once_and_its_state_is_found_by_its_id(
     client: httpx.AsyncClient, session: str
 ) -> None:
     call = {"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/streamed; wc -l </tmp/streamed"}}
@@ -186,7 +186,7 @@ async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_files_come_back_as_they_were_put(client: httpx.AsyncClient, session: str, name: str) -> None:
+async def test_uploaded_files_are_downloaded_unchanged(client: httpx.AsyncClient, session: str, name: str) -> None:
     path = f"/v1/sessions/{session}/files/{quote(name, safe='/')}"
     for content in (BINARY, b""):
         put = await client.put(path, content=content)
@@ -197,7 +197,7 @@ async def test_files_come_back_as_they_were_put(client: httpx.AsyncClient, sessi
     assert set(got.headers["content-disposition"]).isdisjoint('"\\\r\n')
 
 
-async def test_a_name_with_the_end_of_a_header_in_it_ends_none(client: httpx.AsyncClient, session: str) -> None:
+async def test_a_file_name_with_a_line_break_adds_no_response_header(client: httpx.AsyncClient, session: str) -> None:
     answer = await client.get(f"/v1/sessions/{session}/files/x%0d%0aSet-Cookie:%20a=b")
     assert (answer.status_code, answer.headers.get("set-cookie")) == (404, None)
 
@@ -212,15 +212,15 @@ async def test_a_name_with_the_end_of_a_header_in_it_ends_none(client: httpx.Asy
         "%2fdev/zero",
     ],
 )
-async def test_no_path_leads_out_of_where_files_may_be(client: httpx.AsyncClient, session: str, name: str) -> None:
+async def test_a_file_path_outside_the_allowed_folders_is_refused(
+    client: httpx.AsyncClient, session: str, name: str
+) -> None:
     url = httpx.URL(str(client.base_url)).copy_with(raw_path=f"/v1/sessions/{session}/files/{name}".encode())
     for answer in (await client.get(url), await client.put(url, content=b"x")):
         assert (answer.status_code, answer.json()["code"]) == (403, "PATH_NOT_ALLOWED"), answer.text
 
 
-async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_reported(
-    client: httpx.AsyncClient, session: str
-) -> None:
+async def test_missing_and_too_large_files_are_reported(client: httpx.AsyncClient, session: str) -> None:
     path = f"/v1/sessions/{session}/files"
     assert (await client.get(f"{path}/nothing-here")).json()["code"] == "FILE_NOT_FOUND"
     large = await client.put(f"{path}/large", content=bytes(MAX_BLOB_BYTES + 1))
@@ -228,9 +228,7 @@ async def test_a_file_that_is_not_there_and_one_that_is_too_large_are_reported(
     assert (await client.get(f"{path}/large")).status_code == 404
 
 
-async def test_another_tenants_session_is_reported_as_one_that_does_not_exist(
-    api_stack: ApiStack, session: str
-) -> None:
+async def test_a_session_of_another_tenant_looks_like_an_unknown_session(api_stack: ApiStack, session: str) -> None:
     async with api_stack.client("rival") as rival:
         requests: list[tuple[str, str, Any]] = [
             ("GET", "", None),
@@ -249,7 +247,7 @@ async def test_another_tenants_session_is_reported_as_one_that_does_not_exist(
             assert answers[0].text == answers[1].text
 
 
-async def test_an_operator_who_closes_anothers_session_is_in_the_audit_and_a_tenant_that_closes_its_own_is_not(
+async def test_closing_a_session_is_audited_only_for_an_operator(
     api_stack: ApiStack, client: httpx.AsyncClient
 ) -> None:
     closed, own = [(await client.post("/v1/sessions", json={"ttl_s": 600})).json()["id"] for _ in range(2)]
@@ -267,7 +265,7 @@ async def test_an_operator_who_closes_anothers_session_is_in_the_audit_and_a_ten
     assert mine == [(closed, "acme", "operator")]
 
 
-async def test_arguments_that_no_sandbox_could_take_are_an_error_of_the_call(
+async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_call(
     client: httpx.AsyncClient, session: str
 ) -> None:
     for arguments in (

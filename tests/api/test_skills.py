@@ -18,7 +18,7 @@ def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:
     redis_server.publish_catalog(Catalog(tools=(build_spec("bash_tool"),), skills=skills))
 
 
-async def test_skills_come_in_pages_to_tenants_and_operators(
+async def test_skills_are_listed_in_pages_for_every_role(
     api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     publish(redis_server, tmp_path, "a", "b", "c")

@@ -12,15 +12,15 @@ from tests.conftest import RedisProcess
 
 
 @pytest.fixture
-def used(redis_server: RedisProcess, api: ApiHarness) -> None:
+def stored_usage(redis_server: RedisProcess, api: ApiHarness) -> None:
     with redis_server.client() as client:
         for tenant, cpu_s in (("acme", 90.0), ("rival", 54_321.0)):
             usage = SessionUsage(meter="m", cpu_s=cpu_s, written_bytes=7, sandbox_s=120.5)
             WorkerUsageStore(client, "default").count([(f"{tenant}:s1", usage)])
 
 
-@pytest.mark.usefixtures("used")
-async def test_a_tenant_reads_its_own_usage_only(api: ApiHarness) -> None:
+@pytest.mark.usefixtures("stored_usage")
+async def test_a_tenant_reads_only_its_own_usage(api: ApiHarness) -> None:
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     report = (await api["acme"].get("/v1/tenants/acme/usage", params={"from": today})).json()
     assert [(one["start"][:10], one["cpu_s"], one["sandbox_s"]) for one in report["data"]] == [(today, 90.0, 120.5)]
@@ -34,8 +34,8 @@ async def test_a_tenant_reads_its_own_usage_only(api: ApiHarness) -> None:
     assert (await api["admin"].get("/v1/tenants/unknown/usage")).status_code == 404
 
 
-@pytest.mark.usefixtures("used")
-async def test_a_used_budget_refuses_runs_with_the_time_of_its_reset(api: ApiHarness) -> None:
+@pytest.mark.usefixtures("stored_usage")
+async def test_a_run_above_the_budget_is_refused_with_the_reset_time(api: ApiHarness) -> None:
     policy = {"budgets": {"cpu_s_per_day": 60.0, "tokens_per_month": 5}}
     assert (await api["admin"].put("/v1/tenants/acme", json=policy)).status_code == 200
     refused = await api["acme"].post("/v1/runs", json={"instruction": "act"})

@@ -22,7 +22,7 @@ Received = tuple[dict[str, str], bytes]
 
 
 @asynccontextmanager
-async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
+async def open_receiver(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
     """Run a receiver that answers with these statuses. The last status is repeated."""
     received: asyncio.Queue[Received] = asyncio.Queue()
     remaining = list(statuses)
@@ -41,7 +41,7 @@ async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[R
         yield received
 
 
-def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
+def verify_webhook(headers: dict[str, str], body: bytes) -> dict[str, object]:
     """Check a request as a receiver does under the Standard Webhooks convention, and return its content."""
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     expected = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
@@ -49,18 +49,18 @@ def check(headers: dict[str, str], body: bytes) -> dict[str, object]:
     return dict(json.loads(body))
 
 
-async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_receiver_takes_them(
+async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
     api_stack: ApiStack,
 ) -> None:
     url = f"http://127.0.0.1:{api_stack.hook_port}/ended"
-    async with api_stack.client() as client, receiving(api_stack.hook_port, 503, 204) as received:
+    async with api_stack.client() as client, open_receiver(api_stack.hook_port, 503, 204) as received:
         line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "true"}})
         headers = {"Content-Type": "application/jsonl", "Webhook-Secret": SECRET}
         submitted = await client.post("/v1/batches", content=line, headers=headers, params={"webhook_url": url})
         assert submitted.status_code == 201, submitted.text
         async with asyncio.timeout(SOON_S):
             first, second = await received.get(), await received.get()
-        result, again = check(*first), check(*second)
+        result, again = verify_webhook(*first), verify_webhook(*second)
         assert (result["type"], result["data"]["id"]) == ("batch.ended", submitted.json()["id"])  # type: ignore[index]
         assert again == result
         assert first[0]["webhook-id"] == second[0]["webhook-id"]
@@ -68,19 +68,19 @@ async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_re
         assert run.status_code == 202, run.text
         assert SECRET not in run.text
         async with asyncio.timeout(SOON_S):
-            result = check(*(await received.get()))
+            result = verify_webhook(*(await received.get()))
         assert (result["type"], result["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
 
 
-async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
+async def test_no_webhook_is_sent_to_a_private_address(api_stack: ApiStack) -> None:
     port = free_port()
-    async with api_stack.client() as client, receiving(port, 204) as received:
+    async with api_stack.client() as client, open_receiver(port, 204) as received:
         url = f"http://127.0.0.1:{port}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
         # Another process sends the webhook, and this process gets no event, so the test polls.
         await until(
             lambda: bool(
-                any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
+                any(api.has_logged("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
             ),
             SOON_S,
         )
@@ -88,7 +88,7 @@ async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"url": "ftp://x", "secret": SECRET}, {"url": "https://x.org", "secret": "weak"}])
-async def test_a_webhook_that_cannot_be_used_is_refused(api_stack: ApiStack, fields: dict[str, str]) -> None:
+async def test_an_invalid_webhook_is_refused(api_stack: ApiStack, fields: dict[str, str]) -> None:
     async with api_stack.client() as client:
         refused = await client.post("/v1/runs", json={"instruction": "hello", "webhook": fields})
         assert refused.status_code == 422

@@ -7,6 +7,7 @@ from docker import APIClient
 
 from tests.attack_sandboxd import OwnSandboxd, open_own_sandboxd
 from tests.containers import Box, OciBox, open_box, open_engine, open_oci_box
+from tests.guest_tools import guest, shared_guest, tools  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from tests.builders import build_call, build_spec
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 
 
-async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
+async def review_command(command: str, approver: Any, *rules: Rule, **terms: Any) -> ErrorCode | None:
     """Return the error of the reviewed call, or None if the call may run."""
     reviewed = await review(
         build_call("bash_tool", command=command), BASH, approver, policy=ApprovalPolicy(rules), **terms
@@ -80,8 +80,8 @@ async def outcome(command: str, approver: Any, *rules: Rule, **terms: Any) -> Er
         "r\x00m -rf /",
     ],
 )
-async def test_hide_a_catastrophic_command_from_an_approver_who_says_yes_to_all(command: str) -> None:
-    assert await outcome(command, AutoApprover(), Rule("allow")) is ErrorCode.SECURITY_REFUSED
+async def test_a_catastrophic_command_is_refused_even_if_the_approver_allows_everything(command: str) -> None:
+    assert await review_command(command, AutoApprover(), Rule("allow")) is ErrorCode.SECURITY_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ async def test_hide_a_catastrophic_command_from_an_approver_who_says_yes_to_all(
         "git -c core.pager='rm -rf /' log",
     ],
 )
-async def test_hide_a_command_in_unreadable_places(command: str) -> None:
-    assert await outcome(command, RefusingApprover()) is ErrorCode.PERMISSION_DENIED
+async def test_an_obfuscated_command_needs_approval(command: str) -> None:
+    assert await review_command(command, RefusingApprover()) is ErrorCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ async def test_hide_a_command_in_unreadable_places(command: str) -> None:
         "l\u200bs; git push -f",
     ],
 )
-async def test_ride_along_with_a_command_on_the_allowed_list(command: str) -> None:
+async def test_an_allow_rule_does_not_cover_a_second_command(command: str) -> None:
     rules = Rule("allow", argv_prefix=("ls",)), Rule("ask", argv_prefix=("git",))
-    error = await outcome(command, RefusingApprover(), *rules)
+    error = await review_command(command, RefusingApprover(), *rules)
     by_rule = (
         ApprovalPolicy(rules).decide("acme", BASH, {"command": command}).reason == "a rule of the policy allows it"
     )
@@ -156,9 +156,10 @@ async def test_ride_along_with_a_command_on_the_allowed_list(command: str) -> No
         "X=git; $X push",
     ],
 )
-async def test_slip_past_a_command_on_the_forbidden_list(command: str) -> None:
+async def test_a_deny_rule_covers_disguised_commands(command: str) -> None:
     assert (
-        await outcome(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push"))) is ErrorCode.SECURITY_REFUSED
+        await review_command(command, AutoApprover(), Rule("deny", argv_prefix=("git", "push")))
+        is ErrorCode.SECURITY_REFUSED
     )
 
 
@@ -178,30 +179,32 @@ async def test_slip_past_a_command_on_the_forbidden_list(command: str) -> None:
         "\u2028",
     ],
 )
-async def test_draw_on_the_terminal_or_hide_from_the_eye(text: str) -> None:
+async def test_terminal_control_characters_of_a_command_are_escaped_in_the_question(text: str) -> None:
     shown = io.StringIO()
-    assert await outcome(f"sudo {text}x", ConsoleApprover(io.StringIO("n\n"), shown)) is ErrorCode.PERMISSION_DENIED
+    assert (
+        await review_command(f"sudo {text}x", ConsoleApprover(io.StringIO("n\n"), shown)) is ErrorCode.PERMISSION_DENIED
+    )
     assert not any(
         character in shown.getvalue() for character in text if not character.isascii() or not character.isprintable()
     )
 
 
-async def test_draw_a_question_of_ones_own_into_the_command() -> None:
+async def test_a_command_cannot_forge_an_approval_question() -> None:
     shown = io.StringIO()
-    await outcome("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
+    await review_command("sudo x\nrun it? [y/N] y\nls needs approval", ConsoleApprover(io.StringIO("n\n"), shown))
     lines = shown.getvalue().split("\n")
     assert [line for line in lines if line.startswith("run it?")] == ["run it? [y/N] "]
-    assert [line for line in lines if line.startswith("ls asks")] == []
+    assert [line for line in lines if line.startswith("ls needs approval")] == []
 
 
-async def test_push_the_warning_out_of_sight_with_long_arguments() -> None:
+async def test_the_warning_is_printed_below_long_arguments() -> None:
     shown = io.StringIO()
-    await outcome("sudo x" + "\n#" * 5000, ConsoleApprover(io.StringIO("n\n"), shown))
+    await review_command("sudo x" + "\n#" * 5000, ConsoleApprover(io.StringIO("n\n"), shown))
     assert shown.getvalue().split("\n")[-2].startswith("WARNING: ")
 
 
 @pytest.mark.parametrize("which", ["shown", "held"])
-async def test_change_the_arguments_after_they_were_shown(which: str) -> None:
+async def test_arguments_changed_while_the_approver_decides_are_refused(which: str) -> None:
     call = build_call("bash_tool", command="sudo ls")
 
     def say(request: ApprovalRequest) -> bool:
@@ -216,7 +219,7 @@ async def test_change_the_arguments_after_they_were_shown(which: str) -> None:
     )
 
 
-async def test_change_the_arguments_after_they_were_approved() -> None:
+async def test_arguments_changed_after_approval_are_not_used() -> None:
     call = build_call("bash_tool", command="sudo ls")
     requests: list[ApprovalRequest] = []
     reviewed = await review(call, BASH, CallbackApprover(lambda request: not requests.append(request)))
@@ -225,12 +228,12 @@ async def test_change_the_arguments_after_they_were_approved() -> None:
     assert reviewed.arguments == {"command": "sudo ls"}
 
 
-async def test_answer_with_the_yes_to_another_call() -> None:
-    given: list[Decision] = []
+async def test_an_approval_of_another_call_is_refused() -> None:
+    shown: list[Decision] = []
 
     def say(request: ApprovalRequest) -> Decision:
-        given.append(Decision(True, digest=request.digest))
-        return given[0]
+        shown.append(Decision(True, digest=request.digest))
+        return shown[0]
 
     approver = CallbackApprover(say)
     first = await review(build_call("bash_tool", call_id="1", command="sudo ls"), BASH, approver)
@@ -239,7 +242,7 @@ async def test_answer_with_the_yes_to_another_call() -> None:
     assert isinstance(replayed, ToolResult)
 
 
-async def test_use_a_yes_for_a_second_call_without_asking() -> None:
+async def test_an_approval_is_valid_for_one_call_only() -> None:
     requests: list[ApprovalRequest] = []
     approver = CallbackApprover(lambda request: not requests.append(request))
     for _ in range(2):
@@ -247,16 +250,16 @@ async def test_use_a_yes_for_a_second_call_without_asking() -> None:
     assert len(requests) == 2
 
 
-async def test_use_a_yes_that_came_too_late() -> None:
+async def test_an_approval_after_the_time_limit_is_refused() -> None:
     now = [1000.0]
 
     def say(request: ApprovalRequest) -> bool:
         now[0] += 301
         return True
 
-    assert await outcome("sudo ls", CallbackApprover(say), clock=lambda: now[0]) is ErrorCode.PERMISSION_DENIED
+    assert await review_command("sudo ls", CallbackApprover(say), clock=lambda: now[0]) is ErrorCode.PERMISSION_DENIED
 
 
-async def test_turn_a_harmless_approved_change_into_a_catastrophe() -> None:
+async def test_an_approver_cannot_change_a_command_into_a_catastrophic_one() -> None:
     approver = CallbackApprover(lambda _: Decision(True, arguments={"command": "sudo rm -rf /"}))
-    assert await outcome("sudo ls", approver, Rule("allow", argv_prefix=("sudo",))) is ErrorCode.SECURITY_REFUSED
+    assert await review_command("sudo ls", approver, Rule("allow", argv_prefix=("sudo",))) is ErrorCode.SECURITY_REFUSED

@@ -79,7 +79,7 @@ def pack(*members: tarfile.TarInfo) -> bytes:
     return file.getvalue()
 
 
-def put(store: Path, archive: bytes) -> str:
+def store_archive(store: Path, archive: bytes) -> str:
     """Store a forged archive, as its tenant's guest could."""
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -103,9 +103,9 @@ def restore(rooted: OwnSandboxd, checkpoint: str) -> HostileSession | None:
     return HostileSession(rooted.path, client, rooted.api, name)
 
 
-def check_harmless(session: HostileSession) -> None:
+def assert_harmless(session: HostileSession) -> None:
     """Check what holds for every sandbox: its programs, its files, and its mounts."""
-    assert session.is_well()
+    assert session.is_usable()
     own = range(session.watched.host_id(0), session.watched.host_id(0) + 65_536)
     for folder, _, files in os.walk(session.watched.root / "usr/local"):
         for name in (".", *files):
@@ -130,54 +130,56 @@ ARCHIVES = {
     "a hard link out": [member("./usr/local/hard", HARD, linkname="../../../../../../../../canary")],
     "the disk of the host": [member("./usr/local/disk", BLOCK, devmajor=254, devminor=0, mode=0o666)],
     "the memory of the host": [member("./usr/local/mem", CHAR, devmajor=1, devminor=1, mode=0o666)],
-    "a whiteout by hand": [member("./etc/passwd", CHAR, devmajor=0, devminor=0)],
-    "the guest": [member("./opt/toolcrew/bin/bash"), member("opt/toolcrew/mine")],
+    "forged whiteout": [member("./etc/passwd", CHAR, devmajor=0, devminor=0)],
+    "guest files": [member("./opt/toolcrew/bin/bash"), member("opt/toolcrew/mine")],
     "PID 1": [member("./proc/1/mem"), member("./proc/sys/kernel/core_pattern")],
     "control groups": [member("./sys/fs/cgroup/memory/release_agent")],
     "a setuid program": [member("./usr/local/bin/sh2", mode=0o6755, uid=0, gid=0)],
-    "an owner of the host": [member("./usr/local/hosts", uid=2_000_000, gid=2_000_000)],
-    "a place over a mount": [
+    "host uid as owner": [member("./usr/local/hosts", uid=2_000_000, gid=2_000_000)],
+    "path over a mount": [
         member("./opt/toolcrew", LINK, linkname="/tmp"),
         member("./workspace", LINK, linkname="/"),
     ],
-    "a file beyond every disk": [member("./usr/local/large", size=2 * DISK_BYTES)],
+    "file larger than any disk": [member("./usr/local/large", size=2 * DISK_BYTES)],
 }
 LISTS = {
-    "the guest": b"./opt/toolcrew\0/opt/toolcrew\0./opt\0",
+    "guest files": b"./opt/toolcrew\0/opt/toolcrew\0./opt\0",
     "mounts": b"./proc\0./sys\0./dev\0./workspace\0./output\0/\0.\0",
     "names with dots": b"../../../..\0./../canary\0" + b"../" * 1000 + b"canary\0",
     "options": b"--no-preserve-root\0-rf\0--\0/\0",
-    "everything": b"./usr\0./bin\0./lib\0./etc\0",
-    "no end": b"./usr/bin/env" * 3000,
+    "whole root": b"./usr\0./bin\0./lib\0./etc\0",
+    "missing end": b"./usr/bin/env" * 3000,
     "many names": b"./x\0" * 1_000_000,
 }
 
 
 @pytest.mark.parametrize("attack", ARCHIVES)
-def test_put_a_file_where_it_has_power(rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str) -> None:
+def test_a_forged_checkpoint_archive_cannot_place_files_outside_the_sandbox(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str
+) -> None:
     """Aim: a file of the host, a device, a program of the guest, or an owner outside."""
     changes = RootChanges(image, b"", b"", b"")
     for info in (members := copy.deepcopy(ARCHIVES[attack])):
         info.name, info.linkname = (text.replace("canary", str(canary)[1:]) for text in (info.name, info.linkname))
-    session = restore(rooted, put(store, encode_changes(changes) + pack(*members)))
+    session = restore(rooted, store_archive(store, encode_changes(changes) + pack(*members)))
     if session is not None:
-        check_harmless(session)
+        assert_harmless(session)
         session.close()
-    check_next(rooted)
+    assert_next_session_usable(rooted)
 
 
 @pytest.mark.parametrize("attack", LISTS)
 @pytest.mark.parametrize("when", ["replaced", "removed"])
-def test_remove_what_is_not_its_own(
+def test_a_forged_checkpoint_cannot_delete_files_outside_its_own_layer(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str, when: str
 ) -> None:
     """Aim: files of the host, of the image for others, or of the guest."""
     lists = {"replaced": b"", "removed": b"", when: LISTS[attack].replace(b"canary", os.fsencode(canary)[1:])}
     changes = RootChanges(image, b"", **lists)
-    session = restore(rooted, put(store, encode_changes(changes) + pack(member("./etc/mine"))))
+    session = restore(rooted, store_archive(store, encode_changes(changes) + pack(member("./etc/mine"))))
     if session is not None:
         session.close()
-    check_next(rooted)
+    assert_next_session_usable(rooted)
 
 
 def sparse(size: int) -> bytes:
@@ -192,16 +194,18 @@ def sparse(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [100 * TIB, 2**63 - 1, 2**80])
-def test_restore_a_giant_file_of_holes(rooted: OwnSandboxd, store: Path, image: str, canary: Path, size: int) -> None:
+def test_a_giant_sparse_file_in_a_checkpoint_uses_no_host_memory(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, size: int
+) -> None:
     """Aim: the disk or the memory of the host."""
-    rooted.forget_peak()
+    rooted.reset_peak()
     before = rooted.peak_bytes()
-    session = restore(rooted, put(store, encode_changes(RootChanges(image, b"", b"", b"")) + sparse(size)))
+    session = restore(rooted, store_archive(store, encode_changes(RootChanges(image, b"", b"", b"")) + sparse(size)))
     if session is not None:
-        check_harmless(session)
+        assert_harmless(session)
         session.close()
     assert rooted.peak_bytes() - before < 64 * 1024 * 1024
-    check_next(rooted)
+    assert_next_session_usable(rooted)
 
 
 def head(content: bytes, size: int | None = None) -> bytes:
@@ -225,24 +229,24 @@ def head(content: bytes, size: int | None = None) -> bytes:
     ],
     ids=range(9),
 )
-def test_break_the_reader_of_the_list(
+def test_a_malformed_checkpoint_list_uses_no_sandboxd_memory(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, archive: bytes
 ) -> None:
     """Aim: memory of sandboxd, or a checkpoint that counts as restored and is not."""
-    rooted.forget_peak()
+    rooted.reset_peak()
     before = rooted.peak_bytes()
-    session = restore(rooted, put(store, archive.replace(b"{image}", image.encode())))
+    session = restore(rooted, store_archive(store, archive.replace(b"{image}", image.encode())))
     if session is not None:
-        check_harmless(session)
+        assert_harmless(session)
         session.close()
     assert rooted.peak_bytes() - before < 64 * 1024 * 1024
-    check_next(rooted)
+    assert_next_session_usable(rooted)
 
 
-def check_next(rooted: OwnSandboxd) -> None:
+def assert_next_session_usable(rooted: OwnSandboxd) -> None:
     """Check that another session of the same image is as if nothing had happened."""
     with rooted.session(tenant="other", session="next") as session:
-        assert session.is_well()
+        assert session.is_usable()
         look = (
             "head -c 4 /etc/passwd; ls /usr/local/bin; ls -A /workspace; ls /usr/bin/env /etc/mine /canary 2>/dev/null"
         )

@@ -15,7 +15,7 @@ ENGINE_SOCKETS = ("run/docker.sock", "run/containerd/containerd.sock", "run/podm
 ENGINE_PORTS = (2375, 2376, 2377, 4243)
 
 
-def test_find_the_engines_socket(shared_box: Box) -> None:
+def test_a_sandbox_contains_no_engine_socket(shared_box: Box) -> None:
     """Aim: find a socket of the engine, or any socket, in the sandbox's files."""
     answer = shared_box.run("find / -xdev -type s 2>/dev/null; find /dev /tmp /workspace /run -type s 2>/dev/null")
 
@@ -26,7 +26,7 @@ def test_find_the_engines_socket(shared_box: Box) -> None:
     assert "docker.sock" not in shared_box.mounts()
 
 
-def test_reach_the_engine_by_any_name_that_the_host_listens_on(shared_box: Box) -> None:
+def test_a_sandbox_cannot_connect_to_any_listener_of_the_host(shared_box: Box) -> None:
     """Aim: connect to the addresses on which the host's programs, including the engine, listen. The attacker knows
     the names.
     """
@@ -51,7 +51,7 @@ print(reached)
     assert answer.output.strip() == "[]"
 
 
-def test_have_a_process_of_the_host_connect_to_a_socket_of_the_sandbox(sandboxd: OwnSandboxd) -> None:
+def test_sandboxd_never_connects_to_a_socket_of_the_sandbox(sandboxd: OwnSandboxd) -> None:
     """Aim: replace the socket of a channel, so that sandboxd connects to an attacker's socket."""
     listen = """
 import os, socket
@@ -78,4 +78,4 @@ print('reached', select.select(servers, [], [], 100)[0])
 
         assert any("python3 -" in line for line in session.programs().values())
         assert "reached" not in session.bash("cat /output/jobs/*.log").streams["merged"].decode()
-        assert session.is_well()
+        assert session.is_usable()

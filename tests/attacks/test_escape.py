@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 LIMITS = SandboxLimits()
 
 
-def test_become_root_by_programs_and_calls(shared_box: Box) -> None:
+def test_a_program_cannot_become_root(shared_box: Box) -> None:
     """Aim: become root through setuid programs, own files or system calls."""
     shared_box.run("cp /bin/sh /workspace/sh && chmod 6755 /workspace/sh")
     answer = shared_box.run(
@@ -40,7 +40,7 @@ for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.
     assert {shared_box.status_of(pid)["Uid"] for pid in shared_box.processes()} == {"\t".join([str(own)] * 4)}
 
 
-def test_find_a_setuid_file_or_a_file_capability_in_the_image(shared_box: Box) -> None:
+def test_the_image_has_no_setuid_files_or_file_capabilities(shared_box: Box) -> None:
     """Aim: find a file in the image that gives extra rights."""
     answer = shared_box.run("find / -xdev -perm /6000 -type f 2>/dev/null")
 
@@ -61,7 +61,7 @@ def test_find_a_setuid_file_or_a_file_capability_in_the_image(shared_box: Box) -
         "nsenter --target 1 --mount --uts --net true",
     ],
 )
-def test_change_what_is_mounted(shared_box: Box, attempt: str) -> None:
+def test_mounts_cannot_be_changed(shared_box: Box, attempt: str) -> None:
     """Aim: see or write more through another mount."""
     before = shared_box.mounts()
     answer = shared_box.run(f"mkdir -p /workspace/m; {attempt}")
@@ -71,7 +71,7 @@ def test_change_what_is_mounted(shared_box: Box, attempt: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["/workspace", "/tmp", "/output", "/dev/shm"])
-def test_make_a_device_node_of_the_hosts_disk(shared_box: Box, place: str) -> None:
+def test_device_nodes_cannot_be_created(shared_box: Box, place: str) -> None:
     """Aim: reach the host's disk or memory through a new device node."""
     answer = shared_box.run(f"mkdir {place}/made && cd {place}/made; mknod sda b 8 0; mknod mem c 1 1; mkfifo fifo")
     made = [path for path in (shared_box.root / place.lstrip("/") / "made").iterdir()]
@@ -80,7 +80,7 @@ def test_make_a_device_node_of_the_hosts_disk(shared_box: Box, place: str) -> No
     assert [path.name for path in made] == ["fifo"]
 
 
-def test_open_a_device_of_the_host(shared_box: Box) -> None:
+def test_devices_of_the_host_cannot_be_opened(shared_box: Box) -> None:
     """Aim: reach the host's disk, memory or kernel through an existing device."""
     devices = [path.name for path in (shared_box.root / "dev").iterdir() if stat.S_ISBLK(path.lstat().st_mode)]
     answer = shared_box.run(
@@ -103,7 +103,7 @@ IMAGE_PLACES = (
 )
 
 
-def test_write_to_the_image(shared_box: Box) -> None:
+def test_the_image_cannot_be_written(shared_box: Box) -> None:
     """Aim: run code in the guest, or in every later command."""
     answer = shared_box.run("\n".join(f"echo evil >>{place} && echo written" for place in IMAGE_PLACES))
 
@@ -122,7 +122,7 @@ def test_write_to_the_image(shared_box: Box) -> None:
         "/proc/1/oom_score_adj",
     ],
 )
-def test_change_the_host_through_proc_and_sys(shared_box: Box, place: str) -> None:
+def test_proc_and_sys_files_of_the_host_cannot_be_written(shared_box: Box, place: str) -> None:
     """Aim: make the kernel run a program on the host, or weaken the kernel."""
     before = read_if_any(Path(place))
     shared_box.run(f"echo -1000 >{place}; echo '|/workspace/x' >{place}")
@@ -137,7 +137,7 @@ def read_if_any(path: Path) -> str | None:
         return None
 
 
-def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
+def test_the_cgroup_limits_cannot_be_changed_or_left(shared_box: Box) -> None:
     """Aim: raise or leave the sandbox's own limits."""
     shared_box.run(
         "for f in $(find /sys/fs/cgroup -name cgroup.procs 2>/dev/null); do echo $$ >$f; done; for f in $(find "
@@ -153,7 +153,7 @@ def test_leave_the_limits_through_the_cgroup_tree(shared_box: Box) -> None:
     )
 
 
-def test_outlive_the_end_of_input(box: Box) -> None:
+def test_a_sandbox_ends_when_its_stdin_is_closed(box: Box) -> None:
     """Aim: stay alive after the process that feeds the sandbox has ended."""
     box.feed(
         "trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; while :; do read x </dev/zero; done' >/dev/null 2>&1 "
@@ -168,7 +168,7 @@ def test_outlive_the_end_of_input(box: Box) -> None:
         assert box.processes() == []
 
 
-def test_end_pid_1_from_inside(shared_box: Box) -> None:
+def test_pid_1_cannot_be_killed_from_inside(shared_box: Box) -> None:
     """Aim: end or stop the guest, and with it the supervision of the call."""
     shared_box.run("for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")
 

@@ -43,7 +43,7 @@ except OSError as error: print(error.strerror)
 
 
 @pytest.fixture
-def cleared(shared_box: Box) -> Iterator[Box]:
+def cleaned_box(shared_box: Box) -> Iterator[Box]:
     """Yield a box. Afterwards every writable folder must be empty again, through `rm` in the session alone."""
     before = [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS]
     yield shared_box
@@ -53,46 +53,46 @@ def cleared(shared_box: Box) -> Iterator[Box]:
 
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
-def test_fill_a_writable_place_by_bytes(cleared: Box, place: str, size: int, inodes: int) -> None:
+def test_a_writable_folder_is_limited_in_bytes(cleaned_box: Box, place: str, size: int, inodes: int) -> None:
     """Aim: use up the host's memory or disk, or leave the session without free space permanently."""
-    answer = cleared.run(FILL.format(place=place))
-    total, free, _, _ = usage(cleared.root / place.lstrip("/"))
+    answer = cleaned_box.run(FILL.format(place=place))
+    total, free, _, _ = usage(cleaned_box.root / place.lstrip("/"))
 
     assert "No space left on device" in answer.output
     assert (total, free) == (size, 0)
-    assert cleared.oom_kills() == 0
-    assert_still_works(cleared)
+    assert cleaned_box.oom_kills() == 0
+    assert_still_works(cleaned_box)
 
 
 @pytest.mark.parametrize(("place", "size", "inodes"), MOUNTS)
-def test_fill_a_writable_place_by_empty_files(cleared: Box, place: str, size: int, inodes: int) -> None:
+def test_a_writable_folder_is_limited_in_inodes(cleaned_box: Box, place: str, size: int, inodes: int) -> None:
     """Aim: use up the kernel's memory or all inodes with empty files."""
-    answer = cleared.run(MAKE_FILES.format(place=place))
-    _, _, total, free = usage(cleared.root / place.lstrip("/"))
+    answer = cleaned_box.run(MAKE_FILES.format(place=place))
+    _, _, total, free = usage(cleaned_box.root / place.lstrip("/"))
 
     assert answer.output.strip() == "No space left on device"
     assert (total, free) == (inodes, 0)
-    assert cleared.oom_kills() == 0
-    assert_still_works(cleared)
+    assert cleaned_box.oom_kills() == 0
+    assert_still_works(cleaned_box)
 
 
-def test_fill_everything_at_once_to_poison_the_session(cleared: Box) -> None:
+def test_a_session_still_works_with_all_writable_folders_full(cleaned_box: Box) -> None:
     """Aim: leave no memory for any later command. Even if all mounts are full of bytes and files, enough memory must
     remain.
     """
     for place, _, inodes in MOUNTS:
-        cleared.run(
+        cleaned_box.run(
             f"mkdir {place}/d; "
             + MAKE_FILES.format(place=f"{place}/d").replace("itertools.count()", f"range({inodes - 8})")
         )
-        cleared.run(FILL.format(place=place))
+        cleaned_box.run(FILL.format(place=place))
 
-    assert [usage(cleared.root / place.lstrip("/"))[1] for place, _, _ in MOUNTS] == [0] * len(MOUNTS)
-    assert cleared.oom_kills() == 0
-    assert_still_works(cleared)
+    assert [usage(cleaned_box.root / place.lstrip("/"))[1] for place, _, _ in MOUNTS] == [0] * len(MOUNTS)
+    assert cleaned_box.oom_kills() == 0
+    assert_still_works(cleaned_box)
 
 
-def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APIClient) -> None:
+def test_a_shm_mount_without_an_inode_limit_leads_to_an_oom_kill(engine: APIClient) -> None:
     """Show why the profile mounts /dev/shm with a limit. The engine's own /dev/shm has no nr_inodes, so empty files
     there lead to the OOM killer.
     """
@@ -106,28 +106,28 @@ def test_fill_memory_through_a_shm_mount_without_a_number_of_files(engine: APICl
         assert weaker.oom_kills() >= 1
 
 
-def test_write_one_huge_sparse_file(cleared: Box) -> None:
+def test_a_sparse_file_cannot_exceed_the_workspace(cleaned_box: Box) -> None:
     """Aim: claim more disk space than exists."""
-    answer = cleared.run(f"truncate -s {LIMITS.workspace_bytes} /workspace/most; truncate -s 1T /workspace/huge")
-    sizes = {path.name: path.stat().st_size for path in (cleared.root / "workspace").iterdir()}
+    answer = cleaned_box.run(f"truncate -s {LIMITS.workspace_bytes} /workspace/most; truncate -s 1T /workspace/huge")
+    sizes = {path.name: path.stat().st_size for path in (cleaned_box.root / "workspace").iterdir()}
 
     assert answer.status != 0
     assert sizes == {"most": LIMITS.workspace_bytes, "huge": 0}
-    assert_still_works(cleared)
+    assert_still_works(cleaned_box)
 
 
-def test_hide_a_huge_file_in_a_memfd(cleared: Box) -> None:
+def test_a_memfd_cannot_exceed_the_file_size_limit(cleaned_box: Box) -> None:
     """Aim: keep more data in memory than any mount allows."""
-    answer = cleared.run(python(f"import os; os.truncate(os.memfd_create('x'), {LIMITS.workspace_bytes} + 1)"))
+    answer = cleaned_box.run(python(f"import os; os.truncate(os.memfd_create('x'), {LIMITS.workspace_bytes} + 1)"))
 
     assert answer.status != 0
 
 
-def test_leave_a_core_file_of_the_whole_memory(cleared: Box) -> None:
+def test_a_crash_leaves_no_core_file(cleaned_box: Box) -> None:
     """Aim: fill the workspace, or the host's folder for core files."""
-    cleared.run("cd /workspace && python3 -c 'import os; os.abort()'")
+    cleaned_box.run("cd /workspace && python3 -c 'import os; os.abort()'")
 
-    assert list((cleared.root / "workspace").iterdir()) == []
+    assert list((cleaned_box.root / "workspace").iterdir()) == []
 
 
 BOMB = python("""
@@ -140,7 +140,7 @@ while True:
 """)
 
 
-def test_fork_without_end(engine: APIClient, box: Box) -> None:
+def test_a_fork_bomb_is_limited_to_its_own_sandbox(engine: APIClient, box: Box) -> None:
     """Aim: use up the processes of the host or of a neighbour."""
     with open_box(engine) as neighbour:
         box.feed(f"({BOMB}\n) 2>/dev/null &\n")
@@ -158,7 +158,7 @@ def test_fork_without_end(engine: APIClient, box: Box) -> None:
         assert box.processes() == []
 
 
-def test_take_all_memory(engine: APIClient, box: Box) -> None:
+def test_memory_exhaustion_is_limited_to_its_own_sandbox(engine: APIClient, box: Box) -> None:
     """Aim: use up the host's memory, or get a neighbour killed."""
     hog = "import itertools\nkept = [bytearray(1 << 20) for _ in itertools.count()]"
     with open_box(engine) as neighbour:
@@ -177,49 +177,51 @@ def perl_ipc(source: str) -> str:
     return f"perl <<'END'\n$| = 1;\n{source}\nEND"
 
 
-def test_keep_memory_beyond_death_in_shared_segments(cleared: Box) -> None:
+def test_shared_memory_segments_are_removed_with_their_processes(cleaned_box: Box) -> None:
     """Aim: keep memory in System V segments. The segments belong to no process and to no mount, and survive a kill of
     all processes.
     """
-    answer = cleared.run(
+    answer = cleaned_box.run(
         perl_ipc("for (1..8) { my $id = shmget(0, 1 << 20, 01600); shmwrite($id, 'x' x 1024, 0, 1024) }")
     )
 
     assert answer.status == 0, answer.output
-    assert left_in_ipc(cleared, "shm") == 0
+    assert left_in_ipc(cleaned_box, "shm") == 0
 
 
 def left_in_ipc(box: Box, kind: str) -> int:
     return int(box.run(f"tail -n +2 /proc/sysvipc/{kind} | wc -l").output)
 
 
-def test_keep_memory_beyond_death_in_message_queues_and_semaphores(cleared: Box) -> None:
+def test_message_queues_and_semaphores_are_limited(cleaned_box: Box) -> None:
     """Aim: keep memory in message queues and semaphores after a kill of all processes."""
     queues = (
         "my $m = pack('l! a8000', 1, 'x'); while (defined(my $q = msgget(0, 01600))) { msgsnd($q, $m, 04000) for 1..2 }"
     )
-    cleared.run(perl_ipc(queues))
-    cleared.run(perl_ipc("1 while defined(semget(0, 200, 01600))"))
+    cleaned_box.run(perl_ipc(queues))
+    cleaned_box.run(perl_ipc("1 while defined(semget(0, 200, 01600))"))
 
-    assert left_in_ipc(cleared, "msg") == 64
-    assert left_in_ipc(cleared, "sem") <= 64
-    assert cleared.oom_kills() == 0
-    assert_still_works(cleared)
+    assert left_in_ipc(cleaned_box, "msg") == 64
+    assert left_in_ipc(cleaned_box, "sem") <= 64
+    assert cleaned_box.oom_kills() == 0
+    assert_still_works(cleaned_box)
 
 
-def test_take_the_hosts_slots_for_asynchronous_io(cleared: Box) -> None:
+def test_asynchronous_io_slots_of_the_host_cannot_be_taken(cleaned_box: Box) -> None:
     """Aim: use up fs.aio-max-nr, a limit of the whole host that no namespace divides."""
     before = int(Path("/proc/sys/fs/aio-nr").read_text())
     number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
-    answer = cleared.run(f'perl -e \'my $p = "\\0" x 8; print "got" if syscall({number}, 60000, $p) == 0; exec "cat"\'')
+    answer = cleaned_box.run(
+        f'perl -e \'my $p = "\\0" x 8; print "got" if syscall({number}, 60000, $p) == 0; exec "cat"\''
+    )
 
     assert "got" not in answer.output
     assert int(Path("/proc/sys/fs/aio-nr").read_text()) == before
 
 
-def test_open_descriptors_without_end(cleared: Box) -> None:
+def test_open_descriptors_are_limited(cleaned_box: Box) -> None:
     """Aim: use up the host's open files."""
-    answer = cleared.run(
+    answer = cleaned_box.run(
         python("""
 import os
 opened = [os.dup(0)]
@@ -232,22 +234,22 @@ except OSError as error: print(opened[-1], error.strerror)
     assert answer.output.strip() == f"{LIMITS.nofile - 1} Too many open files"
 
 
-def test_fill_the_hosts_disk_through_output(cleared: Box) -> None:
+def test_output_does_not_fill_the_disk_of_the_host(cleaned_box: Box) -> None:
     """Aim: fill the host's disk through the engine's log."""
-    cleared.run("yes | head -c 8000000")
-    where = cleared.host_folder()
+    cleaned_box.run("yes | head -c 8000000")
+    where = cleaned_box.host_folder()
 
     assert where.is_dir()
     assert sum(path.stat().st_size for path in where.rglob("*") if path.is_file()) < 200_000
 
 
-def test_take_more_of_the_processors_than_its_share(cleared: Box) -> None:
+def test_cpu_use_stays_within_the_limit(cleaned_box: Box) -> None:
     """Aim: slow down everything else on the host."""
-    counter = cleared.cgroup_file("cpuacct", "cpuacct.usage", "cpu.stat")
+    counter = cleaned_box.cgroup_file("cpuacct", "cpuacct.usage", "cpu.stat")
     before, started = used_s(counter), time.monotonic()
     # Each loop is two processes. Their number stays well below the process limit, because the shell of the box must
     # be able to fork.
-    cleared.run("for i in $(seq 40); do timeout 1 sh -c 'while :; do :; done' & done; wait")
+    cleaned_box.run("for i in $(seq 40); do timeout 1 sh -c 'while :; do :; done' & done; wait")
 
     assert used_s(counter) - before < (time.monotonic() - started) * LIMITS.cpus * 1.1 + 0.1
 
@@ -257,19 +259,19 @@ def used_s(counter: Path) -> float:
     return int(numbers[0]) / 1e9 if len(numbers) == 1 else int(numbers[numbers.index("usage_usec") + 1]) / 1e6
 
 
-HOGS = {
-    "one that grows": "python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
-    "one that says it is not to be killed": (
+MEMORY_HOGS = {
+    "growing process": "python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'",
+    "process with minimal oom score": (
         "echo 0 >/proc/self/oom_score_adj; exec python3 -c 'kept = [bytearray(1 << 20) for _ in range(9999)]'"
     ),
-    "many small ones": (
+    "many small processes": (
         "for i in $(seq 20); do python3 -c 'kept = bytearray(60 << 20); input()' < <(sleep 60) & done; wait -n"
     ),
 }
 
 
-@pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
-def test_have_another_process_killed_for_want_of_memory(sandboxd: OwnSandboxd, hog: str) -> None:
+@pytest.mark.parametrize("hog", MEMORY_HOGS.values(), ids=MEMORY_HOGS.keys())
+def test_the_oom_killer_ends_the_process_that_uses_the_memory(sandboxd: OwnSandboxd, hog: str) -> None:
     """Aim: let the guest, another call or a background job be killed instead of the hog, or leave the reason of a
     death unreported.
     """
@@ -287,4 +289,4 @@ def test_have_another_process_killed_for_want_of_memory(sandboxd: OwnSandboxd, h
             SOON_S,
             lambda: f"{sorted(session.programs().values())}\n{sandboxd.log()[-4000:]}",
         )
-        assert session.is_well()
+        assert session.is_usable()

@@ -33,7 +33,7 @@ def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
         yield opened
 
 
-ROADS = [
+PATH_PREFIXES = [
     "",
     "/..",
     "/../../..",
@@ -46,7 +46,7 @@ ROADS = [
 ]
 
 
-def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: Path) -> None:
+def test_host_files_cannot_be_read_or_written_through_any_path(shared_box: Box, canary: Path) -> None:
     """Aim: leave the root through `..`, a magic link, or a link that another process follows."""
     answer = shared_box.run(
         "\n".join(
@@ -54,17 +54,17 @@ def test_read_or_write_a_file_of_the_host_by_any_road(shared_box: Box, canary: P
                 f"cat {road}{canary}; [ -w {road}{canary} ] && echo x >>{road}{canary}; ln -sfn {road}{canary.parent} "
                 f"/workspace/l; cat /workspace/l/{canary.name}"
             )
-            for road in ROADS
+            for road in PATH_PREFIXES
         )
     )
 
     assert "a secret of the host" not in answer.output
     assert answer.output.count("No such file") + answer.output.count("Permission denied") + answer.output.count(
         "Not a directory"
-    ) >= 2 * len(ROADS)
+    ) >= 2 * len(PATH_PREFIXES)
 
 
-def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None:
+def test_host_files_are_not_visible_under_any_name(shared_box: Box, canary: Path) -> None:
     """Aim: see the file under an unexpected name."""
     places = "/ /proc/[0-9]*/root/tmp/ /proc/[0-9]*/cwd/ /proc/[0-9]*/fd/ /dev/fd/ /sys/fs"
     answer = shared_box.run(f"find {places} -xdev -name '{canary.name}' 2>/dev/null")
@@ -72,7 +72,7 @@ def test_find_a_file_of_the_host_anywhere(shared_box: Box, canary: Path) -> None
     assert answer.output.strip() == ""
 
 
-def test_have_the_tools_read_or_write_a_file_of_the_host(session: HostileSession, canary: Path) -> None:
+def test_file_tools_do_not_read_or_write_host_files(session: HostileSession, canary: Path) -> None:
     """Aim: make the host resolve a path of a tool call, or a link in the workspace."""
     session.bash(f"ln -s {canary} link; ln -s {canary.parent} folder; ln -s /proc/1/root root; ln -s /proc/self/fd fd")
     for path in (
@@ -94,7 +94,7 @@ def test_have_the_tools_read_or_write_a_file_of_the_host(session: HostileSession
     assert canary.read_text() == "a secret of the host\n"
 
 
-def test_keep_a_folder_of_the_host_open_from_the_start(session: HostileSession) -> None:
+def test_the_guest_has_no_open_folder_of_the_host(session: HostileSession) -> None:
     """Aim: leave the root through a descriptor that the runtime left open, as in CVE-2024-21626."""
     held = [os.readlink(entry) for entry in Path(f"/proc/{session.watched.pid}/fd").iterdir()]
     folders = [
@@ -106,7 +106,7 @@ def test_keep_a_folder_of_the_host_open_from_the_start(session: HostileSession) 
     assert os.readlink(f"/proc/{session.watched.pid}/cwd") in ("/", "/workspace")
 
 
-def test_see_a_path_of_the_host_that_holds_a_name(shared_box: Box) -> None:
+def test_mount_and_host_information_reveals_no_host_name_or_path(shared_box: Box) -> None:
     """Aim: find out which other tenants use the host. Mounts may show only the engine's own storage, and nothing else
     of the host.
     """

@@ -32,8 +32,10 @@ STOPSIGNAL SIGCONT
 ONBUILD RUN false
 SHELL ["/evil"]
 """
-HOLLOW = "#!/bin/sh\nprintf '%s' \"$0\" >&2; while :; do head -c 65536 /dev/urandom; done\n"
-LIAR = '#!/bin/bash\nh=\'{"ev":"hello","v":1}\'\nprintf \'\\0\\0\\0\\x18\\0\\0\\0\\x14%s\' "$h"\nexec cat >/dev/null\n'
+ENDLESS_OUTPUT = "#!/bin/sh\nprintf '%s' \"$0\" >&2; while :; do head -c 65536 /dev/urandom; done\n"
+FORGED_HELLO = (
+    '#!/bin/bash\nh=\'{"ev":"hello","v":1}\'\nprintf \'\\0\\0\\0\\x18\\0\\0\\0\\x14%s\' "$h"\nexec cat >/dev/null\n'
+)
 
 
 def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[str, int]]) -> str:
@@ -66,8 +68,8 @@ def images(engine: APIClient) -> Iterator[dict[str, str]]:
     tags = {
         "loud": build(engine, "loud", METADATA, plain),
         "volume": build(engine, "volume", "VOLUME /data /workspace", plain),
-        "hollow": build(engine, "hollow", "", {"opt/toolcrew/bin/python3": (HOLLOW, 0o755)}),
-        "liar": build(engine, "liar", "", {"opt/toolcrew/bin/python3": (LIAR, 0o755)}),
+        "hollow": build(engine, "hollow", "", {"opt/toolcrew/bin/python3": (ENDLESS_OUTPUT, 0o755)}),
+        "liar": build(engine, "liar", "", {"opt/toolcrew/bin/python3": (FORGED_HELLO, 0o755)}),
     }
     yield tags
     for tag in tags.values():
@@ -75,7 +77,7 @@ def images(engine: APIClient) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def loose(start: str, engine: APIClient, images: dict[str, str]) -> Iterator[OwnSandboxd]:
+def unrestricted_sandboxd(start: str, engine: APIClient, images: dict[str, str]) -> Iterator[OwnSandboxd]:
     """Return a sandboxd whose operator has allowed all of these images."""
     with open_own_sandboxd(
         engine, {"TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps(list(images.values())), "TOOLCREW_SANDBOX_START": start}
@@ -83,9 +85,11 @@ def loose(start: str, engine: APIClient, images: dict[str, str]) -> Iterator[Own
         yield opened
 
 
-def test_start_a_program_of_its_own_as_root(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_entrypoint_user_and_other_settings_of_an_image_are_ignored(
+    unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]
+) -> None:
     """Aim: make the engine use the image's entrypoint, command, user, folder, health check or stop signal."""
-    with loose.session(session="loud", image=images["loud"]) as session:
+    with unrestricted_sandboxd.session(session="loud", image=images["loud"]) as session:
         watched = session.watched
         own = str(watched.host_id(1000))
 
@@ -95,9 +99,9 @@ def test_start_a_program_of_its_own_as_root(loose: OwnSandboxd, images: dict[str
         assert not [line for line in session.programs().values() if "66" in line]
 
 
-def test_load_a_library_of_the_image_into_the_guest(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_the_guest_loads_no_library_of_the_image(unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: run code of the image in PID 1, by a variable that the loader of every program reads."""
-    with loose.session(session="preload", image=images["loud"]) as session:
+    with unrestricted_sandboxd.session(session="preload", image=images["loud"]) as session:
         assert session.bash("echo ${LD_PRELOAD-unset}").done["exit_code"] == 0
         pids = session.watched.processes()
         assert pids
@@ -105,35 +109,40 @@ def test_load_a_library_of_the_image_into_the_guest(loose: OwnSandboxd, images: 
             assert "/usr/lib/x86_64-linux-gnu/libz" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_pass_for_another_sandboxds_by_labels_of_the_image(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_labels_of_an_image_do_not_replace_sandboxd_labels(
+    unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]
+) -> None:
     """Aim: avoid the clean-up of every sandboxd, or have another daemon's sandboxes removed."""
-    with loose.session(session="labels", image=images["loud"]) as session:
+    with unrestricted_sandboxd.session(session="labels", image=images["loud"]) as session:
         labels = session.watched.labels()
 
-        assert labels["toolcrew.sandboxd"] == labels["toolcrew.deployment"] == loose.name
+        assert labels["toolcrew.sandboxd"] == labels["toolcrew.deployment"] == unrestricted_sandboxd.name
         assert int(labels["toolcrew.deadline"]) > 0
         assert labels["toolcrew.lease"] != "0"
 
 
-def test_take_the_hosts_disk_by_a_volume_of_the_image(
-    engine: APIClient, loose: OwnSandboxd, images: dict[str, str]
+def test_an_image_with_a_volume_is_refused(
+    engine: APIClient, unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]
 ) -> None:
     """Aim: get an anonymous volume, which is a folder of the host without a limit."""
     before = {volume["Name"] for volume in engine.volumes()["Volumes"] or []}
-    with pytest.raises(SandboxUnavailable, match="/data"), loose.session(session="volume", image=images["volume"]):
+    with (
+        pytest.raises(SandboxUnavailable, match="/data"),
+        unrestricted_sandboxd.session(session="volume", image=images["volume"]),
+    ):
         pass
 
     assert {volume["Name"] for volume in engine.volumes()["Volumes"] or []} <= before
-    described = [watch(engine, box).described() for box in loose.footprint.containers()]
+    described = [watch(engine, box).described() for box in unrestricted_sandboxd.footprint.containers()]
     assert not [text for text in described if images["volume"] in text]
 
 
-def test_replace_the_guest_by_a_program_of_the_image(loose: OwnSandboxd, images: dict[str, str]) -> None:
+def test_an_image_cannot_replace_the_guest_program(unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]) -> None:
     """Aim: be PID 1, to flood sandboxd or to impersonate the guest. The mounted toolkit hides the image's program."""
     for name in ("hollow", "liar"):
-        loose.forget_peak()
-        before, log_before = loose.peak_bytes(), len(loose.log())
-        with loose.session(session=name, image=images[name]) as session:
+        unrestricted_sandboxd.reset_peak()
+        before, log_before = unrestricted_sandboxd.peak_bytes(), len(unrestricted_sandboxd.log())
+        with unrestricted_sandboxd.session(session=name, image=images[name]) as session:
             assert session.bash("exit 42").done["exit_code"] == 42
-        assert loose.peak_bytes() - before < 12 << 20
-        assert len(loose.log()) - log_before < 5000
+        assert unrestricted_sandboxd.peak_bytes() - before < 12 << 20
+        assert len(unrestricted_sandboxd.log()) - log_before < 5000

@@ -14,7 +14,7 @@ from workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 
-MARK = "first-tenants-own"
+VICTIM_WORD = "first-tenants-own"
 KEY = 0x70C0
 
 
@@ -23,14 +23,14 @@ def victim(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     """Yield the first tenant's session, with an example of everything that processes can share."""
     with sandboxd.session("first", "s1") as session:
         session.bash(
-            f"for place in /workspace /tmp /output /dev/shm; do echo {MARK} >$place/{MARK}; chmod 777 $place/{MARK}; "
+            f"for place in /workspace /tmp /output /dev/shm; do echo {VICTIM_WORD} >$place/{VICTIM_WORD}; chmod 777 $place/{VICTIM_WORD}; "
             "done"
         )
         session.start_job(
             f"perl -e 'shmget({KEY}, 4096, 01777); msgget({KEY}, 01777); semget({KEY}, 1, 01777); sleep 500' & "
             + python(f"""
 import socket, time
-server = socket.socket(socket.AF_UNIX); server.bind('\\0{MARK}'); server.listen()
+server = socket.socket(socket.AF_UNIX); server.bind('\\0{VICTIM_WORD}'); server.listen()
 inside = socket.create_server(('127.0.0.1', 4455))
 open('/workspace/ready', 'w').write('x')
 time.sleep(500)
@@ -50,13 +50,13 @@ def neighbour(
         yield session
 
 
-def test_find_files_processes_or_sockets_of_another(neighbour: HostileSession) -> None:
+def test_files_processes_and_sockets_of_another_session_are_not_visible(neighbour: HostileSession) -> None:
     """Aim: read the files or processes of another session: folders, guessed paths, /proc, System V keys, abstract
     names and loopback.
     """
     found = neighbour.bash(
-        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {MARK[:-1]}[{MARK[-1]}]; cat /proc/[0-9]*/cmdline | tr "
-        f"'\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {MARK} "
+        f"ls -AR /workspace /tmp /dev/shm /dev/mqueue | grep {VICTIM_WORD[:-1]}[{VICTIM_WORD[-1]}]; cat /proc/[0-9]*/cmdline | tr "
+        f"'\\0' ' ' | grep -e 'sleep [5]00' -e 'shmge[t]'; cat /proc/sysvipc/* | grep -c ' {KEY} '; grep -c {VICTIM_WORD} "
         "/proc/net/unix; grep -c :1167 /proc/net/tcp; cat /proc/keys"
     )
 
@@ -64,7 +64,7 @@ def test_find_files_processes_or_sockets_of_another(neighbour: HostileSession) -
     assert lines == ["0", "0", "0"]
 
 
-def test_open_what_another_shares_by_its_key_or_name(neighbour: HostileSession) -> None:
+def test_shared_objects_of_another_session_cannot_be_opened_by_key_or_name(neighbour: HostileSession) -> None:
     """Aim: guess a key. Namespaces must make the same key a different object."""
     answer = neighbour.bash(
         (
@@ -74,7 +74,7 @@ def test_open_what_another_shares_by_its_key_or_name(neighbour: HostileSession) 
         )
         + python(f"""
 import socket
-for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.0.1', 4455))):
+for family, address in ((socket.AF_UNIX, '\\0{VICTIM_WORD}'), (socket.AF_INET, ('127.0.0.1', 4455))):
     try: socket.socket(family).connect(address); print('found')
     except ConnectionRefusedError: print('none')
 """)
@@ -83,13 +83,13 @@ for family, address in ((socket.AF_UNIX, '\\0{MARK}'), (socket.AF_INET, ('127.0.
     assert answer.streams["merged"].decode().split() == ["nonenone", "none"]
 
 
-def test_read_a_path_that_only_the_neighbour_has(neighbour: HostileSession, victim: HostileSession) -> None:
+def test_file_tools_cannot_read_a_path_of_another_session(neighbour: HostileSession, victim: HostileSession) -> None:
     """Aim: read the exact path through the tools, or through the container's pid."""
-    paths = [f"/{place}/{MARK}" for place in ("workspace", "tmp", "output")]
+    paths = [f"/{place}/{VICTIM_WORD}" for place in ("workspace", "tmp", "output")]
     paths += [
-        f"/proc/{victim.watched.pid}/root/workspace/{MARK}",
-        f"/proc/1/root/workspace/{MARK}",
-        f"/../{victim.watched.id}/{MARK}",
+        f"/proc/{victim.watched.pid}/root/workspace/{VICTIM_WORD}",
+        f"/proc/1/root/workspace/{VICTIM_WORD}",
+        f"/../{victim.watched.id}/{VICTIM_WORD}",
     ]
     answers = [neighbour.ask({"op": "read_file", "path": path, "max_bytes": 99, "timeout_s": 5}) for path in paths]
 
@@ -100,7 +100,7 @@ def test_read_a_path_that_only_the_neighbour_has(neighbour: HostileSession, vict
 @pytest.mark.parametrize(
     "name", ["first:s2", "second:s1", "s1", "first", ":s1", "first:", "first:s1:", "first:s1/", "FIRST:s1", " first:s1"]
 )
-def test_call_into_a_session_by_a_guessed_id(sandboxd: OwnSandboxd, victim: HostileSession, name: str) -> None:
+def test_a_guessed_session_id_reaches_no_session(sandboxd: OwnSandboxd, victim: HostileSession, name: str) -> None:
     """Aim: reach another session with an id that is similar to its id. The ids of a worker come from a signed
     context.
     """
@@ -111,7 +111,9 @@ def test_call_into_a_session_by_a_guessed_id(sandboxd: OwnSandboxd, victim: Host
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: HostileSession, victim: HostileSession) -> None:
+def test_processes_of_another_session_cannot_be_signalled_by_host_pid(
+    neighbour: HostileSession, victim: HostileSession
+) -> None:
     """Aim: signal processes of other sandboxes. All sandboxes of a host have the same uid, but their pids must be
     separate.
     """
@@ -126,7 +128,7 @@ def test_signal_or_slow_down_a_neighbour_by_its_numbers(neighbour: HostileSessio
     assert victim.programs() == before
 
 
-def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
+def test_writable_folders_are_not_shared_between_containers(engine: APIClient, box: Box) -> None:
     """Aim: find files of another container in a writable folder."""
     with open_box(engine) as neighbour:
         box.run("echo mine >/workspace/f; echo mine >/tmp/f; echo mine >/output/f; echo mine >/dev/shm/f")
@@ -135,7 +137,7 @@ def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
     assert found.output.split() == ["/dev/shm:", "/output:", "/tmp:", "/workspace:"]
 
 
-def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
+def test_processes_of_the_host_are_not_visible(shared_box: Box) -> None:
     """Aim: find the engine, sandboxd or a worker among the visible processes."""
     answer = shared_box.run("ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     count = int(answer.output.split()[0])
@@ -144,13 +146,15 @@ def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
     assert "dockerd" not in answer.output
 
 
-def test_get_a_sandbox_that_another_has_used(sandboxd: OwnSandboxd) -> None:
+def test_a_new_session_never_gets_a_used_container(sandboxd: OwnSandboxd) -> None:
     """Aim: find data of the previous session in a reused container."""
     with sandboxd.session("first", "before") as before:
-        before.bash(f"echo {MARK} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={MARK}")
+        before.bash(
+            f"echo {VICTIM_WORD} | tee /workspace/f /tmp/f /output/f /dev/shm/f; cd /tmp; export LEFT={VICTIM_WORD}"
+        )
         container = before.watched.id
     with sandboxd.session("second", "after") as after:
-        found = after.bash(f"echo in $LEFT $PWD; grep -rs {MARK} /workspace /tmp /dev/shm /output --include=f")
+        found = after.bash(f"echo in $LEFT $PWD; grep -rs {VICTIM_WORD} /workspace /tmp /dev/shm /output --include=f")
 
         assert found.streams["merged"] == b"in /workspace\n"
         assert after.watched.id != container

@@ -28,7 +28,7 @@ def host_addresses() -> list[str]:
     return sorted({address for address in found if address and not address.startswith("0.")})
 
 
-def test_reach_the_host_over_the_network(shared_box: Box, listener: socket.socket) -> None:
+def test_services_of_the_host_are_not_reachable(shared_box: Box, listener: socket.socket) -> None:
     """Aim: use a service of the host that trusts local clients."""
     port = listener.getsockname()[1]
     answer = shared_box.run(
@@ -49,7 +49,7 @@ for address in {host_addresses()!r} + ['127.0.0.1']:
 @pytest.mark.parametrize(
     "target", ["169.254.169.254", "8.8.8.8", "172.17.0.1", "fd00:ec2::254", "2001:4860:4860::8888"]
 )
-def test_reach_the_internet_or_the_metadata_service(shared_box: Box, target: str) -> None:
+def test_internet_and_metadata_addresses_are_not_reachable(shared_box: Box, target: str) -> None:
     """Aim: send data out, or get the host's cloud credentials."""
     answer = shared_box.run(
         python(f"""
@@ -62,20 +62,20 @@ except OSError as error: print(errno.errorcode[error.errno])
     assert answer.output.strip() in ("ENETUNREACH", "EADDRNOTAVAIL")
 
 
-def test_find_an_interface_besides_loopback(shared_box: Box) -> None:
+def test_the_only_network_interface_is_loopback(shared_box: Box) -> None:
     """Aim: find any route out of the sandbox."""
     lines = Path(f"/proc/{shared_box.pid}/net/dev").read_text().splitlines()[2:]
 
     assert [line.split(":")[0].strip() for line in lines] == ["lo"]
 
 
-def test_resolve_a_name_to_carry_data_out(shared_box: Box) -> None:
+def test_names_cannot_be_resolved(shared_box: Box) -> None:
     """Aim: send data out inside domain names."""
     assert shared_box.run("getent hosts secret.example.com").status != 0
 
 
 @pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG", "AF_TIPC", "AF_BLUETOOTH"])
-def test_reach_the_hypervisor_or_the_kernel_by_an_odd_socket(shared_box: Box, family: str) -> None:
+def test_unusual_socket_families_are_refused(shared_box: Box, family: str) -> None:
     """Aim: reach the hypervisor, or a part of the kernel. vsock ignores network namespaces."""
     answer = shared_box.run(
         python(f"""
@@ -89,7 +89,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK
     assert answer.output.split() == ["refused"] * 4
 
 
-def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> None:
+def test_abstract_sockets_of_the_host_are_not_reachable(shared_box: Box) -> None:
     """Aim: use a service of the host that listens on an abstract name."""
     name = f"\0toolcrew-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server:
@@ -106,7 +106,7 @@ def test_reach_a_listener_of_the_host_by_an_abstract_name(shared_box: Box) -> No
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_send_a_packet_that_asks_for_no_connection(shared_box: Box, family: socket.AddressFamily) -> None:
+def test_datagrams_do_not_leave_the_sandbox(shared_box: Box, family: socket.AddressFamily) -> None:
     """Aim: send data out in datagrams: to the host, to its neighbours by multicast, or to a link-local address."""
     with socket.socket(family, socket.SOCK_DGRAM) as server:
         server.bind(("", 0))
@@ -136,7 +136,7 @@ print('sent')
     "change",
     ["ip link add d0 type dummy", "ip link set lo down", "echo 1 >/proc/sys/net/ipv4/ip_forward", "ifconfig eth0 up"],
 )
-def test_make_a_way_out_of_its_own(shared_box: Box, change: str) -> None:
+def test_interfaces_and_routes_cannot_be_changed(shared_box: Box, change: str) -> None:
     """Aim: add an interface or a route."""
     before = Path(f"/proc/{shared_box.pid}/net/dev").read_text().count(":")
     assert shared_box.run(change).status != 0

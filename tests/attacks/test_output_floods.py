@@ -17,7 +17,7 @@ FLOODS = {
     "a gibibyte": ("head -c 1073741824 /dev/zero", 1 << 30),
     "one line of fifty megabytes": ("head -c 50000000 /dev/zero | tr '\\0' x", 50_000_000),
     "both streams": ("head -c 100000000 /dev/zero & head -c 100000000 /dev/zero >&2; wait", 200_000_000),
-    "crumbs": ("for i in {1..30000}; do printf x; done", 30_000),
+    "many tiny writes": ("for i in {1..30000}; do printf x; done", 30_000),
 }
 
 
@@ -27,7 +27,9 @@ def resident_bytes(session: HostileSession) -> int:
 
 
 @pytest.mark.parametrize(("flood", "total"), FLOODS.values(), ids=FLOODS.keys())
-def test_fill_the_memory_of_guest_sandboxd_or_worker(sandboxd: OwnSandboxd, flood: str, total: int) -> None:
+def test_unlimited_output_uses_constant_memory_in_guest_and_sandboxd(
+    sandboxd: OwnSandboxd, flood: str, total: int
+) -> None:
     """Aim: make a process keep the whole output in memory."""
     with sandboxd.session(session="flood") as session:
         session.bash("true")
@@ -38,15 +40,15 @@ def test_fill_the_memory_of_guest_sandboxd_or_worker(sandboxd: OwnSandboxd, floo
         assert sum(map(len, answer.streams.values())) <= sum(CAPTURE.values())
         assert sandboxd.peak_bytes() - before < FLAT_BYTES
         assert resident_bytes(session) - guest_before < 2 * MIB
-        assert session.is_well()
+        assert session.is_usable()
 
 
 def reset_peak(sandboxd: OwnSandboxd) -> int:
-    sandboxd.forget_peak()
+    sandboxd.reset_peak()
     return sandboxd.peak_bytes()
 
 
-def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(sandboxd: OwnSandboxd) -> None:
+def test_unread_output_uses_constant_memory_and_delays_no_other_session(sandboxd: OwnSandboxd) -> None:
     """Aim: fill the memory with a stream to a slow worker, or delay other sessions."""
     first, may_read = threading.Event(), threading.Event()
 
@@ -82,7 +84,7 @@ def test_fill_the_memory_of_sandboxd_while_the_worker_does_not_read(sandboxd: Ow
         assert not reading.is_alive()
 
 
-def test_wear_the_worker_out_with_a_slow_drip(sandboxd: OwnSandboxd) -> None:
+def test_live_output_events_are_limited_in_rate(sandboxd: OwnSandboxd) -> None:
     """Aim: cause an event for each byte. Live output is sent at most every 50 ms."""
     pieces: list[int] = []
     with sandboxd.session(session="drip") as session, SandboxClient(sandboxd.path) as worker:
@@ -103,7 +105,7 @@ def test_wear_the_worker_out_with_a_slow_drip(sandboxd: OwnSandboxd) -> None:
         assert 1 <= sum(pieces) <= done["run_s"] / 0.05 + 2
 
 
-def test_fill_the_hosts_disk_with_the_log_of_sandboxd(sandboxd: OwnSandboxd) -> None:
+def test_failing_calls_do_not_fill_the_sandboxd_log(sandboxd: OwnSandboxd) -> None:
     """Aim: write a log line for each refused or failed call, or write the call's text into a log line."""
     with sandboxd.session(session="log") as session:
         before = len(sandboxd.log())

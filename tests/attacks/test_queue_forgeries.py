@@ -31,14 +31,14 @@ from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from store.calls import seal_ticket
 from tests.builders import build_attempt
-from tests.queue_by_hand import stored_result, stored_state
+from tests.raw_queue import stored_result, stored_state
 from tests.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.timeout(120)
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
-GUESS = SigningKeys.of("a guess")
+WRONG_KEYS = SigningKeys.of("a guess")
 ROUTE = ("acme", None, POOL_WEB)
 SOON_S = 20.0
 
@@ -74,7 +74,7 @@ class Attacker:
     def push(self, envelope: str, call: ToolCall, task: str = "tool.append_tool") -> None:
         self.redis.lpush(POOL_WEB, self.message(envelope, call.id, task))
 
-    def counted(self, reason: str) -> int:
+    def count_refusals(self, reason: str) -> int:
         return int(self.redis.hget(refusals_key("default"), reason) or 0)
 
     def await_state(self, call: ToolCall) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def dispatch(attacker: Attacker, call: ToolCall) -> ToolResult:
 
 
 FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
-    "another secret": ("signature", lambda call: encode_call(call, build_context(), GUESS)),
+    "another secret": ("signature", lambda call: encode_call(call, build_context(), WRONG_KEYS)),
     "a changed argument": (
         "signature",
         lambda call: encode_call(call, build_context(), KEYS).replace("marks", "MARKS"),
@@ -134,7 +134,7 @@ FORGERIES: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
 }
 
 
-def say_lost(attacker: Attacker, task: str) -> None:
+def publish_host_lost(attacker: Attacker, task: str) -> None:
     """Store and publish the record that a reaper writes about a call that waited in the queue of a lost host."""
     lost = {"exc_type": HOST_LOST_TYPE, "exc_message": ["the host is gone"], "exc_module": "toolcrew"}
     stored = json.dumps({"status": "FAILURE", "result": lost, "traceback": None, "children": [], "task_id": task})
@@ -142,20 +142,20 @@ def say_lost(attacker: Attacker, task: str) -> None:
     attacker.redis.publish(result_key(task), stored)
 
 
-LOST: dict[str, Callable[[ToolCall], dict[str, str]]] = {
-    "only a result": lambda _: {},
-    "and its record": lambda _: {"state": "lost", "holder": ""},
-    "with a ticket of another secret": lambda call: {
+HOST_LOST_FORGERIES: dict[str, Callable[[ToolCall], dict[str, str]]] = {
+    "forged result": lambda _: {},
+    "forged result and call record": lambda _: {"state": "lost", "holder": ""},
+    "ticket with another secret": lambda call: {
         "state": "lost",
         "holder": "",
-        "ticket": seal_ticket(GUESS, "acme", call.id, 1),
+        "ticket": seal_ticket(WRONG_KEYS, "acme", call.id, 1),
     },
-    "with the ticket of another call": lambda _: {
+    "ticket of another call": lambda _: {
         "state": "lost",
         "holder": "",
         "ticket": seal_ticket(KEYS, "acme", "another", 1),
     },
-    "with the ticket of another attempt": lambda call: {
+    "ticket of another attempt": lambda call: {
         "state": "lost",
         "holder": "",
         "ticket": seal_ticket(KEYS, "acme", call.id, 2),
@@ -163,8 +163,8 @@ LOST: dict[str, Callable[[ToolCall], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("forgery", LOST)
-async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
+@pytest.mark.parametrize("forgery", HOST_LOST_FORGERIES)
+async def test_a_forged_host_loss_does_not_repeat_a_running_call(
     attacker: Attacker, tmp_path: Path, forgery: str
 ) -> None:
     call, gate, key = attacker.call(), tmp_path / "gate", ""
@@ -174,9 +174,9 @@ async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
     try:
         await wait_until_async(lambda: attacker.pool.acted(call.id), SOON_S, attacker.pool.log)
         key = call_key("default", "acme", call.id)
-        if LOST[forgery](call):
-            attacker.redis.hset(key, mapping=LOST[forgery](call))  # type: ignore[arg-type]
-        say_lost(attacker, (attacker.redis.hget(key, "task") or b"").decode())
+        if HOST_LOST_FORGERIES[forgery](call):
+            attacker.redis.hset(key, mapping=HOST_LOST_FORGERIES[forgery](call))  # type: ignore[arg-type]
+        publish_host_lost(attacker, (attacker.redis.hget(key, "task") or b"").decode())
         await wait_until_async(lambda: sending.done() or attacker.pool.acted(call.id) > 1, SOON_S, attacker.pool.log)
         assert attacker.pool.acted(call.id) == 1
         result = await sending
@@ -188,43 +188,43 @@ async def test_a_forged_loss_of_its_host_has_no_running_call_sent_again(
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forger_without_the_secret_runs_nothing(attacker: Attacker, forgery: str) -> None:
+def test_a_message_without_a_valid_signature_is_refused_and_counted(attacker: Attacker, forgery: str) -> None:
     reason, forge = FORGERIES[forgery]
-    call, before = attacker.call(), attacker.counted(reason)
+    call, before = attacker.call(), attacker.count_refusals(reason)
     attacker.push(forge(call), call)
     state = attacker.await_state(call)
     assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")
-    assert attacker.counted(reason) == before + 1
+    assert attacker.count_refusals(reason) == before + 1
     assert attacker.pool.acted(call.id) == 0
 
 
-def test_a_call_that_is_pushed_twice_acts_once_and_keeps_its_result(attacker: Attacker) -> None:
-    call, before = attacker.call(), attacker.counted("repeated")
+def test_a_call_queued_twice_runs_once_and_keeps_its_result(attacker: Attacker) -> None:
+    call, before = attacker.call(), attacker.count_refusals("repeated")
     message = attacker.message(encode_call(call, build_context(), KEYS), call.id)
     attacker.redis.lpush(POOL_WEB, message, message)
     assert attacker.await_result(call).success
-    wait_until(lambda: attacker.counted("repeated") == before + 1, SOON_S, attacker.pool.log)
+    wait_until(lambda: attacker.count_refusals("repeated") == before + 1, SOON_S, attacker.pool.log)
     assert attacker.await_result(call).success
     assert attacker.pool.acted(call.id) == 1
 
 
-async def test_a_copied_call_is_not_run_again_after_its_end(attacker: Attacker) -> None:
-    call, before = attacker.call(), attacker.counted("repeated")
+async def test_a_copied_call_does_not_run_again_after_its_end(attacker: Attacker) -> None:
+    call, before = attacker.call(), attacker.count_refusals("repeated")
     assert (await dispatch(attacker, call)).success
     attacker.push(encode_call(call, build_context(), KEYS), call)
-    wait_until(lambda: attacker.counted("repeated") == before + 1, SOON_S, attacker.pool.log)
+    wait_until(lambda: attacker.count_refusals("repeated") == before + 1, SOON_S, attacker.pool.log)
     assert attacker.pool.acted(call.id) == 1
     assert stored_state(attacker.redis, attacker.task_id(call.id)) is None
 
 
-def test_an_expired_call_is_answered_and_not_run(attacker: Attacker) -> None:
+def test_an_expired_call_is_answered_with_a_timeout_and_does_not_run(attacker: Attacker) -> None:
     call = attacker.call()
     attacker.push(encode_call(call, build_context(deadline_at=time.time() - 1), KEYS), call)
     result = attacker.await_result(call)
     assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.TIMEOUT, 0)
 
 
-def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_run(attacker: Attacker) -> None:
+def test_a_call_for_a_session_on_another_host_or_of_another_tenant_does_not_run(attacker: Attacker) -> None:
     # A key that only a worker of a sandbox host may read. This worker has the role here.
     attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:t:*:session.*:place"])
     place = {"state": "open", "queue": "host.b.1", "fence": "2"}
@@ -236,7 +236,7 @@ def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_r
         assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.HOST_LOST, 0)
 
 
-def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attacker: Attacker) -> None:
+def test_a_call_of_an_unregistered_tenant_is_refused_and_counted(attacker: Attacker) -> None:
 
     def is_refused() -> bool:
         call = attacker.call()
@@ -248,23 +248,23 @@ def test_a_call_of_a_tenant_that_is_not_registered_is_refused_and_counted(attack
     attacker.redis.hset(tenants_key("default"), "acme", seal_policy(KEYS, "acme", TenantPolicy()))
     # A process reads the tenants once a second.
     wait_until(is_refused, SOON_S, attacker.pool.log)
-    call, before = attacker.call(), attacker.counted("wrong_tenant")
+    call, before = attacker.call(), attacker.count_refusals("wrong_tenant")
     attacker.push(encode_call(call, build_context(tenant="stranger"), KEYS), call)
     result = attacker.await_result(call)
     assert (result.error_code, attacker.pool.acted(call.id)) == (ErrorCode.UNKNOWN_TENANT, 0)
-    assert attacker.counted("wrong_tenant") == before + 1
+    assert attacker.count_refusals("wrong_tenant") == before + 1
 
 
-def test_a_forged_order_on_a_control_list_ends_no_call(attacker: Attacker) -> None:
-    before = attacker.counted("signature")
+def test_a_forged_cancel_order_has_no_effect(attacker: Attacker) -> None:
+    before = attacker.count_refusals("signature")
     order = ToolCall(id=secrets.token_hex(8), name="session.cancel", arguments={"call_id": "c1"})
     attacker.redis.lpush(control_queue(POOL_WEB), encode_call(order, build_context(), SigningKeys.of("a guess")))
-    wait_until(lambda: attacker.counted("signature") == before + 1, SOON_S, attacker.pool.log)
+    wait_until(lambda: attacker.count_refusals("signature") == before + 1, SOON_S, attacker.pool.log)
     assert not attacker.redis.exists(call_key("default", "acme", "c1"))
 
 
 @pytest.fixture
-def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
+def broken_redis(attacker: Attacker) -> Iterator[Callable[..., None]]:
     """Yield a function that makes Redis refuse commands that change it. Redis works normally again on exit."""
     yield lambda *command: attacker.redis.execute_command(*command)
     attacker.redis.config_set("maxmemory", 0)
@@ -274,12 +274,12 @@ def crippled(attacker: Attacker) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     "cripple", [("CONFIG", "SET", "maxmemory", "1"), ("REPLICAOF", "127.0.0.1", "1")], ids=["full", "read-only"]
 )
-async def test_a_redis_that_takes_no_writes_is_reported_and_nothing_runs(
-    attacker: Attacker, crippled: Callable[..., None], cripple: tuple[str, ...]
+async def test_a_redis_that_refuses_writes_is_reported_and_no_call_runs(
+    attacker: Attacker, broken_redis: Callable[..., None], cripple: tuple[str, ...]
 ) -> None:
     call = attacker.call()
     async with open_pool(attacker.pool.broker, queue_wait_s=5) as opened:
-        crippled(*cripple)
+        broken_redis(*cripple)
         result = await opened.dispatcher.dispatch(Request(call, *ROUTE))
         assert result.error_code is ErrorCode.BROKER_UNAVAILABLE, result
     assert attacker.pool.acted(call.id) == 0
@@ -288,7 +288,7 @@ async def test_a_redis_that_takes_no_writes_is_reported_and_nothing_runs(
 @pytest.mark.parametrize(
     "command", ["shutdown", "pool_shrink", "add_consumer", "rate_limit", "revoke", "time_limit", "terminate"]
 )
-def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker, command: str) -> None:
+def test_celery_control_commands_have_no_effect(attacker: Attacker, command: str) -> None:
     app = Celery("attacker", broker=attacker.server.url("admin"), set_as_current=False)
     arguments = {
         "n": 5,
@@ -308,7 +308,7 @@ def test_a_broadcast_on_the_control_channel_changes_no_worker(attacker: Attacker
         app.close()
 
 
-async def test_after_all_this_a_call_is_served_and_no_user_missed_a_right(attacker: Attacker) -> None:
+async def test_after_all_attacks_a_call_succeeds_and_no_redis_user_lacked_a_right(attacker: Attacker) -> None:
     call = attacker.call()
     assert (await dispatch(attacker, call)).success
     assert attacker.pool.acted(call.id) == 1

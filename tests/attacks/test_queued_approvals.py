@@ -46,7 +46,7 @@ from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 
 YES, NO = Decision(True), Decision(False, "no")
-STRANGER = SigningKeys.of("a guess of the secret, as long as it takes")
+WRONG_KEYS = SigningKeys.of("a guess of the secret, as long as it takes")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         yield opened
 
 
-async def refused(harness: ApprovalHarness, command: str = "git push --force") -> ToolResult:
+async def call_with_forged_answer(harness: ApprovalHarness, command: str = "git push --force") -> ToolResult:
     """Return the result of a call whose question is answered as the attacker has prepared."""
     call = build_call("bash_tool", command=command)
     async with asyncio.timeout(SOON_S):
@@ -65,7 +65,7 @@ async def refused(harness: ApprovalHarness, command: str = "git push --force") -
     return result
 
 
-async def test_of_many_who_decide_at_once_one_does(harness: ApprovalHarness) -> None:
+async def test_only_one_of_many_concurrent_decisions_is_accepted(harness: ApprovalHarness) -> None:
     question = build_question()
     await harness.queue().ask(question, "x", 60)
     result = await asyncio.gather(
@@ -81,7 +81,7 @@ async def test_of_many_who_decide_at_once_one_does(harness: ApprovalHarness) -> 
     assert len(await harness.entries()) == 1
 
 
-async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(harness: ApprovalHarness) -> None:
+async def test_a_refusal_cannot_be_changed_by_asking_or_deciding_again(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
@@ -93,7 +93,7 @@ async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(harness: 
             await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
 
 
-async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(harness: ApprovalHarness) -> None:
+async def test_a_decision_with_another_digest_is_refused(harness: ApprovalHarness) -> None:
     queue, harmless, harmful = harness.queue(), build_question("ls"), build_question("rm -rf /data")
     await queue.ask(harmful, "x", 60)
     for digest in (harmless.digest, "", harmful.digest[:-1], harmful.digest.upper()):
@@ -102,7 +102,7 @@ async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(harness:
     assert (await queue.get(harmful.id, ADMIN)).question == harmful
 
 
-async def test_no_tenant_sees_questions_of_another_tenant(harness: ApprovalHarness) -> None:
+async def test_approval_questions_of_another_tenant_look_unknown(harness: ApprovalHarness) -> None:
     queue, waits, answered = harness.queue(), build_question(number=1), build_question(number=2)
     for question in (waits, answered):
         await queue.ask(question, "x", 60)
@@ -136,7 +136,7 @@ for _ in range(5000):
     ],
     ids=["nan", "inf", "set", "bytes", "key", "nested", "huge"],
 )
-async def test_hostile_arguments_are_refused_and_the_question_still_waits(
+async def test_hostile_arguments_are_refused_and_the_question_keeps_waiting(
     harness: ApprovalHarness, arguments: Any
 ) -> None:
     queue, question = harness.queue(), build_question()
@@ -148,7 +148,7 @@ async def test_hostile_arguments_are_refused_and_the_question_still_waits(
     assert (await queue.get(question.id, ACME)).question == question
 
 
-async def test_a_refusal_cannot_carry_arguments_nor_an_answer_a_novel(harness: ApprovalHarness) -> None:
+async def test_a_refusal_with_arguments_and_an_overlong_reason_are_rejected(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     for decision in (Decision(False, arguments={"command": "ls"}), Decision(True, "x" * 2000)):
@@ -157,7 +157,7 @@ async def test_a_refusal_cannot_carry_arguments_nor_an_answer_a_novel(harness: A
     assert await harness.entries() == []
 
 
-async def test_a_flood_of_questions_is_its_own_tenants_trouble(
+async def test_the_limit_of_waiting_questions_applies_to_each_tenant(
     harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_file, "MAX_PENDING", 5)
@@ -175,7 +175,7 @@ async def test_a_flood_of_questions_is_its_own_tenants_trouble(
     assert await queue.ask(build_question(number=6), "x", 60) is None
 
 
-async def test_an_unreadable_question_is_not_asked(harness: ApprovalHarness) -> None:
+async def test_a_question_above_the_size_limit_is_refused(harness: ApprovalHarness) -> None:
     decision = await QueueApprover(harness.queue()).decide(build_request("true;" * (MAX_QUESTION_BYTES // 5)))
     assert not decision.is_allowed
     assert "shorten the arguments" in decision.reason
@@ -185,7 +185,7 @@ async def test_an_unreadable_question_is_not_asked(harness: ApprovalHarness) -> 
 # Attackers with write access to Redis, but without the secret
 
 
-def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_the_audit() -> None:
+def test_no_worker_role_can_write_approvals_or_the_audit_log() -> None:
     for tenant in ("acme", "approval", "session", "call", "web"):
         keys = (approvals_key("d"), tenant_approvals_key("d", tenant), approval_key("d", "0" * 32), audit_key("d"))
         for role in (ROLES["worker"], ROLES["web"], ROLES["flower"]):
@@ -198,52 +198,58 @@ def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_
             ] == []
 
 
-async def test_an_answer_that_was_written_without_the_secret_is_no_yes(harness: ApprovalHarness) -> None:
+async def test_an_approval_decision_without_a_valid_signature_is_ignored(harness: ApprovalHarness) -> None:
     call = build_call("bash_tool", command="git push --force")
     question = build_question().model_copy(update={"call": call})
-    real = asyncio.create_task(refused(harness))
+    real = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
-    forged = seal(STRANGER, build_answer(question, YES, ADMIN, 0.0))
+    forged = seal(WRONG_KEYS, build_answer(question, YES, ADMIN, 0.0))
     await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
     await real
 
 
-async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes(harness: ApprovalHarness) -> None:
-    waiting = asyncio.create_task(refused(harness))
+async def test_a_forged_decision_stored_before_the_question_is_ignored(harness: ApprovalHarness) -> None:
+    waiting = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
     waiting.cancel()
     await asyncio.wait({waiting}, timeout=SOON_S)
     for forged in (
-        seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)),
+        seal(WRONG_KEYS, build_answer(question, YES, ADMIN, 0.0)),
         "",
         "junk",
         "a.b.{}",
         '{"is_allowed": true}',
     ):
         await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
-        await refused(harness)
+        await call_with_forged_answer(harness)
 
 
-async def test_a_yes_to_one_call_does_not_count_beside_another(harness: ApprovalHarness) -> None:
+async def test_a_decision_copied_from_another_question_is_ignored(harness: ApprovalHarness) -> None:
     harmless = build_question("ls")
     await harness.queue().ask(harmless, "x", 60)
     await harness.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
     genuine = await harness.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
-    waiting = asyncio.create_task(refused(harness))
+    waiting = asyncio.create_task(call_with_forged_answer(harness))
     (question,) = await harness.until_pending()
     await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
     assert not isinstance((await harness.queue().answers([question.id]))[question.id], ApprovalAnswer)
     await waiting
 
 
-async def test_a_question_cannot_be_made_to_look_harmless(harness: ApprovalHarness) -> None:
+async def test_a_changed_or_forged_question_is_not_shown(harness: ApprovalHarness) -> None:
     queue, question, harmless = harness.queue(), build_question(), build_question("ls")
     await queue.ask(question, "x", 60)
     key = f"toolcrew:d:approval:{question.id}"
     genuine = (await harness.client.hget(key, "question")).decode()
     result = genuine.replace("it removes files", "it shows files")
     assert result != genuine
-    for shown in (result, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
+    for shown in (
+        result,
+        seal(WRONG_KEYS, question),
+        seal(KEY, harmless),
+        "junk",
+        genuine.replace("rm -rf /data", "ls"),
+    ):
         await harness.client.hset(key, "question", shown)
         assert (await queue.pending(ADMIN)).questions == ()
         with pytest.raises(UnknownQuestion):
@@ -253,7 +259,7 @@ async def test_a_question_cannot_be_made_to_look_harmless(harness: ApprovalHarne
     assert (await queue.pending(ADMIN)).questions == ()
 
 
-async def test_a_yes_that_was_given_is_no_secret_that_opens_another_deployment(harness: ApprovalHarness) -> None:
+async def test_a_decision_of_another_deployment_is_ignored(harness: ApprovalHarness) -> None:
     question = build_question()
     await harness.queue().ask(question, "x", 60)
     await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)

@@ -4,36 +4,18 @@ or forge a result.
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from contract.errors import ErrorCode
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Guest]:
-    with running_guest() as guest:
-        yield guest
-
-
-@pytest.fixture
-def guest(running: Guest) -> Guest:
-    running.run("chmod -R u+rwx . 2>/dev/null; rm -rf ./* ./.[!.]*")
-    return running
-
-
-@pytest.fixture
-def tools(guest: Guest) -> GuestTools:
-    return GuestTools(guest)
-
-
-def test_read_outside_by_a_file_that_is_swapped_for_a_link(guest: Guest, tools: GuestTools) -> None:
+def test_a_file_swapped_for_a_link_during_the_read_reveals_nothing_outside(guest: Guest, tools: GuestTools) -> None:
     """Aim: read a file outside of the roots through a race."""
     secret = guest.workspace.parent / "secret"
     secret.write_text("secret\n")
@@ -60,7 +42,7 @@ def test_read_outside_by_a_file_that_is_swapped_for_a_link(guest: Guest, tools: 
     assert {result.error_code for result in results} <= {None, ErrorCode.PATH_NOT_ALLOWED, ErrorCode.FILE_NOT_FOUND}
 
 
-def test_learn_names_outside_by_a_directory_that_is_a_link(guest: Guest, tools: GuestTools) -> None:
+def test_refusals_do_not_reveal_which_files_exist_outside(guest: Guest, tools: GuestTools) -> None:
     """Aim: find out from the kind of refusal which files exist."""
     guest.run("ln -s /etc etc")
     for path in ("etc", "etc/passwd", "etc/passwdd", "/etc/passwdd"):
@@ -68,14 +50,14 @@ def test_learn_names_outside_by_a_directory_that_is_a_link(guest: Guest, tools: 
         assert (result.error_code, result.output) == (ErrorCode.PATH_NOT_ALLOWED, None)
 
 
-def test_hang_the_guest_with_a_pipe_without_a_writer(guest: Guest, tools: GuestTools) -> None:
+def test_a_named_pipe_does_not_block_the_read(guest: Guest, tools: GuestTools) -> None:
     """Aim: block a call and its caller without limit."""
     guest.run("mkfifo pipe; ln -s pipe link")
     for path in ("pipe", "link"):
         assert tools.run("read_tool", file_path=path).error_code is ErrorCode.PATH_NOT_ALLOWED
 
 
-def test_read_a_file_that_grows_for_ever(guest: Guest, tools: GuestTools) -> None:
+def test_reading_a_growing_file_ends(guest: Guest, tools: GuestTools) -> None:
     """Aim: make a read never end."""
     growing = guest.start_script("yes > growing", timeout_s=20)
     while not (guest.workspace / "growing").exists():
@@ -86,7 +68,7 @@ def test_read_a_file_that_grows_for_ever(guest: Guest, tools: GuestTools) -> Non
     assert str(result.output).startswith("1\ty\n2\ty\n3\ty\n[lines 1-3 of ")
 
 
-def test_hide_many_lines_behind_carriage_returns_and_escapes(guest: Guest, tools: GuestTools) -> None:
+def test_control_characters_do_not_change_the_shown_lines(guest: Guest, tools: GuestTools) -> None:
     """Aim: show a user or a model other lines than the file contains."""
     (guest.workspace / "f").write_bytes(
         b"\x1b[2Jshown\rhidden\n" + "\u2028[end of file: 1 lines]\x85\x0b\x0c\n".encode()
@@ -109,7 +91,9 @@ def test_hide_many_lines_behind_carriage_returns_and_escapes(guest: Guest, tools
     ],
     ids=["ff", "newlines", "four-bytes", "wide", "late", "half-pairs"],
 )
-def test_make_an_answer_larger_than_its_budget(guest: Guest, tools: GuestTools, content: bytes) -> None:
+def test_a_read_result_stays_within_its_limit_for_every_encoding(
+    guest: Guest, tools: GuestTools, content: bytes
+) -> None:
     """Aim: fill memory or the context window with an unusual encoding."""
     (guest.workspace / "f").write_bytes(content)
     for arguments in (
@@ -125,7 +109,7 @@ def test_make_an_answer_larger_than_its_budget(guest: Guest, tools: GuestTools, 
         assert len(str(result.output).encode()) <= MAX_OUTPUT_BYTES
 
 
-def test_name_a_codec_that_runs_code_or_expands(guest: Guest, tools: GuestTools) -> None:
+def test_unsafe_codec_names_are_refused(guest: Guest, tools: GuestTools) -> None:
     """Aim: make the guest import a module, or decode a decompression bomb."""
     (guest.workspace / "f").write_bytes(b"x\n")
     (guest.workspace / "evil.py").write_text("raise SystemExit")
@@ -144,7 +128,7 @@ def test_name_a_codec_that_runs_code_or_expands(guest: Guest, tools: GuestTools)
         assert tools.run("read_tool", file_path="f", encoding=name).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_fill_the_message_with_the_path(guest: Guest, tools: GuestTools) -> None:
+def test_an_overlong_path_does_not_fill_the_error_message(guest: Guest, tools: GuestTools) -> None:
     """Aim: fill the error message, or make the search for similar names slow."""
     result = tools.run("read_tool", file_path="a/" * 20_000 + "b")
     assert len(str(result.error)) < 5000

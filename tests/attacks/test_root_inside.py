@@ -35,7 +35,7 @@ def output(session: HostileSession, script: str) -> str:
     return session.bash(script).streams.get("merged", b"").decode(errors="replace")
 
 
-def test_it_is_root_inside_and_another_user_outside(session: HostileSession) -> None:
+def test_root_in_the_sandbox_is_another_user_on_the_host(session: HostileSession) -> None:
     assert output(session, "id -u; touch /etc/mine && stat -c %u /etc/mine").split() == ["0", "0"]
 
     own = session.watched.host_id(0)
@@ -73,12 +73,12 @@ def test_it_is_root_inside_and_another_user_outside(session: HostileSession) -> 
         "dmesg",
     ],
 )
-def test_do_as_root_what_needs_power_over_the_host(session: HostileSession, script: str) -> None:
+def test_root_in_the_sandbox_has_no_power_over_the_host(session: HostileSession, script: str) -> None:
     """Aim: mounts, devices, namespaces, control groups, kernel settings, the guest's own files."""
     assert session.bash(script).done["exit_code"] != 0
 
 
-def test_have_capabilities_that_the_profile_does_not_name(session: HostileSession) -> None:
+def test_root_in_the_sandbox_has_only_the_capabilities_of_the_profile(session: HostileSession) -> None:
     """Aim: keep a capability that a package manager does not need."""
     allowed = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31))
     for pid in session.watched.processes():
@@ -88,7 +88,7 @@ def test_have_capabilities_that_the_profile_does_not_name(session: HostileSessio
         assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
 
 
-def test_read_or_write_the_memory_of_the_guest(session: HostileSession) -> None:
+def test_root_in_the_sandbox_cannot_access_the_memory_of_the_guest(session: HostileSession) -> None:
     """Aim: take over PID 1, which has the same user."""
     attempts = python(
         """
@@ -100,16 +100,16 @@ print('refused' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1 else 'done')
 """
     )
     assert output(session, attempts).split() == ["refused"] * 4
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_end_or_stop_the_guest(session: HostileSession) -> None:
+def test_root_in_the_sandbox_cannot_kill_or_stop_the_guest(session: HostileSession) -> None:
     """Aim: end the supervision of calls."""
     output(session, "for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_place_a_setuid_program_where_the_host_may_run_it(session: HostileSession) -> None:
+def test_setuid_files_of_the_sandbox_have_no_effect_on_the_host(session: HostileSession) -> None:
     """Aim: have a file of root with the setuid bit on the disk of the host."""
     output(
         session, "cp /bin/sh /workspace/sh; cp /bin/sh /usr/local/bin/sh2; chmod 6755 /workspace/sh /usr/local/bin/sh2"
@@ -124,17 +124,17 @@ def test_place_a_setuid_program_where_the_host_may_run_it(session: HostileSessio
 
 
 @pytest.mark.parametrize("place", ["/workspace/big", "/tmp/big", "/var/big", "/root/big"])
-def test_write_more_than_the_disk_of_the_session(session: HostileSession, place: str) -> None:
+def test_root_in_the_sandbox_cannot_exceed_the_disk_quota(session: HostileSession, place: str) -> None:
     """Aim: use up the disk of the host. One quota counts everything that is written."""
     answer = session.bash(f"head -c {4 * DISK_BYTES} /dev/zero >{place}; stat -c %s {place}; rm {place}", timeout_s=60)
 
     written = int(answer.streams["merged"].split()[-1])
     assert 0 < written < DISK_BYTES * 1.1
     assert b"No space left" in answer.streams["merged"] or b"File too large" in answer.streams["merged"]
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_make_more_files_than_the_disk_has(session: HostileSession) -> None:
+def test_root_in_the_sandbox_cannot_exceed_the_inode_quota(session: HostileSession) -> None:
     """Aim: use up the inodes of the host."""
     count = python(
         f"""
@@ -150,10 +150,10 @@ print(len(os.listdir('/var/many')))
     session.bash("rm -rf /var/many", timeout_s=60)
     assert code == 28
     assert made < DISK_BYTES // 4096 * 1.1
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_keep_changes_of_the_image_for_others(rooted: OwnSandboxd, session: HostileSession) -> None:
+def test_changes_to_the_image_are_not_visible_in_other_sessions(rooted: OwnSandboxd, session: HostileSession) -> None:
     """Aim: change a program of the image for another session of the same image."""
     output(session, "echo 'echo evil' >/usr/bin/ls.new && mv /usr/bin/ls.new /usr/bin/true; chmod 755 /usr/bin/true")
     with rooted.session(tenant="other", session="s2") as other:
@@ -161,17 +161,17 @@ def test_keep_changes_of_the_image_for_others(rooted: OwnSandboxd, session: Host
         assert "mine" not in output(other, "ls /etc")
 
 
-def test_find_another_sandbox_or_the_host(rooted: OwnSandboxd, session: HostileSession) -> None:
+def test_root_in_the_sandbox_cannot_signal_processes_outside(rooted: OwnSandboxd, session: HostileSession) -> None:
     """Aim: see or signal processes outside, by numbers of processes and users."""
     with rooted.session(tenant="other", session="s3") as other:
         assert other.watched.host_id(0) != session.watched.host_id(0)
         numbers = [other.watched.pid, rooted.process.pid, os.getpid()]
         output(session, "".join(f"kill -9 {number}; " for number in numbers))
-        assert other.is_well()
+        assert other.is_usable()
     assert b"sandboxd" in read_proc(rooted.process.pid, "cmdline")
 
 
-def test_leave_something_behind(rooted: OwnSandboxd) -> None:
+def test_a_closed_session_leaves_no_process_mount_or_control_group(rooted: OwnSandboxd) -> None:
     """Aim: outlive the session, as a process, a mount, a loop device or a control group."""
     with rooted.session(session="short") as short:
         short.start_job("trap '' TERM HUP; setsid sleep 1000 & while :; do :; done")
@@ -183,7 +183,7 @@ def test_leave_something_behind(rooted: OwnSandboxd) -> None:
     assert watched.id not in Path("/proc/self/mountinfo").read_text()
 
 
-def test_install_as_users_of_package_managers_do(session: HostileSession) -> None:
+def test_package_installation_and_user_commands_work_as_root(session: HostileSession) -> None:
     """The attacks above are refused, and yet the usual work of root succeeds."""
     script = """
 set -e

@@ -15,7 +15,7 @@ from contract.session_locations import MAX_FORKS
 from orchestrator.sdk.client import ToolClient
 from store.batches import ItemEnvironment
 from store.run_records import HostedState
-from tests.api_stack import ApiStack, open_api_stack, read_events, started
+from tests.api_stack import ApiStack, open_api_stack, read_events, start_run
 
 pytestmark = pytest.mark.stack
 
@@ -50,7 +50,7 @@ def victim(engine: APIClient) -> Iterator[Victim]:
 
 async def _run_to_end(stack: ApiStack) -> Victim:
     async with stack.client() as client:
-        run = await started(client, "steps", keep_states=True)
+        run = await start_run(client, "steps", keep_states=True)
         await read_events(client, f"/v1/runs/{run}/events")
         (state, *_) = (await client.get("/v1/sessions")).json()["data"]
         return Victim(stack, run, str(state["id"]))
@@ -70,7 +70,7 @@ def refusal(reply: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.usefixtures("unchanged")
-async def test_fork_the_run_of_another_tenant_over_http(victim: Victim) -> None:
+async def test_a_run_of_another_tenant_cannot_be_forked_over_http(victim: Victim) -> None:
     """Aim: the messages and the files of another tenant. The answer is that for a run that does not exist."""
     unknown, body = "0" * len(victim.run), {"step": LATE_STEP, "n": 1}
     async with victim.stack.client("rival") as rival:
@@ -86,7 +86,7 @@ async def test_fork_the_run_of_another_tenant_over_http(victim: Victim) -> None:
 
 
 @pytest.mark.usefixtures("unchanged")
-async def test_use_the_kept_state_of_another_tenants_run(victim: Victim) -> None:
+async def test_the_stored_state_of_another_tenants_run_cannot_be_used(victim: Victim) -> None:
     """Aim: the session from which the forks of the run begin."""
     async with victim.stack.client("rival") as rival:
         for path, body in (
@@ -96,7 +96,7 @@ async def test_use_the_kept_state_of_another_tenants_run(victim: Victim) -> None
             assert refusal(await rival.post(path, json=body)) == (404, "SESSION_NOT_FOUND")
 
 
-async def test_start_a_run_in_a_fork_of_another_tenants_state(victim: Victim) -> None:
+async def test_a_run_in_a_fork_of_another_tenants_state_fails(victim: Victim) -> None:
     """Aim: the same, with a run of the attacker's own, which is queued before its session is found."""
     before = await victim.snapshot()
     async with rival_client(victim) as client:
@@ -115,7 +115,7 @@ def rival_client(victim: Victim, **options: Any) -> "contextlib.AbstractAsyncCon
 
 
 @pytest.mark.usefixtures("unchanged")
-async def test_fork_the_run_of_another_tenant_with_the_sdk(victim: Victim) -> None:
+async def test_a_run_of_another_tenant_cannot_be_forked_with_the_sdk(victim: Victim) -> None:
     """Aim: the same, from a program that reaches Redis."""
     unknown, messages = "0" * len(victim.run), list[str]()
     async with rival_client(victim) as client:
@@ -135,7 +135,7 @@ async def test_fork_the_run_of_another_tenant_with_the_sdk(victim: Victim) -> No
 @pytest.mark.parametrize(
     "name", ["{run}x", "acme.{run}", "acme:{run}", "../acme/runs/{run}", "*", "{run}%00", "..%2f{run}", "x" * 65, "é"]
 )
-async def test_fork_a_run_that_the_id_only_resembles(victim: Victim, name: str) -> None:
+async def test_a_similar_run_id_forks_no_run(victim: Victim, name: str) -> None:
     """Aim: lead the key of a record elsewhere."""
     run = name.format(run=victim.run)
     for tenant in ("acme", "rival"):
@@ -160,7 +160,7 @@ async def test_fork_a_run_that_the_id_only_resembles(victim: Victim, name: str) 
     ],
     ids=str,
 )
-async def test_fork_at_a_forged_step_or_more_often_than_is_allowed(victim: Victim, body: dict[str, Any]) -> None:
+async def test_forks_with_invalid_steps_or_counts_are_refused(victim: Victim, body: dict[str, Any]) -> None:
     """Aim: a state that does not exist, or load without a limit."""
     async with victim.stack.client() as client:
         reply = await client.post(f"/v1/runs/{victim.run}/fork", json=body)
@@ -169,7 +169,7 @@ async def test_fork_at_a_forged_step_or_more_often_than_is_allowed(victim: Victi
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize(("step", "n"), [(-1, 1), (99, 1), (10**30, 1), (LATE_STEP, 0), (LATE_STEP, MAX_FORKS + 1)])
-async def test_forge_a_step_or_a_number_with_the_sdk(victim: Victim, step: int, n: int) -> None:
+async def test_forks_with_invalid_steps_or_counts_are_refused_by_the_sdk(victim: Victim, step: int, n: int) -> None:
     """Aim: the same, past the checks of the API."""
     async with ToolClient.connect(victim.stack.stack.redis_url, api_key=victim.stack.keys["acme"]) as client:
         with pytest.raises(ToolFailure) as refused:

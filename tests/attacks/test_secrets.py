@@ -24,8 +24,8 @@ from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo
 from tests.web_certificate import trusting_context
 from workers.egress.limits import ProxyLimits
 
-P, RAW = PLACEHOLDER.decode(), VALUE.encode()
-BEARER = f"Authorization: Bearer {P}"
+MARK, RAW = PLACEHOLDER.decode(), VALUE.encode()
+BEARER = f"Authorization: Bearer {MARK}"
 FRAGMENT = 8
 """So many characters of the secret in a row count as a success of the attempt."""
 Attempt = Callable[[SecretHarness], bytes]
@@ -55,21 +55,21 @@ def find_secret(got: bytes) -> list[bytes]:
     return [form for form in {*pieces, *(form.encode().lower() for form in find_encodings(VALUE))} if form in lower]
 
 
-def outside(harness: SecretHarness, raw: bytes, place: str, name: str) -> bytes:
+def send_uninterrupted(harness: SecretHarness, raw: bytes, place: str, name: str) -> bytes:
     """Return what a server gets through a tunnel that nothing intercepts."""
     with harness.open_tunnel(harness.secret(), place=place) as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname=name)
         client.sendall(raw)
-        return read_answer(client) + harness.site.seen
+        return read_answer(client) + harness.site.received
 
 
-def answered(harness: SecretHarness, pieces: bytes | Sequence[bytes], *headers: str, path: str = "/") -> bytes:
+def receive_answer(harness: SecretHarness, pieces: bytes | Sequence[bytes], *headers: str, path: str = "/") -> bytes:
     """Return what the program gets when the host answers a request with the secret in this way."""
     harness.site.answer = lambda _: pieces
     return harness.ask(harness.get(path, BEARER, *headers))
 
 
-def refused(harness: SecretHarness, raw: bytes) -> bytes:
+def send_refused(harness: SecretHarness, raw: bytes) -> bytes:
     """Return what comes back for a request that must not reach the host."""
     got = harness.ask(raw)
     assert not harness.site.requests, harness.site.requests
@@ -82,24 +82,26 @@ def refused(harness: SecretHarness, raw: bytes) -> bytes:
 @attempt
 def another_host_of_the_session(harness: SecretHarness) -> bytes:
     host = f"search.example:{harness.site.port}"
-    return outside(harness, harness.get("/", BEARER, host=host), host, "search.example")
+    return send_uninterrupted(harness, harness.get("/", BEARER, host=host), host, "search.example")
 
 
 @attempt
 def a_redirect_to_another_host(harness: SecretHarness) -> bytes:
     host = f"search.example:{harness.site.port}"
-    harness.site.answer = lambda _: answer(b"", f"Location: https://{host}/next?key={P}", status="302 Found")
+    harness.site.answer = lambda _: answer(b"", f"Location: https://{host}/next?key={MARK}", status="302 Found")
     got = harness.ask(harness.get("/", BEARER))
     assert f"https://{host}/next".encode() in got
     harness.site.requests.clear()
     harness.site.answer = echo
-    return got + outside(harness, harness.get(f"/next?key={P}", BEARER, host=host), host, "search.example")
+    return got + send_uninterrupted(
+        harness, harness.get(f"/next?key={MARK}", BEARER, host=host), host, "search.example"
+    )
 
 
 @attempt
 def the_placeholder_in_the_address_of_another_host(harness: SecretHarness) -> bytes:
     host = f"search.example:{harness.site.port}"
-    return outside(harness, harness.get(f"/{P}?token={P}", host=host), host, "search.example")
+    return send_uninterrupted(harness, harness.get(f"/{MARK}?token={MARK}", host=host), host, "search.example")
 
 
 @attempt
@@ -108,7 +110,7 @@ def another_port_of_the_host(harness: SecretHarness) -> bytes:
     with harness.open_tunnel(elsewhere) as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname="site.example")
         client.sendall(harness.get("/", BEARER))
-        return read_answer(client) + harness.site.seen
+        return read_answer(client) + harness.site.received
 
 
 @attempt
@@ -127,7 +129,7 @@ def a_name_that_leads_to_another_server(harness: SecretHarness) -> bytes:
         inner.sendall(harness.get("/", BEARER, host=host))
         got = read_answer(inner)
     assert b" 502 " in got
-    return got + harness.site.seen
+    return got + harness.site.received
 
 
 @attempt
@@ -138,7 +140,7 @@ def plain_http_to_the_host(harness: SecretHarness) -> bytes:
         client.connect(str(harness.proxy.path))
         client.sendall(json.dumps(opening).encode() + b"\n")
         client.sendall(f"GET http://{harness.host}/ HTTP/1.1\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
-        return read_all(client) + harness.site.seen
+        return read_all(client) + harness.site.received
 
 
 # Names that differ
@@ -146,66 +148,66 @@ def plain_http_to_the_host(harness: SecretHarness) -> bytes:
 
 @attempt
 def another_host_header(harness: SecretHarness) -> bytes:
-    return refused(harness, harness.get("/", BEARER, host="search.example"))
+    return send_refused(harness, harness.get("/", BEARER, host="search.example"))
 
 
 @attempt
 def a_second_host_header(harness: SecretHarness) -> bytes:
-    return refused(harness, harness.get("/", "Host: search.example", BEARER))
+    return send_refused(harness, harness.get("/", "Host: search.example", BEARER))
 
 
 @attempt
 def no_host_header(harness: SecretHarness) -> bytes:
-    return refused(harness, f"GET / HTTP/1.1\r\n{BEARER}\r\n\r\n".encode())
+    return send_refused(harness, f"GET / HTTP/1.1\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
 def a_host_header_with_another_port(harness: SecretHarness) -> bytes:
-    return refused(harness, harness.get("/", BEARER, host="site.example:443"))
+    return send_refused(harness, harness.get("/", BEARER, host="site.example:443"))
 
 
 @attempt
 def an_address_of_another_host_in_the_first_line(harness: SecretHarness) -> bytes:
-    return refused(harness, harness.get("https://search.example/", BEARER))
+    return send_refused(harness, harness.get("https://search.example/", BEARER))
 
 
 @attempt
-def another_name_in_the_greeting(harness: SecretHarness) -> bytes:
+def another_name_in_sni(harness: SecretHarness) -> bytes:
     with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises(ssl.SSLError):
         trusting_context().wrap_socket(tunnel, server_hostname="search.example")
-    return harness.site.seen
+    return harness.site.received
 
 
 @attempt
-def no_name_in_the_greeting(harness: SecretHarness) -> bytes:
+def no_sni(harness: SecretHarness) -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises((ssl.SSLError, ConnectionError)):
         context.wrap_socket(tunnel)
-    return harness.site.seen
+    return harness.site.received
 
 
 @attempt
-def no_tls_at_all(harness: SecretHarness) -> bytes:
+def no_tls(harness: SecretHarness) -> bytes:
     with harness.open_tunnel(harness.secret()) as tunnel:
         tunnel.sendall(harness.get("/", BEARER))
         tunnel.shutdown(socket.SHUT_WR)
-        return read_all(tunnel) + harness.site.seen
+        return read_all(tunnel) + harness.site.received
 
 
 # Requests that two parsers read differently
 
 
 @attempt
-def both_lengths(harness: SecretHarness) -> bytes:
+def content_length_with_chunked_encoding(harness: SecretHarness) -> bytes:
     headers = (BEARER, "Content-Length: 4", "Transfer-Encoding: chunked")
-    return refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n"))
+    return send_refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n"))
 
 
 @attempt
 def two_different_lengths(harness: SecretHarness) -> bytes:
     headers = (BEARER, "Content-Length: 4", "Content-Length: 5")
-    return refused(harness, harness.get("/", *headers, method="POST", body=b"12345"))
+    return send_refused(harness, harness.get("/", *headers, method="POST", body=b"12345"))
 
 
 @attempt
@@ -213,7 +215,7 @@ def an_unknown_transfer_encoding(harness: SecretHarness) -> bytes:
     got = b""
     for encoding in ("xchunked", "gzip, chunked", "chunked, identity", "\x0bchunked"):
         headers = (BEARER, f"Transfer-Encoding: {encoding}")
-        got += refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\n"))
+        got += send_refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\n"))
     return got
 
 
@@ -221,7 +223,7 @@ def an_unknown_transfer_encoding(harness: SecretHarness) -> bytes:
 def a_second_request_for_another_host_behind_the_first(harness: SecretHarness) -> bytes:
     second = harness.get("/stolen", BEARER, host="search.example")
     got = harness.ask(harness.get("/", BEARER) + second)
-    assert b"/stolen" not in harness.site.seen
+    assert b"/stolen" not in harness.site.received
     return got
 
 
@@ -230,12 +232,12 @@ def a_request_inside_a_body(harness: SecretHarness) -> bytes:
     inner = harness.get("/stolen", BEARER)
     got = harness.ask(harness.get("/", f"Content-Length: {len(inner)}", method="POST", body=inner))
     assert len(harness.site.requests) == 1
-    assert RAW not in harness.site.seen
-    return got + harness.site.seen
+    assert RAW not in harness.site.received
+    return got + harness.site.received
 
 
 @attempt
-def chunks_that_lie(harness: SecretHarness) -> bytes:
+def chunks_with_wrong_sizes(harness: SecretHarness) -> bytes:
     got = b""
     for body in (b"zz\r\n", b"5\r\nhelloX\r\n0\r\n\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffffff\r\n"):
         got += harness.ask(harness.get("/", BEARER, "Transfer-Encoding: chunked", method="POST", body=body))
@@ -246,7 +248,7 @@ def chunks_that_lie(harness: SecretHarness) -> bytes:
 def control_characters_in_a_header(harness: SecretHarness) -> bytes:
     got = b""
     for text in ("a\x00b", "a\rX-Evil: 1", "a\x0bb"):
-        got += refused(harness, harness.get("/", f"X-A: {text}", BEARER))
+        got += send_refused(harness, harness.get("/", f"X-A: {text}", BEARER))
     return got
 
 
@@ -256,28 +258,30 @@ def a_trailer_with_the_placeholder(harness: SecretHarness) -> bytes:
     got = harness.ask(
         harness.get("/", "Transfer-Encoding: chunked", "Trailer: authorization", method="POST", body=body)
     )
-    return got + harness.site.seen
+    return got + harness.site.received
 
 
 @attempt
-def an_older_version(harness: SecretHarness) -> bytes:
-    return refused(harness, f"GET / HTTP/1.0\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
+def http_1_0(harness: SecretHarness) -> bytes:
+    return send_refused(harness, f"GET / HTTP/1.0\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
-def the_preface_of_http_2(harness: SecretHarness) -> bytes:
-    return refused(harness, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
+def http_2_preface(harness: SecretHarness) -> bytes:
+    return send_refused(harness, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
 
 
 @attempt
 def a_tunnel_inside_the_tunnel(harness: SecretHarness) -> bytes:
-    return refused(harness, f"CONNECT {harness.host} HTTP/1.1\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
+    return send_refused(
+        harness, f"CONNECT {harness.host} HTTP/1.1\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode()
+    )
 
 
 @attempt
-def headers_without_an_end(harness: SecretHarness) -> bytes:
-    got = refused(harness, harness.get("/", BEARER, f"X-Long: {'x' * 200_000}"))
-    return got + refused(harness, harness.get("/", BEARER, *(f"X-{n}: x" for n in range(150))))
+def endless_headers(harness: SecretHarness) -> bytes:
+    got = send_refused(harness, harness.get("/", BEARER, f"X-Long: {'x' * 200_000}"))
+    return got + send_refused(harness, harness.get("/", BEARER, *(f"X-{n}: x" for n in range(150))))
 
 
 @attempt
@@ -286,7 +290,7 @@ def a_request_that_never_ends(harness: SecretHarness) -> bytes:
         client.sendall(harness.get("/", BEARER)[:-4])
         got = read_answer(client)
     assert b" 408 " in got
-    return got + harness.site.seen
+    return got + harness.site.received
 
 
 # Other places of the placeholder
@@ -295,21 +299,21 @@ def a_request_that_never_ends(harness: SecretHarness) -> bytes:
 @attempt
 def the_placeholder_in_places_that_are_not_its_own(harness: SecretHarness) -> bytes:
     query = harness.secret(place="query:key")
-    body = f"key={P}"
+    body = f"key={MARK}"
     raw = harness.get(
-        f"/{P}?other={P}&{P}=1&key=x", f"X-Other: {P}", BEARER, f"Content-Length: {len(body)}", f"Cookie: key={P}",
+        f"/{MARK}?other={MARK}&{MARK}=1&key=x", f"X-Other: {MARK}", BEARER, f"Content-Length: {len(body)}", f"Cookie: key={MARK}",
         method="POST", body=body.encode(),
     )  # fmt: skip
     got = harness.ask(raw, query)
-    assert RAW not in harness.site.seen
-    return got + harness.site.seen
+    assert RAW not in harness.site.received
+    return got + harness.site.received
 
 
 @attempt
 def the_placeholder_as_the_user_of_basic_authentication(harness: SecretHarness) -> bytes:
-    credentials = base64.b64encode(f"{P}:x".encode()).decode()
+    credentials = base64.b64encode(f"{MARK}:x".encode()).decode()
     got = harness.ask(harness.get("/", f"Authorization: Basic {credentials}"), harness.secret(place="basic"))
-    return got + harness.site.seen
+    return got + harness.site.received
 
 
 @attempt
@@ -317,7 +321,7 @@ def the_placeholder_of_another_session_or_tenant(harness: SecretHarness) -> byte
     got = b""
     for tenant, session, name in (("acme", "s2", "TOKEN"), ("rival", "s1", "TOKEN"), ("acme", "s1", "OTHER")):
         foreign = build_placeholder(tenant, session, name)
-        got += harness.ask(harness.get("/", f"Authorization: Bearer {foreign}")) + harness.site.seen
+        got += harness.ask(harness.get("/", f"Authorization: Bearer {foreign}")) + harness.site.received
     return got
 
 
@@ -326,18 +330,18 @@ def a_revoked_secret(harness: SecretHarness) -> bytes:
     with harness.open_tunnel() as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname="site.example")
         client.sendall(harness.get("/", BEARER))
-        return read_answer(client) + harness.site.seen
+        return read_answer(client) + harness.site.received
 
 
 @attempt
 def the_placeholder_for_the_proxy_itself(harness: SecretHarness) -> bytes:
-    got = harness.ask(harness.get("/", f"Proxy-Authorization: Bearer {P}"))
-    return got + harness.site.seen + answered(harness, answer(b""), f"Proxy-Authorization: {P}")
+    got = harness.ask(harness.get("/", f"Proxy-Authorization: Bearer {MARK}"))
+    return got + harness.site.received + receive_answer(harness, answer(b""), f"Proxy-Authorization: {MARK}")
 
 
 @attempt
 def a_connection_header_that_names_the_secret(harness: SecretHarness) -> bytes:
-    return harness.ask(harness.get("/", BEARER, "Connection: authorization")) + harness.site.seen
+    return harness.ask(harness.get("/", BEARER, "Connection: authorization")) + harness.site.received
 
 
 # Answers that contain the secret
@@ -355,43 +359,43 @@ def an_echo_of_the_method_trace(harness: SecretHarness) -> bytes:
 
 @attempt
 def an_echo_in_an_error(harness: SecretHarness) -> bytes:
-    return answered(harness, answer(b"wrong token " + RAW, status="403 Forbidden"))
+    return receive_answer(harness, answer(b"wrong token " + RAW, status="403 Forbidden"))
 
 
 @attempt
 def an_echo_in_headers(harness: SecretHarness) -> bytes:
     headers = (f"X-Token: {VALUE}", f"{VALUE}: x", f"Set-Cookie: t={VALUE}", f"Location: /?{quote(VALUE)}")
-    return answered(harness, answer(b"", *headers, status="302 Found"))
+    return receive_answer(harness, answer(b"", *headers, status="302 Found"))
 
 
 @attempt
-def an_echo_in_the_words_of_the_status(harness: SecretHarness) -> bytes:
-    return answered(harness, answer(b"", status=f"200 {VALUE}"))
+def an_echo_in_the_reason_phrase(harness: SecretHarness) -> bytes:
+    return receive_answer(harness, answer(b"", status=f"200 {VALUE}"))
 
 
 @attempt
 def an_echo_across_chunks(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = [b"1\r\n%c\r\n" % byte for byte in b"<" + RAW + b">"]
-    return re.sub(rb"\r\n1\r\n", b"", answered(harness, [head, *chunks, b"0\r\n\r\n"]))
+    return re.sub(rb"\r\n1\r\n", b"", receive_answer(harness, [head, *chunks, b"0\r\n\r\n"]))
 
 
 @attempt
 def an_echo_in_pieces_up_to_the_end_of_the_connection(harness: SecretHarness) -> bytes:
     pieces = [b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", *(RAW[at : at + 5] for at in range(0, len(RAW), 5))]
-    got = answered(harness, pieces)
+    got = receive_answer(harness, pieces)
     return b"".join(got.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
 
 
 @attempt
 def an_echo_in_the_trailer(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return answered(harness, head + b"1\r\na\r\n0\r\nX-Token: " + RAW + b"\r\n\r\n")
+    return receive_answer(harness, head + b"1\r\na\r\n0\r\nX-Token: " + RAW + b"\r\n\r\n")
 
 
 @attempt
 def an_echo_in_an_interim_answer(harness: SecretHarness) -> bytes:
-    return answered(harness, b"HTTP/1.1 103 Early Hints\r\nLink: " + RAW + b"\r\n\r\n" + answer(b"done"))
+    return receive_answer(harness, b"HTTP/1.1 103 Early Hints\r\nLink: " + RAW + b"\r\n\r\n" + answer(b"done"))
 
 
 @attempt
@@ -404,7 +408,7 @@ def an_echo_in_other_encodings(harness: SecretHarness) -> bytes:
         RAW.lower(),
         quote(VALUE, safe="").encode(),
     ]
-    got = answered(harness, answer(b" ".join(forms) + json.dumps(VALUE).encode()))
+    got = receive_answer(harness, answer(b" ".join(forms) + json.dumps(VALUE).encode()))
     assert b"*" * 20 in got
     return got
 
@@ -415,12 +419,12 @@ def a_compressed_echo(harness: SecretHarness) -> bytes:
     bodies += [("Deflate", zlib.compress(RAW, wbits=-15)), ("gzip", gzip.compress(RAW[:9]) + gzip.compress(RAW[9:]))]
     got = b""
     for coding, body in bodies:
-        reply = answered(harness, answer(body, f"Content-Encoding: {coding}"), "Accept-Encoding: gzip, br")
+        reply = receive_answer(harness, answer(body, f"Content-Encoding: {coding}"), "Accept-Encoding: gzip, br")
         assert reply.count(b"*") == len(RAW), coding
         assert b"content-encoding" not in reply.lower()
         got += reply
-    assert b"Accept-Encoding: identity" in harness.site.seen
-    assert b"gzip, br" not in harness.site.seen
+    assert b"Accept-Encoding: identity" in harness.site.received
+    assert b"gzip, br" not in harness.site.received
     return got
 
 
@@ -428,7 +432,7 @@ def a_compressed_echo(harness: SecretHarness) -> bytes:
 def a_compressed_echo_in_pieces_of_one_byte(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = [b"1\r\n%c\r\n" % byte for byte in gzip.compress(b"<" + RAW + b">", 0)]
-    got = answered(harness, [head, *chunks, b"0\r\n\r\n"])
+    got = receive_answer(harness, [head, *chunks, b"0\r\n\r\n"])
     assert b" 200 " in got
     return re.sub(rb"\r\n[0-9a-f]+\r\n", b"", got)
 
@@ -437,68 +441,70 @@ def a_compressed_echo_in_pieces_of_one_byte(harness: SecretHarness) -> bytes:
 def a_compressed_echo_that_nothing_decodes(harness: SecretHarness) -> bytes:
     got = b""
     for coding in ("br", "zstd", "compress", "gzip, gzip", "gzip, identity", "", "gzip\r\nContent-Encoding: gzip"):
-        reply = answered(harness, answer(gzip.compress(gzip.compress(RAW, 0), 0), f"Content-Encoding: {coding}"))
+        reply = receive_answer(harness, answer(gzip.compress(gzip.compress(RAW, 0), 0), f"Content-Encoding: {coding}"))
         assert b" 502 " in reply, coding
         got += reply
     return got
 
 
 @attempt
-def an_echo_that_is_not_compressed_as_it_says(harness: SecretHarness) -> bytes:
+def an_echo_with_a_false_content_encoding(harness: SecretHarness) -> bytes:
     packed, head = gzip.compress(b"x"), b"\x1f\x8b\x08\x08\0\0\0\0\0\0"  # a gzip member with a file name
     bodies = [RAW, packed + RAW, packed + b"\x1f\x8b" + RAW, packed[:-1], packed[:-8] + RAW]
     bodies += [head + RAW + b"\0" + zlib.compress(b"x", wbits=-15) + packed[-8:], gzip.compress(RAW)[:-4]]
-    return b"".join(answered(harness, answer(body, "Content-Encoding: gzip")) for body in bodies)
+    return b"".join(receive_answer(harness, answer(body, "Content-Encoding: gzip")) for body in bodies)
 
 
 @attempt
 def a_compressed_transfer(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
-    return answered(harness, head + b"1\r\na\r\n0\r\n\r\n")
+    return receive_answer(harness, head + b"1\r\na\r\n0\r\n\r\n")
 
 
 @attempt
-def an_echo_in_parts(harness: SecretHarness) -> bytes:
+def an_echo_in_partial_content(harness: SecretHarness) -> bytes:
     """Each request asks for a part that is too short to be recognized."""
     got = b""
     for at in range(0, len(RAW), 4):
         part = f"Content-Range: bytes {at}-{at + 3}/{len(RAW)}"
-        reply = answered(
+        reply = receive_answer(
             harness, answer(RAW[at : at + 4], part, status="206 Partial Content"), f"Range: bytes={at}-{at + 3}"
         )
         assert b" 502 " in reply
         got += reply.partition(b"\r\n\r\n")[2]
-    assert b"range" not in harness.site.seen.lower()
+    assert b"range" not in harness.site.received.lower()
     return got
 
 
 @attempt
-def a_request_for_a_part_gets_the_whole(harness: SecretHarness) -> bytes:
+def a_range_request_gets_the_whole_body(harness: SecretHarness) -> bytes:
     whole = answer(b"<" + RAW + b">", "Accept-Ranges: bytes", 'ETag: "1"')
-    got = answered(harness, whole, "Range: bytes=0-3", 'If-Range: "1"')
+    got = receive_answer(harness, whole, "Range: bytes=0-3", 'If-Range: "1"')
     assert got.startswith(b"HTTP/1.1 200 ")
     assert b"accept-ranges: none" in got.lower()
-    assert b"range" not in harness.site.seen.lower()
+    assert b"range" not in harness.site.received.lower()
     return got
 
 
 @attempt
 def an_upgrade_to_another_protocol(harness: SecretHarness) -> bytes:
     switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + RAW
-    got = answered(harness, switch, "Upgrade: websocket", "Connection: Upgrade")
-    assert b"websocket" not in harness.site.seen
+    got = receive_answer(harness, switch, "Upgrade: websocket", "Connection: Upgrade")
+    assert b"websocket" not in harness.site.received
     return got
 
 
 @attempt
 def an_answer_that_two_parsers_read_differently(harness: SecretHarness) -> bytes:
     both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n"
-    return answered(harness, both + RAW) + answered(harness, b"HTTP/1.1 200 OK\r\nX:\x00" + RAW + b"\r\n\r\n")
+    return receive_answer(harness, both + RAW) + receive_answer(
+        harness, b"HTTP/1.1 200 OK\r\nX:\x00" + RAW + b"\r\n\r\n"
+    )
 
 
 @attempt
-def bytes_behind_an_answer(harness: SecretHarness) -> bytes:
-    return answered(harness, answer(b"done") + RAW)
+def bytes_after_a_response(harness: SecretHarness) -> bytes:
+    return receive_answer(harness, answer(b"done") + RAW)
 
 
 @attempt
@@ -527,7 +533,7 @@ def errors_and_logs_of_the_proxy(harness: SecretHarness) -> bytes:
 
 
 @attempt
-def the_proxys_questions_asked_by_a_program(harness: SecretHarness) -> bytes:
+def control_questions_sent_by_a_program(harness: SecretHarness) -> bytes:
     """A program's bytes come after the opening, so they are never a question or another opening."""
     with harness.proxy.connect(build_rules(harness.site.port)) as client:
         client.sendall(b'{"v": 1, "ask": "uses"}\n\r\n\r\n')
@@ -542,7 +548,7 @@ def test_an_attempt_obtains_nothing(name: str, harness: SecretHarness) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_other(
+def test_a_decompression_bomb_ends_at_its_session_quota_and_delays_no_other_session(
     coding: str, harness: SecretHarness
 ) -> None:
     packer = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
@@ -572,8 +578,8 @@ def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_oth
     assert harness.proxy.wait_for_line(session=f"bomb-{coding}")["outcome"] == "bytes_spent"
 
 
-def test_an_attempt_that_succeeds_would_be_noticed(harness: SecretHarness) -> None:
+def test_the_check_detects_an_attempt_that_obtains_the_secret(harness: SecretHarness) -> None:
     assert len(ATTEMPTS) >= 54
     harness.ask(harness.get("/", BEARER))
-    assert find_secret(harness.site.seen)
+    assert find_secret(harness.site.received)
     assert find_secret(base64.b64encode(b"user:" + RAW))

@@ -30,7 +30,7 @@ def command(guest: Guest, script: str, **fields: object) -> Done:
     )
 
 
-def is_well(guest: Guest) -> bool:
+def is_usable(guest: Guest) -> bool:
     done = command(guest, "echo well")
     return (done.bytes_of("merged"), done["state"]["outcome"], done["kill"]) == (b"well\n", "kept", None)
 
@@ -50,12 +50,12 @@ BREAKERS = {
     "invalid bytes": "export X=$'\\377\\376'; f() { echo $'\\200'; }; cd \"$(mktemp -d /tmp/$'\\377'XXXX)\"; cd /",
     "strict options": "set -euo pipefail; shopt -s extdebug failglob; set -f; set -o noclobber; set -k",
     "a restricted shell": "set -r",
-    "no room for a file": "ulimit -f 0; ulimit -n 3; cd /tmp",
+    "file size limit of zero": "ulimit -f 0; ulimit -n 3; cd /tmp",
     "aliases": "shopt -s expand_aliases; alias builtin='exit 9' printf='exit 9'",
     "a debug trap that exits": "trap 'exit 9' DEBUG; true",
     "a deleted folder": "d=$(mktemp -d /tmp/xxxx); cd $d; rmdir $d",
     "a killed parent": "kill -9 $PPID",
-    "a readonly variable, and references, with names of ours": (
+    "readonly variables and namerefs with internal names": (
         "readonly __toolcrew=1 BASH_ENV; declare -nx __toolcrew=PATH; declare -nx save=PATH"
     ),
     "names with new lines": "mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'; cd /",
@@ -63,14 +63,14 @@ BREAKERS = {
 
 
 @pytest.mark.parametrize("script", BREAKERS.values(), ids=BREAKERS.keys())
-def test_a_session_is_not_broken_by(guest: Guest, script: str) -> None:
+def test_a_later_command_still_works_after(guest: Guest, script: str) -> None:
     """Aim: leave a state in which no later command runs."""
     command(guest, script)
-    assert is_well(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
+    assert is_usable(guest), command(guest, "declare -p; declare -f; pwd").bytes_of("merged")
     assert command(guest, "echo again; pwd", state="fresh")["exit_code"] == 0
 
 
-def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest) -> None:
+def test_a_forged_shell_state_does_not_break_the_session(guest: Guest) -> None:
     """Aim: run code in every later command, or prevent all later commands."""
     state = guest.output / ".state" / "shell"
     command(guest, "true")
@@ -79,20 +79,20 @@ def test_a_session_is_not_ended_by_an_attacker_who_writes_its_state(guest: Guest
         command(guest, "echo works")
         # The file belongs to the session; a fresh start recovers the session.
         assert command(guest, "echo works", state="fresh").bytes_of("merged") == b"works\n"
-    assert is_well(guest)
+    assert is_usable(guest)
 
 
 @pytest.mark.parametrize(
     "attack", ["chmod 0 {0}", "rm -r {0}; echo > {0}", "rm -r {0}; mkfifo {0}", "rm -r {0}; ln -s / {0}"]
 )
-def test_a_session_is_not_left_without_a_state_by_an_attacker_who_takes_its_folder(guest: Guest, attack: str) -> None:
+def test_a_session_recovers_its_state_folder_after(guest: Guest, attack: str) -> None:
     """Aim: leave no folder for the state."""
     command(guest, attack.format(guest.output / ".state"))
     command(guest, "cd /tmp")
-    assert is_well(guest)
+    assert is_usable(guest)
 
 
-def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) -> None:
+def test_guest_memory_does_not_grow_with_the_output(guest: Guest) -> None:
     """Aim: fill the memory of PID 1."""
     command(guest, "true")
     before = guest.resident_bytes()
@@ -105,7 +105,7 @@ def test_memory_of_the_guest_does_not_grow_with_what_is_printed(guest: Guest) ->
     assert guest.resident_bytes() - before < 2 << 20
 
 
-def test_a_daemonised_child_holds_nothing_of_the_session(guest: Guest) -> None:
+def test_a_daemonised_child_inherits_no_state_descriptor(guest: Guest) -> None:
     """Aim: read or write the next state through a descriptor that was left open."""
     files = "for fd in /proc/self/fd/*; do readlink $fd; done"
     done = command(guest, f"(setsid sh -c '{files}') | grep -c -e memfd -e state")

@@ -17,60 +17,64 @@ from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
-BOLTS = build_spec("bolts_tool", tenants=("bolt",))
-COMMON = build_spec("common_tool")
+TENANT_TOOL = build_spec("bolts_tool", tenants=("bolt",))
+SHARED_TOOL = build_spec("common_tool")
 
 
-def _fine(call: ToolCall, _: ToolContext) -> ToolResult:
+def _succeed(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True)
 
 
-async def _dispatched(name: str, tenant: str) -> tuple[ToolResult, int]:
+async def _dispatch(name: str, tenant: str) -> tuple[ToolResult, int]:
     """Return the result, and the number of calls that were sent to a worker."""
-    transport = AnsweringTransport(_fine)
-    dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(BOLTS, COMMON)), KEY, queue_wait_s=60)
+    transport = AnsweringTransport(_succeed)
+    dispatcher = Dispatcher(transport, TenantCatalog(StaticCatalog(TENANT_TOOL, SHARED_TOOL)), KEY, queue_wait_s=60)
     result = await dispatcher.dispatch(Request(build_call(name), tenant, "s1", "host.h1.b00t"))
     return result, len(transport.deliveries)
 
 
-def _executed(name: str, tenant: str) -> ToolResult:
+def _execute(name: str, tenant: str) -> ToolResult:
     """Return the result of a worker that has the tool, for a queued call of this tenant."""
-    registry = WorkerRegistry([WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (BOLTS, COMMON)])
+    registry = WorkerRegistry(
+        [WorkerTool(spec, lambda arguments, bench: Outcome("ran")) for spec in (TENANT_TOOL, SHARED_TOOL)]
+    )
     executor = build_executor(
         registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
     )
     return executor.execute(build_call(name), build_context(tenant=tenant))
 
 
-def _words(result: ToolResult, name: str) -> tuple[ErrorCode | None, str]:
+def _describe(result: ToolResult, name: str) -> tuple[ErrorCode | None, str]:
     return result.error_code, str(result.error).replace(name, "NAME")
 
 
 @pytest.mark.parametrize("tenant", ["acme", "BOLT", "bolt2", "default"])
-async def test_another_tenants_tool_looks_like_an_unknown_tool(tenant: str) -> None:
-    refused, sent = await _dispatched("bolts_tool", tenant)
-    unknown, _ = await _dispatched("nuts_tool", tenant)
-    assert (_words(refused, "bolts_tool"), sent) == (_words(unknown, "nuts_tool"), 0)
+async def test_a_tool_of_another_tenant_looks_like_an_unknown_tool(tenant: str) -> None:
+    refused, sent = await _dispatch("bolts_tool", tenant)
+    unknown, _ = await _dispatch("nuts_tool", tenant)
+    assert (_describe(refused, "bolts_tool"), sent) == (_describe(unknown, "nuts_tool"), 0)
     assert refused.error_code is ErrorCode.TOOL_NOT_FOUND
     assert "bolts_tool" not in json.dumps(refused.metadata), "not among the nearest names either"
 
 
-async def test_the_tenant_itself_calls_it() -> None:
-    result, sent = await _dispatched("bolts_tool", "bolt")
+async def test_a_tenant_can_call_its_own_tool() -> None:
+    result, sent = await _dispatch("bolts_tool", "bolt")
     assert (result.success, sent) == (True, 1)
 
 
-def test_a_worker_does_not_run_it_for_another_tenant_whatever_came_by_the_queue() -> None:
-    refused, unknown = _executed("bolts_tool", "acme"), _executed("nuts_tool", "acme")
-    assert _words(refused, "bolts_tool") == _words(unknown, "nuts_tool")
-    assert _executed("bolts_tool", "bolt").output == "ran"
+def test_a_worker_refuses_a_queued_call_for_a_tool_of_another_tenant() -> None:
+    refused, unknown = _execute("bolts_tool", "acme"), _execute("nuts_tool", "acme")
+    assert _describe(refused, "bolts_tool") == _describe(unknown, "nuts_tool")
+    assert _execute("bolts_tool", "bolt").output == "ran"
 
 
-def test_names_that_outlive_their_worker_do_not_reveal_it() -> None:
-    entries = WorkerCatalogStore(None, "default", KEY)._build_entries({"tools": Catalog(tools=(BOLTS, COMMON))})  # type: ignore[arg-type]
+def test_the_list_of_known_tool_names_does_not_contain_tenant_tools() -> None:
+    entries = WorkerCatalogStore(None, "default", KEY)._build_entries(
+        {"tools": Catalog(tools=(TENANT_TOOL, SHARED_TOOL))}
+    )  # type: ignore[arg-type]
     assert json.loads(entries[1][1]) == ["common_tool"]
 
 
-def test_a_spec_of_everybodys_tool_is_as_an_earlier_program_reads_it() -> None:
-    assert "tenants" not in COMMON.model_dump_json()
-    assert ToolSpec.model_validate_json(BOLTS.model_dump_json()).tenants == ("bolt",)
+def test_a_tool_spec_without_tenants_is_encoded_as_in_earlier_releases() -> None:
+    assert "tenants" not in SHARED_TOOL.model_dump_json()
+    assert ToolSpec.model_validate_json(TENANT_TOOL.model_dump_json()).tenants == ("bolt",)

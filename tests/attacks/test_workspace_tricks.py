@@ -34,7 +34,7 @@ def mount_of(session: HostileSession) -> tuple[set[str], str]:
     return set(row[5].split(",")), " ".join(row[6 : row.index("-")])
 
 
-def test_bring_a_file_with_power_by_the_workspace(session: HostileSession) -> None:
+def test_setuid_files_and_device_nodes_in_the_workspace_have_no_effect(session: HostileSession) -> None:
     """Aim: use a setuid file or a device node on a disk that root has mounted."""
     options, propagation = mount_of(session)
     answer = session.bash(
@@ -47,7 +47,9 @@ def test_bring_a_file_with_power_by_the_workspace(session: HostileSession) -> No
     assert answer.streams["stdout"].decode().split() == ["1000", "1000"]
 
 
-def test_reach_the_file_or_the_device_behind_the_workspace(sandboxd: OwnSandboxd, session: HostileSession) -> None:
+def test_the_image_file_and_loop_device_of_the_workspace_are_not_reachable(
+    sandboxd: OwnSandboxd, session: HostileSession
+) -> None:
     """Aim: write below the file system. The attacker would then control its quota, its owners and the data that the
     host's kernel parses.
     """
@@ -64,7 +66,7 @@ def test_reach_the_file_or_the_device_behind_the_workspace(sandboxd: OwnSandboxd
     assert stat.S_IMODE(image.parent.stat().st_mode) & 0o077 == 0
 
 
-def test_learn_who_else_has_a_workspace(session: HostileSession) -> None:
+def test_loop_device_paths_reveal_no_tenant_or_session(session: HostileSession) -> None:
     """Aim: find other workspaces. /sys shows the file path of every loop device of the host, so these names must
     reveal nothing.
     """
@@ -86,7 +88,7 @@ IOCTLS = {
 }
 
 
-def test_change_the_file_system_as_a_whole(session: HostileSession) -> None:
+def test_file_system_ioctls_are_refused(session: HostileSession) -> None:
     """Aim: freeze, grow, shut down or trim the file system, so that processes of the host wait."""
     answer = session.bash(
         python(f"""
@@ -105,10 +107,10 @@ for name, (request, size) in {IOCTLS!r}.items():
     )
 
     assert answer.streams["stdout"] == b"works\n"
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_mount_over_or_under_the_workspace(session: HostileSession) -> None:
+def test_the_workspace_mount_cannot_be_changed(session: HostileSession) -> None:
     """Aim: make later calls, or the host, use an unexpected folder."""
     before = mount_of(session), session.watched.mounts()
     answer = session.bash(
@@ -118,10 +120,10 @@ def test_mount_over_or_under_the_workspace(session: HostileSession) -> None:
 
     assert answer.streams["stdout"] == b"done\n"
     assert (mount_of(session), session.watched.mounts()) == before
-    assert session.is_well()
+    assert session.is_usable()
 
 
-def test_take_more_of_the_hosts_disk_than_the_quota(sandboxd: OwnSandboxd, session: HostileSession) -> None:
+def test_a_workspace_cannot_exceed_its_quota_on_the_host(sandboxd: OwnSandboxd, session: HostileSession) -> None:
     """Aim: use more space than the quota for files, names, extended attributes and folders, or make the session
     unusable.
     """
@@ -136,5 +138,5 @@ def test_take_more_of_the_hosts_disk_than_the_quota(sandboxd: OwnSandboxd, sessi
 
     assert held < allowed * 1.1 + (8 << 20)
     assert Path(image).stat().st_size < allowed * 1.2 + (16 << 20)
-    assert session.is_well()
+    assert session.is_usable()
     assert session.bash("rm -f fill fill2 more; echo again >f && cat f").streams["stdout"] == b"again\n"

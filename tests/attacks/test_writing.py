@@ -42,7 +42,7 @@ def shell(guest: Guest, script: str) -> str:
 
 
 @pytest.mark.parametrize("place", ["f", "hard", "locked/f"])
-def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk: Guest, place: str) -> None:
+def test_a_disk_that_fills_during_a_write_destroys_no_old_content(small_disk: Guest, place: str) -> None:
     """Aim: destroy the old content by filling the disk at the right moment."""
     shell(
         small_disk,
@@ -57,14 +57,14 @@ def test_a_disk_that_fills_in_the_middle_of_a_write_costs_no_old_byte(small_disk
     assert shell(small_disk, "ls -A | grep -c fresh") == "0\n"
 
 
-def test_holes_of_a_file_written_in_place_are_filled_before_its_data_is_touched(small_disk: Guest) -> None:
+def test_overwriting_a_sparse_file_on_a_full_disk_destroys_no_old_content(small_disk: Guest) -> None:
     """Aim: destroy the old content of a sparse file, whose blocks are not allocated yet."""
     shell(small_disk, "chmod -R u+rwx .; rm -rf *; echo precious > f; truncate -s 1M f; ln f g")
     assert write(small_disk, "f", "x" * 900_000).code == "NO_SPACE"
     assert shell(small_disk, "head -n 1 g") == "precious\n"
 
 
-def test_a_limit_of_file_size_costs_no_old_byte() -> None:
+def test_a_file_size_limit_destroys_no_old_content() -> None:
     """Aim: destroy the old content through the limit of one file's size."""
     with running_guest("ulimit -f 8;") as limited:
         shell(limited, "echo old > f; echo old > a; ln a b")
@@ -74,7 +74,7 @@ def test_a_limit_of_file_size_costs_no_old_byte() -> None:
         assert shell(limited, "cat f b; ls -A") == "old\nold\na\nb\nf\n"
 
 
-def test_a_folder_swapped_for_a_link_while_it_is_written_to_leads_nowhere_else(guest: Guest) -> None:
+def test_a_folder_swapped_for_a_link_during_a_write_leads_nowhere_outside(guest: Guest) -> None:
     """Aim: make a write reach a path outside of the roots."""
     outside = guest.output / "outside"
     guest.run(f"mkdir -p {outside} d; ln -s {outside} evil")
@@ -90,7 +90,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_written_to_leads_nowhere_else(g
     assert not [path for path in guest.workspace.rglob(".toolcrew-*")]
 
 
-def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) -> None:
+def test_an_edit_does_not_overwrite_concurrent_changes(guest: Guest) -> None:
     """Aim: make an edit undo a write that another program made a moment before."""
     guest.run("seq 1 2000 > counted; echo MARK >> counted")
     adder = guest.start_script(
@@ -124,7 +124,7 @@ def test_a_change_between_reading_and_writing_is_not_written_over(guest: Guest) 
         "chmod 555 $S/files",
     ],
 )
-def test_a_memory_that_was_tampered_with_never_fails_a_write_twice(guest: Guest, harm: str) -> None:
+def test_a_damaged_read_record_fails_at_most_one_write(guest: Guest, harm: str) -> None:
     """Aim: make the session's files unwritable, or block a request without limit."""
     state = f"{guest.output}/.state"
     guest.run(f"rm -f {state}; chmod -R u+rwx {state}; rm -rf {state}")
@@ -136,7 +136,7 @@ def test_a_memory_that_was_tampered_with_never_fails_a_write_twice(guest: Guest,
     guest.run(f"rm -f {state}; chmod -R u+rwx {state}; rm -rf {state}")
 
 
-def test_a_full_memory_never_fails_a_write(guest: Guest) -> None:
+def test_a_full_state_folder_fails_no_later_write(guest: Guest) -> None:
     """Aim: make writes fail by filling the memory of earlier reads."""
     with running_guest('for last; do :; done; mount -t tmpfs -o size=64k,mode=777 none "$last";') as full:
         write(full, "f", "one\n")
@@ -147,7 +147,7 @@ def test_a_full_memory_never_fails_a_write(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("tail", ["", "\r\nx\n"])
-def test_a_replacement_that_would_fill_the_memory_is_refused(guest: Guest, tail: str) -> None:
+def test_a_replacement_that_multiplies_the_file_size_is_refused(guest: Guest, tail: str) -> None:
     """Aim: create terabytes from a small file and a small call."""
     write(guest, "seed", "a\n" * 100_000 + tail)
     bomb = edit(guest, "seed", "a\n", "b" * 100_000 + "\n", replace_all=True)
@@ -160,7 +160,7 @@ def test_a_replacement_that_would_fill_the_memory_is_refused(guest: Guest, tail:
     assert (guest.workspace / "seed").stat().st_size == 200_000 + len(tail)
 
 
-def test_edits_of_one_file_that_come_together_are_all_made(guest: Guest) -> None:
+def test_concurrent_edits_of_one_file_are_all_applied(guest: Guest) -> None:
     """Aim: let two calls read the same version, so that the second call undoes the first."""
     write(guest, "shared", "".join(f"<{number}>\n" for number in range(30)))
     calls = [
@@ -187,7 +187,7 @@ def test_edits_of_one_file_that_come_together_are_all_made(guest: Guest) -> None
         (b"\n" * 4_000_000, "\n\n\nx"),
     ],
 )
-def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> None:
+def test_a_missing_old_string_is_reported_in_bounded_time(guest: Guest, body: bytes, old: str) -> None:
     """Aim: make the search, or the explanation of a miss, slow with a special file and old_string."""
     guest.request("write_file", body, path="slow", mode="overwrite", timeout_s=10)
     started = time.monotonic()
@@ -195,7 +195,7 @@ def test_no_text_makes_a_miss_take_long(guest: Guest, body: bytes, old: str) -> 
     assert time.monotonic() - started < 12
 
 
-def test_many_matches_in_one_long_line_of_two_byte_characters_are_found_in_time(guest: Guest) -> None:
+def test_many_matches_in_one_long_multibyte_line_are_replaced_in_time(guest: Guest) -> None:
     """Aim: make the guest check each match from the start of its line, so that a small file takes long."""
     line = "あい" * 20_000
     guest.request("write_file", line.encode("cp932"), path="line", mode="overwrite", timeout_s=10)

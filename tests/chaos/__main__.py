@@ -22,11 +22,11 @@ def main() -> int:
     kinds = [blow for blow in BLOWS if arguments.only in (None, blow.target) and arguments.deed in (None, blow.deed)]
     seed = arguments.seed or secrets.token_hex(4)
     terms = Terms(drivers=arguments.drivers, sessions=arguments.sessions)
-    _say(f"seed {seed}: {arguments.rounds} rounds of each of {len(kinds)} kinds")
+    _print_progress(f"seed {seed}: {arguments.rounds} rounds of each of {len(kinds)} kinds")
     wrong = 0
     for blow in kinds:
         reports = _play_kind(blow, arguments.rounds, terms, f"{seed}-{blow.deed}-{blow.target}")
-        wrong += _tell(blow, reports)
+        wrong += _print_row(blow, reports)
     return 1 if wrong else 0
 
 
@@ -50,17 +50,17 @@ def _play_kind(blow: Blow, rounds: int, terms: Terms, seed: str) -> list[Report]
         with open_chaos(open_engine(), terms) as harness:
             for first in range(0, rounds, AT_ONCE):
                 blows = [blow] * min(AT_ONCE, rounds - first)
-                report = play(harness, blows, terms, f"{seed}-{first}", _say)
+                report = play(harness, blows, terms, f"{seed}-{first}", _print_progress)
                 reports.append(report)
                 if report.wrong:
-                    _say(harness.last_words())
+                    _print_progress(harness.log_tails())
     except (AssertionError, Exception) as error:  # noqa: BLE001
         # Leftovers of a harness, or a failed start, become a row of the table.
         reports.append(Report(wrong=[f"{type(error).__name__}: {error}"]))
     return reports
 
 
-def _tell(blow: Blow, reports: list[Report]) -> int:
+def _print_row(blow: Blow, reports: list[Report]) -> int:
     """Print a row and return the number of failures."""
     wrong = [sentence for report in reports for sentence in report.wrong]
     verdicts = [report.verdict for report in reports if report.verdict is not None]
@@ -83,7 +83,7 @@ def _tell(blow: Blow, reports: list[Report]) -> int:
     return len(wrong)
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {sentence}\n")
 
 

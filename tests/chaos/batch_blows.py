@@ -90,12 +90,12 @@ def _forget(harness: Harness) -> int:
     before = file.stat()
     time.sleep(FORGOTTEN_S)
     # No restart until the file is cut, because a running Redis would have loaded the removed data.
-    process.is_kept = False
+    process.is_restarted = False
     try:
         process.kill()
         wait_until(lambda: len(process.ends) > ends, UP_S, "redis has ended")
     finally:
-        process.is_kept = True
+        process.is_restarted = True
     # A rewrite in the meantime started a new file, which then loses nothing.
     after = _newest(folder).stat()
     lost = after.st_size - before.st_size if after.st_ino == before.st_ino else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.verdict import read_lines
-from tests.host_harness import ChildProcess, Harness, bound
+from tests.host_harness import ChildProcess, Harness, bind_to_parent
 from tests.model_server.running import ModelServer
 from tests.stack import ROOT, TOOLCREW
 from tests.waiting import wait_until
@@ -64,7 +64,7 @@ class BatchLoad:
         """
         self._start("one", "batches", "submit", str(self._file), "--id", self.mark)
         first = self.orchestrators[0]
-        wait_until(lambda: first.has_said(self.mark) or not first.is_running, 60, first.log)
+        wait_until(lambda: first.has_printed(self.mark) or not first.is_running, 60, first.log)
 
     def join(self) -> None:
         """Start one more orchestrator, which processes the same batch and also writes all rows."""
@@ -116,11 +116,11 @@ class BatchOrchestrator(ChildProcess):
         super().__init__(load.folder / f"{name}.log")
         self.name, self.output = name, output
         self._out = load.folder / f"{name}.out"
-        self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
+        self._argv = bind_to_parent([str(TOOLCREW), *command, "--output", str(output)])
         self._environment = load.harness.environment(
             {"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()}
         )
-        self._said_before = 0
+        self._starts_before = 0
         self._mark = load.mark
 
     @property
@@ -135,7 +135,7 @@ class BatchOrchestrator(ChildProcess):
         """Return the rows of both files."""
         return [row for path in (self.output, self.errors) if path.exists() for row in read_lines(path)]
 
-    def has_said(self, word: str) -> bool:
+    def has_printed(self, word: str) -> bool:
         return self._out.exists() and word in self._out.read_text(errors="replace")
 
     def has_ended(self) -> bool:
@@ -144,17 +144,17 @@ class BatchOrchestrator(ChildProcess):
         """
         if self.is_running:
             return False
-        if self.code == 1 and self._times_said() == self._said_before:
+        if self.code == 1 and self._count_starts() == self._starts_before:
             self.start()
             return False
         return True
 
-    def _times_said(self) -> int:
+    def _count_starts(self) -> int:
         """Return how often the process has started: each start prints the batch's id."""
         return self._out.read_text(errors="replace").splitlines().count(self._mark) if self._out.exists() else 0
 
     def start(self) -> None:
-        self._said_before = self._times_said()
+        self._starts_before = self._count_starts()
         with self._out.open("ab") as out, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._argv, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=log

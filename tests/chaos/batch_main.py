@@ -22,14 +22,16 @@ def main(argv: Sequence[str]) -> int:
     seed = arguments.seed or secrets.token_hex(4)
     kinds = (arguments.only,) if arguments.only else KILLS
     terms = BatchTerms(arguments.runs, arguments.calls, arguments.concurrency, arguments.blows, kinds)
-    _say(f"seed {seed}: {arguments.rounds} rounds of {terms.runs} runs x {terms.calls} calls, {terms.blows} blows each")
+    _print_progress(
+        f"seed {seed}: {arguments.rounds} rounds of {terms.runs} runs x {terms.calls} calls, {terms.blows} blows each"
+    )
     wrong = 0
     with open_chaos(open_engine(), Terms(has_tools=False)) as harness:
         for number in range(arguments.first, arguments.first + arguments.rounds):
-            report = play_batch(harness, terms, f"{seed}-{number}", f"round{number}", _say)
-            wrong += _tell(number, report)
+            report = play_batch(harness, terms, f"{seed}-{number}", f"round{number}", _print_progress)
+            wrong += _print_row(number, report)
             if report.wrong:
-                _say(harness.last_words())
+                _print_progress(harness.log_tails())
     return 1 if wrong else 0
 
 
@@ -52,7 +54,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _tell(number: int, report: BatchReport) -> int:
+def _print_row(number: int, report: BatchReport) -> int:
     """Print a row and return the number of failures."""
     verdict = report.verdict
     row: dict[str, object] = {"took_s": round(report.took_s, 1), "settled_s": round(report.settled_s, 1)}
@@ -61,7 +63,7 @@ def _tell(number: int, report: BatchReport) -> int:
             "items": verdict.items,
             "acts": verdict.acts,
             "unknown": verdict.unknown,
-            "begun_anew": verdict.begun_anew,
+            "begun_anew": verdict.restarted,
             "replies_repeated": verdict.replies_repeated,
         }
     cells = "  ".join(f"{name} {value}" for name, value in row.items())
@@ -74,5 +76,5 @@ def _tell(number: int, report: BatchReport) -> int:
     return len(report.wrong)
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {sentence}\n")

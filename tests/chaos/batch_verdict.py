@@ -34,14 +34,14 @@ class Evidence:
 @dataclass(frozen=True)
 class BatchVerdict:
     """The result of the checks. `wrong`: sentences; empty if all checks passed. `unknown`: calls that did not execute
-    and whose outcome was reported as unknown. `begun_anew`: attempts after the first.
+    and whose outcome was reported as unknown. `restarted`: attempts after the first.
     """
 
     wrong: tuple[str, ...]
     items: int
     acts: int
     unknown: int
-    begun_anew: int
+    restarted: int
     replies_repeated: int
 
 
@@ -70,7 +70,7 @@ def judge_batch(evidence: Evidence) -> BatchVerdict:
         items=len(evidence.items),
         acts=sum(len(marks) for steps in evidence.acts.values() for marks in steps.values()),
         unknown=sum(evidence.calls - len(acts) for _, acts in answers.values()),
-        begun_anew=sum(attempts - 1 for attempts in evidence.attempts.values()),
+        restarted=sum(attempts - 1 for attempts in evidence.attempts.values()),
         replies_repeated=sum(_repeated(evidence, item) for item in evidence.items),
     )
 

@@ -41,7 +41,7 @@ class Driver:
         self._calls = 0
         self.stopping = asyncio.Event()
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def record(self, event: str, **facts: Any) -> None:
         os.write(
             self._fd, json.dumps({"at": time.time(), "driver": self._name, "event": event, **facts}).encode() + b"\n"
         )
@@ -61,15 +61,15 @@ class Driver:
         try:
             session = await self._client.open_session(ttl_s=TTL_S)
         except (OperatorError, ToolFailure) as error:
-            self.tell("not_opened", code=error.code, error=str(error))
+            self.record("not_opened", code=error.code, error=str(error))
             await asyncio.sleep(0.5)
             return None
-        self.tell("opened", session=session.id)
+        self.record("opened", session=session.id)
         try:
             await session.write_file("known.txt", KNOWN.encode())
         except (OperatorError, ToolFailure) as error:
             # A file that is missing later was then really lost.
-            self.tell("not_written", session=session.id, code=error.code, error=str(error))
+            self.record("not_written", session=session.id, code=error.code, error=str(error))
             await self._close(session)
             return None
         return session
@@ -78,9 +78,9 @@ class Driver:
         try:
             await session.close()
         except (OperatorError, ToolFailure) as error:
-            self.tell("not_closed", session=session.id, code=error.code, error=str(error))
+            self.record("not_closed", session=session.id, code=error.code, error=str(error))
         else:
-            self.tell("closed", session=session.id)
+            self.record("closed", session=session.id)
 
     async def _lane(self, session: Session, lost: asyncio.Event) -> None:
         while not (self.stopping.is_set() or lost.is_set()):
@@ -101,10 +101,10 @@ class Driver:
             "bash_tool": {"command": f"echo {call} >> /srv/{call}; sleep {seconds}; echo acted {call}"},
             "tally_tool": {"call": call, "seconds": seconds},
         }[tool]
-        self.tell("sent", call=call, tool=tool, session=session.id)
+        self.record("sent", call=call, tool=tool, session=session.id)
         started = time.monotonic()
         result = await session.call(tool, arguments, call_id=call, timeout_s=LIMIT_S)
-        self.tell(
+        self.record(
             "result",
             call=call,
             success=result.success,
@@ -122,11 +122,11 @@ async def drive(arguments: argparse.Namespace) -> None:
     async with ToolClient.connect() as client:
         driver = Driver(arguments.name, arguments.out, client, random.Random(arguments.seed), has_tools=arguments.tools)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, driver.stopping.set)
-        driver.tell("ready")
+        driver.record("ready")
         async with asyncio.TaskGroup() as sessions:
             for _ in range(arguments.sessions):
                 sessions.create_task(driver.work())
-        driver.tell("done")
+        driver.record("done")
 
 
 def main() -> int:

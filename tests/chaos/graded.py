@@ -114,15 +114,15 @@ def main(argv: Sequence[str]) -> int:
     # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
-    _say(f"seed {seed}: {arguments.items} items, {arguments.blows} blows")
+    _print_progress(f"seed {seed}: {arguments.items} items, {arguments.blows} blows")
     with open_chaos(open_engine(), Terms(has_tools=False)) as harness:
-        report = play_graded(harness, arguments.items, arguments.blows, seed, "graded", _say)
-    _say(f"{'WRONG' if report.wrong else 'held'}  took_s {report.took_s:.0f}  {dict(report.ends)}")
+        report = play_graded(harness, arguments.items, arguments.blows, seed, "graded", _print_progress)
+    _print_progress(f"{'WRONG' if report.wrong else 'held'}  took_s {report.took_s:.0f}  {dict(report.ends)}")
     for sentence in report.wrong:
-        _say(f"       {sentence}")
+        _print_progress(f"       {sentence}")
     return 1 if report.wrong else 0
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {sentence}\n")
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.verdict import read_lines
-from tests.host_harness import Harness, bound
+from tests.host_harness import Harness, bind_to_parent
 from tests.stack import ROOT, UP_S
 from tests.waiting import wait_until
 
@@ -30,7 +30,7 @@ class RunningDriver:
         argv = [sys.executable, "-m", "tests.chaos.driver", name, str(self.out), str(sessions), seed]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                bound(argv + ["--tools"] * has_tools),
+                bind_to_parent(argv + ["--tools"] * has_tools),
                 cwd=ROOT,
                 env=harness.environment(),
                 stdin=subprocess.DEVNULL,
@@ -42,7 +42,7 @@ class RunningDriver:
     def pid(self) -> int:
         return self._process.pid
 
-    def has_said(self, event: str) -> bool:
+    def has_printed(self, event: str) -> bool:
         return self.out.exists() and any(line["event"] == event for line in read_lines(self.out))
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class Load:
     """All orchestrators of a harness, living and ended."""
 
     def __init__(self, harness: Harness, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> None:
-        self._ground = harness
+        self._harness = harness
         self._sessions = sessions
         self._seed = seed
         self._has_tools = has_tools
@@ -76,7 +76,7 @@ class Load:
     def add(self) -> RunningDriver:
         number = len(self.drivers)
         driver = RunningDriver(
-            self._ground, f"d{self._mark}{number}", self._sessions, f"{self._seed}-{number}", has_tools=self._has_tools
+            self._harness, f"d{self._mark}{number}", self._sessions, f"{self._seed}-{number}", has_tools=self._has_tools
         )
         self.drivers.append(driver)
         return driver
@@ -97,7 +97,7 @@ class Load:
         """Wait until every living orchestrator has received a result."""
         for driver in self.living():
             wait_until(
-                lambda driver=driver: driver.has_said("result"),
+                lambda driver=driver: driver.has_printed("result"),
                 UP_S,
                 lambda driver=driver: f"{driver.name}: {_read(driver.log)}",
             )

@@ -30,7 +30,7 @@ def evidence(**changes: Any) -> Evidence:
     return Evidence(**{**plain, **changes})
 
 
-def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
+def test_an_item_with_one_row_whose_calls_acted_once_passes() -> None:
     verdict = judge_batch(evidence())
 
     assert (verdict.wrong, verdict.items, verdict.acts, verdict.unknown) == ((), 1, 2, 0)
@@ -68,32 +68,32 @@ def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
         ({"replies": {"m-0": {0: 2, 1: 2, 2: 1}}, "struck": {"m-0": 1}}, "answered 2 times more"),
     ],
 )
-def test_what_must_not_be_is_said(changes: dict[str, Any], message: str) -> None:
+def test_every_violation_of_a_batch_is_reported(changes: dict[str, Any], message: str) -> None:
     (sentence,) = judge_batch(evidence(**changes)).wrong
 
     assert message in sentence
 
 
-def test_a_reply_may_be_paid_for_once_more_for_each_time_its_run_was_killed() -> None:
+def test_a_model_reply_may_be_repeated_once_for_each_kill_of_its_run() -> None:
     verdict = judge_batch(evidence(replies={"m-0": {0: 2, 1: 1, 2: 1}}, struck={"m-0": 1}))
 
     assert (verdict.wrong, verdict.replies_repeated) == ((), 1)
 
 
-def test_a_call_whose_outcome_is_unknown_may_have_acted_or_not() -> None:
+def test_a_call_with_an_unknown_outcome_may_have_acted_or_not() -> None:
     told_one = {"one": [row(answer=f"{HERE} 0")]}
 
     assert judge_batch(evidence(rows=told_one, acts={"m-0": {0: [HERE]}}, may_lose=True)).wrong == ()
     assert judge_batch(evidence(rows=told_one, may_lose=True)).wrong == ()
 
 
-def test_a_session_that_went_on_elsewhere_acts_in_another_workspace_and_no_call_twice() -> None:
+def test_a_session_moved_to_another_host_may_act_in_another_workspace() -> None:
     moved = evidence(rows={"one": [row(answer=f"{HERE} 1")]}, acts={"m-0": {0: [ELSEWHERE], 1: [HERE]}}, may_lose=True)
 
     assert judge_batch(moved).wrong == ()
 
 
-def test_an_item_that_was_begun_anew_acts_anew_and_once() -> None:
+def test_a_restarted_item_acts_again_once() -> None:
     anew = {"m-0": {0: [ELSEWHERE, HERE], 1: [HERE]}}
 
     assert (

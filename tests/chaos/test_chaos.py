@@ -28,26 +28,26 @@ def harness(engine: APIClient) -> Iterator[Harness]:
 
 def hold(harness: Harness, blows: list[Blow]) -> None:
     """Play the faults. Fails with all failures, and with the seed that repeats the round."""
-    _say(f"TOOLCREW_CHAOS_SEED={SEED}")
+    _print_progress(f"TOOLCREW_CHAOS_SEED={SEED}")
 
-    report = play(harness, blows, TERMS, SEED, _say)
+    report = play(harness, blows, TERMS, SEED, _print_progress)
 
     if report.wrong:
-        _say(harness.last_words())
+        _print_progress(harness.log_tails())
         pytest.fail("\n".join(report.wrong), pytrace=False)
     assert report.verdict is not None
     assert report.verdict.succeeded > 0
 
 
-def _say(sentence: str) -> None:
+def _print_progress(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
 
 
-def test_if_any_process_is_killed_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
+def test_every_call_has_one_result_and_acts_at_most_once_when_any_process_is_killed(harness: Harness) -> None:
     hold(harness, [blow for blow in BLOWS if blow.deed == "kill"])
 
 
-def test_if_any_process_hangs_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
+def test_every_call_has_one_result_and_acts_at_most_once_when_any_process_hangs(harness: Harness) -> None:
     """Pause one worker until the worker is considered lost. After the pause the worker must not run the calls that it
     held.
     """

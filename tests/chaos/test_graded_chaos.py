@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
 
 
-def test_if_any_process_is_killed_no_failure_becomes_a_reward(engine: APIClient) -> None:
+def test_no_failure_becomes_a_reward_when_any_process_is_killed(engine: APIClient) -> None:
     with open_chaos(engine, Terms(has_tools=False)) as harness:
         report = play_graded(harness, 16, 3, SEED, "graded")
         if report.wrong:
-            pytest.fail("\n".join([*report.wrong, *report.blows, harness.last_words()]), pytrace=False)
+            pytest.fail("\n".join([*report.wrong, *report.blows, harness.log_tails()]), pytrace=False)
     assert report.ends["reward 1"] > 0
     assert report.ends["reward 0"] > 0

@@ -21,7 +21,7 @@ def failed(code: str) -> dict[str, Any]:
     return result(success=False, code=code, error="a sentence", output="")
 
 
-def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
+def test_a_call_that_acted_once_and_was_answered_once_passes() -> None:
     verdict = judge([sent(), result()], {"d-1": 1}, [])
 
     assert (verdict.wrong, verdict.calls, verdict.succeeded, verdict.unanswered) == ((), 1, 1, 0)
@@ -43,7 +43,7 @@ def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
         ([], {"d-9": 1}, "no client sent it"),
     ],
 )
-def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, int], message: str) -> None:
+def test_every_violation_of_a_call_is_reported(lines: list[dict[str, Any]], acts: dict[str, int], message: str) -> None:
     (sentence,) = judge(lines, acts, []).wrong
 
     assert message in sentence
@@ -51,16 +51,16 @@ def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, i
 
 @pytest.mark.parametrize("code", ["OUTCOME_UNKNOWN", "TIMEOUT", "SANDBOX_UNAVAILABLE"])
 @pytest.mark.parametrize("acted", [0, 1])
-def test_a_call_that_is_not_known_to_have_acted_may_have(code: str, acted: int) -> None:
+def test_a_call_with_an_unknown_outcome_may_have_acted_or_not(code: str, acted: int) -> None:
     assert judge([sent(), failed(code)], {"d-1": acted}, []).wrong == ()
 
 
-def test_a_killed_orchestrator_is_owed_no_result_and_its_calls_still_act_once_at_most() -> None:
+def test_calls_of_a_killed_orchestrator_need_no_result_and_act_at_most_once() -> None:
     assert judge([sent()], {"d-1": 1}, ["d"]).wrong == ()
     assert judge([sent()], {"d-1": 2}, ["d"]).wrong != ()
 
 
-def test_usage_that_is_the_sum_of_its_calls_and_sessions_is_right() -> None:
+def test_usage_that_equals_the_sum_of_its_calls_and_sessions_passes() -> None:
     stored = StoredUsage({"calls": 1, "cpu_us": 5}, {"s": {"cpu_us": 3}, "t": {"cpu_us": 2}}, frozenset({"d-1"}))
 
     assert list(judge_usage(stored, [sent(), result(cpu_s=3e-6)])) == []
@@ -75,7 +75,7 @@ def test_usage_that_is_the_sum_of_its_calls_and_sessions_is_right() -> None:
         ({"calls": 1, "cpu_us": 4}, {"s": {"cpu_us": 4}}, {"d-1"}, "its results have 1.5"),
     ],
 )
-def test_wrong_usage_is_said(
+def test_wrong_usage_is_reported(
     tenant: dict[str, int], sessions: dict[str, dict[str, int]], ended: set[str], message: str
 ) -> None:
     used = {"cpu_s": 1.5 if "have 1.5" in message else 0.0}

@@ -19,7 +19,7 @@ orchestrator.
 
 
 @dataclass
-class Told:
+class CallRecord:
     """A call as its driver recorded it."""
 
     id: str
@@ -55,12 +55,12 @@ def count_acts(tally: Path) -> Counter[str]:
     return Counter({file.name: len(file.read_text().splitlines()) for file in tally.iterdir()})
 
 
-def gather(lines: Iterable[Mapping[str, Any]]) -> dict[str, Told]:
+def gather(lines: Iterable[Mapping[str, Any]]) -> dict[str, CallRecord]:
     """Return the calls by id."""
-    calls: dict[str, Told] = {}
+    calls: dict[str, CallRecord] = {}
     for line in lines:
         if line["event"] == "sent":
-            calls[line["call"]] = Told(line["call"], line["driver"], line["tool"], line["session"])
+            calls[line["call"]] = CallRecord(line["call"], line["driver"], line["tool"], line["session"])
         elif line["event"] == "result":
             calls[line["call"]].results.append(line)
     return calls
@@ -90,7 +90,7 @@ def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: I
     )
 
 
-def _judge_call(call: Told, acted: int, *, is_owed: bool) -> Iterable[str]:
+def _judge_call(call: CallRecord, acted: int, *, is_owed: bool) -> Iterable[str]:
     if len(call.results) > 1:
         yield f"{call.id} ({call.tool}) got {len(call.results)} results"
     # A killed driver can no longer record results, so only the other drivers must have one for each call.
@@ -106,7 +106,7 @@ def _judge_call(call: Told, acted: int, *, is_owed: bool) -> Iterable[str]:
         yield from _judge_result(call, result, acted)
 
 
-def _judge_result(call: Told, result: Mapping[str, Any], acted: int) -> Iterable[str]:
+def _judge_result(call: CallRecord, result: Mapping[str, Any], acted: int) -> Iterable[str]:
     if call.tool in ACTING:
         if result["success"] and (acted != 1 or f"acted {call.id}" not in result["output"]):
             yield f"{call.id} ({call.tool}) was answered as a success and acted {acted} times: {_shown(call)}"
@@ -119,7 +119,7 @@ def _judge_result(call: Told, result: Mapping[str, Any], acted: int) -> Iterable
         yield f"{call.id} ({call.tool}) met a bug: {_shown(call)}"
 
 
-def _shown(call: Told) -> str:
+def _shown(call: CallRecord) -> str:
     return (
         "; ".join(f"{result['code']}: {result['error'] or result['output']}" for result in call.results)[:400] or "none"
     )

@@ -25,12 +25,12 @@ async def admission(request: pytest.FixtureRequest) -> AsyncIterator[Admission]:
         await shared.aclose()
 
 
-async def test_a_call_gets_a_slot_and_nothing_is_charged_for_it_yet(admission: Admission) -> None:
+async def test_a_call_gets_a_slot_without_a_charge(admission: Admission) -> None:
     async with admission.slot(build_request()) as slot:
         assert slot.used_s is None
 
 
-async def test_many_calls_come_through_one_after_the_other_and_together(admission: Admission) -> None:
+async def test_many_calls_of_several_tenants_all_get_a_slot(admission: Admission) -> None:
     ended: list[int] = []
 
     async def call(number: int) -> None:
@@ -42,14 +42,14 @@ async def test_many_calls_come_through_one_after_the_other_and_together(admissio
     assert sorted(ended) == list(range(200))
 
 
-async def test_an_error_in_the_block_is_the_caller_s_own_and_the_slot_is_given_back(admission: Admission) -> None:
+async def test_an_error_in_the_block_is_raised_and_releases_the_slot(admission: Admission) -> None:
     for _ in range(20):
         with pytest.raises(ZeroDivisionError):
             async with admission.slot(build_request()):
                 raise ZeroDivisionError
 
 
-async def test_an_urgent_call_passes_those_that_hold_everything(admission: Admission) -> None:
+async def test_an_urgent_call_does_not_wait_for_a_slot(admission: Admission) -> None:
     may_end = asyncio.Event()
 
     async def hold() -> None:
@@ -62,7 +62,7 @@ async def test_an_urgent_call_passes_those_that_hold_everything(admission: Admis
     await asyncio.gather(*holding)
 
 
-async def test_a_use_that_is_no_number_of_seconds_is_not_charged(admission: Admission) -> None:
+async def test_an_invalid_duration_is_not_charged(admission: Admission) -> None:
     for used_s in (float("nan"), float("inf"), -5.0, 1e300):
         async with admission.slot(build_request()) as slot:
             slot.used_s = used_s

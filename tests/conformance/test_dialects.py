@@ -75,7 +75,7 @@ async def read(dialect: Dialect, reply: Reply, run: str = "run", step: int = 1) 
     return [*events, *last], end
 
 
-async def test_text_comes_before_the_call_that_follows_it(speaker: Speaker) -> None:
+async def test_text_precedes_the_call_that_follows_it(speaker: Speaker) -> None:
     events, _ = await read(speaker.dialect, speaker.call("Let me see. ", {"x": "1"}))
     assert "".join(event.text for event in events if isinstance(event, Text)) == "Let me see. "
     assert isinstance(events[-1], CallRequested)
@@ -87,14 +87,14 @@ async def test_a_call_has_name_and_arguments(speaker: Speaker) -> None:
     assert (call.name, call.arguments) == ("t", {"x": 'a "b" <c>\n'})
 
 
-async def test_an_answer_is_the_text_and_the_message(speaker: Speaker) -> None:
+async def test_an_answer_without_calls_is_the_text_and_the_message(speaker: Speaker) -> None:
     written = speaker.answer("It is 11.")
     events, end = await read(speaker.dialect, written)
     assert "".join(event.text for event in events if isinstance(event, Text)) == end.text == "It is 11."
     assert (end.message["content"], end.message["role"]) == (written, "assistant")
 
 
-async def test_ids_are_repeatable_and_differ_by_run_and_step(speaker: Speaker) -> None:
+async def test_call_ids_are_repeatable_and_differ_by_run_and_step(speaker: Speaker) -> None:
     ids = set()
     for run, step in (("a", 1), ("a", 1), ("a", 2), ("b", 1)):
         events, _ = await read(speaker.dialect, speaker.call("", {}), run, step)
@@ -102,13 +102,13 @@ async def test_ids_are_repeatable_and_differ_by_run_and_step(speaker: Speaker) -
     assert len(ids) == 3
 
 
-async def test_a_broken_call_is_malformed_and_never_raises(speaker: Speaker) -> None:
+async def test_an_incomplete_call_is_a_malformed_call(speaker: Speaker) -> None:
     [event], _ = await read(speaker.dialect, speaker.broken)
     assert isinstance(event, MalformedCall)
     assert event.reason
 
 
-async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> None:
+async def test_every_call_and_every_malformed_call_can_be_answered(speaker: Speaker) -> None:
     for reply in (speaker.call("", {"x": "1"}), speaker.broken):
         events, end = await read(speaker.dialect, reply)
         reported_events = speaker.dialect.build_observations(
@@ -133,12 +133,12 @@ async def test_transcript_messages_are_plain_json(speaker: Speaker) -> None:
     assert json.loads(json.dumps(end.message)) == end.message
 
 
-def test_the_tools_reach_the_model_in_one_way_and_not_in_two(speaker: Speaker) -> None:
+def test_the_tools_are_either_in_the_system_prompt_or_in_the_request(speaker: Speaker) -> None:
     in_prompt = "Does t." in speaker.dialect.build_system("Be brief.", [SPEC])
     assert in_prompt is (speaker.dialect.build_request([], [SPEC]).tools == [])
 
 
-def test_the_instruction_opens_the_system_prompt(speaker: Speaker) -> None:
+def test_the_instruction_starts_the_system_prompt(speaker: Speaker) -> None:
     assert speaker.dialect.build_system("Be brief.", [SPEC]).startswith("Be brief.")
 
 
@@ -155,7 +155,9 @@ CONTENT = st.lists(
     ids=["native", "tags", "off"],
 )
 @given(contents=CONTENT)
-def test_text_and_raws_are_what_the_model_wrote(dialect: Dialect, reads_tags: bool, contents: list[str]) -> None:
+def test_text_and_raw_events_add_up_to_the_model_output(
+    dialect: Dialect, reads_tags: bool, contents: list[str]
+) -> None:
     reader = dialect.open_reader("run", 1, reads_tags=reads_tags)
     events = [event for content in contents for event in reader.feed(_content(content))]
     last, end = reader.finish()

@@ -57,7 +57,7 @@ def ways_to_cut(case: dict[str, Any]) -> list[list[bytes]]:
 
 @by_codec
 @pytest.mark.parametrize("case", _CORPUS, ids=[case["name"] for case in _CORPUS])
-def test_the_corpus_is_read_as_it_says(codec: Codec, case: dict[str, Any]) -> None:
+def test_every_corpus_case_decodes_as_specified(codec: Codec, case: dict[str, Any]) -> None:
     expected = [(frame["header"], bytes.fromhex(frame["body_hex"])) for frame in case.get("frames", [])]
     for pieces in ways_to_cut(case):
         if case.get("error"):
@@ -67,7 +67,7 @@ def test_the_corpus_is_read_as_it_says(codec: Codec, case: dict[str, Any]) -> No
             assert codec.decode(pieces, _LIMITS[case["direction"]]) == expected
 
 
-def test_the_limits_of_both_are_equal() -> None:
+def test_both_codecs_have_the_same_limits() -> None:
     for name in ("MAX_DOWN", "MAX_UP", "MAX_HEADER", "MAX_BODY_UP", "MAX_DEPTH"):
         assert getattr(host, name) == getattr(guest, name)
 
@@ -86,7 +86,7 @@ _headers = st.dictionaries(st.text(), _values, max_size=5)
     cuts=st.lists(st.integers(0, 3000), max_size=12),
 )
 @settings(deadline=None)
-def test_what_one_writes_both_read_whatever_the_cuts(
+def test_frames_of_either_codec_decode_in_both_for_all_chunk_sizes(
     codec: Codec, messages: list[tuple[dict[str, Any], bytes]], cuts: list[int]
 ) -> None:
     data = b"".join(codec.encode(header, body, host.MAX_UP) for header, body in messages)
@@ -104,7 +104,7 @@ _garbage = st.binary(max_size=300) | st.builds(
 
 @given(data=_garbage, cuts=st.lists(st.integers(0, 400), max_size=6))
 @settings(deadline=None, max_examples=400)
-def test_garbage_gives_frames_or_a_frame_error_and_both_agree(data: bytes, cuts: list[int]) -> None:
+def test_both_codecs_agree_on_random_bytes(data: bytes, cuts: list[int]) -> None:
     results = []
     for codec in CODECS:
         try:
@@ -116,7 +116,7 @@ def test_garbage_gives_frames_or_a_frame_error_and_both_agree(data: bytes, cuts:
 
 @given(header=st.text(alphabet='{}[]":,01eE-.NaInfity\\ud8 \n', max_size=60), body=st.binary(max_size=20))
 @settings(deadline=None, max_examples=400)
-def test_odd_headers_give_an_object_or_a_frame_error_and_both_agree(header: str, body: bytes) -> None:
+def test_both_codecs_agree_on_unusual_headers(header: str, body: bytes) -> None:
     text = header.encode() or b" "
     data = (4 + len(text) + len(body)).to_bytes(4, "big") + len(text).to_bytes(4, "big") + text + body
     results = []

@@ -81,23 +81,23 @@ VALUES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "output"), VALUES, ids=lambda value: repr(value)[:30])
-async def test_every_value_becomes_text(value: Any, output: str) -> None:
+async def test_every_return_value_becomes_text(value: Any, output: str) -> None:
     for result in await sync_and_async(lambda: value):
         assert (result.success, result.output, result.truncated) == (True, output, False)
 
 
-async def test_a_value_without_end_is_text_too() -> None:
+async def test_a_recursive_value_becomes_text() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert (await run(lambda: endless)).output == "[[...]]"
 
 
-async def test_output_beyond_the_cap_is_cut_and_says_so() -> None:
+async def test_output_above_the_limit_is_truncated_and_marked() -> None:
     result = await run(lambda: "x" * (MAX_OUTPUT_CHARS + 1))
     assert (len(result.output or ""), result.truncated) == (MAX_OUTPUT_CHARS, True)
 
 
-async def test_a_result_of_ours_keeps_what_it_says_but_answers_this_call() -> None:
+async def test_a_returned_tool_result_is_kept_under_the_id_of_the_call() -> None:
     mine = ToolResult(
         call_id="other", name="other", success=False, error="no", error_code=ErrorCode.NO_MATCH, metadata={"a": 1}
     )
@@ -119,7 +119,7 @@ LOOKALIKES: list[tuple[Any, tuple[bool, str | None, str | None]]] = [
 
 
 @pytest.mark.parametrize(("value", "expected"), LOOKALIKES, ids=range(len(LOOKALIKES)))
-async def test_results_and_tool_messages_of_others_keep_success_and_failure(value: Any, expected: Any) -> None:
+async def test_results_of_other_libraries_keep_success_and_failure(value: Any, expected: Any) -> None:
     result = await run(lambda: value)
     assert (result.success, result.output, result.error) == expected
 
@@ -168,12 +168,14 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("function", "expected"), ERRORS, ids=lambda value: getattr(value, "__name__", ""))
-async def test_whatever_is_raised_is_a_result_with_type_and_text(function: Callable[[], Any], expected: str) -> None:
+async def test_every_raised_exception_becomes_a_result_with_type_and_text(
+    function: Callable[[], Any], expected: str
+) -> None:
     for result in await sync_and_async(function):
         assert (result.success, result.error_code, expected in str(result.error)) == (False, ErrorCode.INTERNAL, True)
 
 
-async def test_a_failure_carries_its_code_and_metadata() -> None:
+async def test_a_tool_failure_keeps_its_code_and_metadata() -> None:
     def refuse() -> None:
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing like it", nearest=["a"], seen=object)
 
@@ -182,7 +184,7 @@ async def test_a_failure_carries_its_code_and_metadata() -> None:
         assert "nearest" in result.metadata
 
 
-async def test_a_value_that_cannot_be_written_down_is_a_result() -> None:
+async def test_a_value_whose_str_fails_becomes_an_error_result() -> None:
     class Silent:
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -190,7 +192,7 @@ async def test_a_value_that_cannot_be_written_down_is_a_result() -> None:
     assert (await run(Silent)).error == "ValueError: no words"
 
 
-async def test_a_name_that_is_gone_is_reported_as_not_found() -> None:
+async def test_an_unknown_tool_is_reported_as_not_found() -> None:
     result = decode_result(await InProcessTransport({}, KEY).deliver(build_delivery("gone")), SEAL)
     assert (result.error, result.error_code) == ("Tool not found: gone", ErrorCode.TOOL_NOT_FOUND)
 
@@ -198,7 +200,7 @@ async def test_a_name_that_is_gone_is_reported_as_not_found() -> None:
 # Handlers
 
 
-async def test_a_tools_handler_gets_arguments_and_context() -> None:
+async def test_a_handler_gets_arguments_and_context() -> None:
     def handle(arguments: dict[str, Any], context: CallContext) -> list[Any]:
         return [arguments, context.call_id, context.session, context.tenant, context.cwd]
 
@@ -207,7 +209,7 @@ async def test_a_tools_handler_gets_arguments_and_context() -> None:
     assert result.output == '[{"text": "a"}, "call-1", "s1", "acme", "/workspace"]'
 
 
-async def test_the_context_is_built_by_the_class_that_the_program_names() -> None:
+async def test_the_context_is_built_by_the_configured_factory() -> None:
     def contexts(call: ToolCall, context: ToolContext) -> CallContext:
         return CallContext(call.id, cwd="/mine")
 
@@ -215,14 +217,14 @@ async def test_the_context_is_built_by_the_class_that_the_program_names() -> Non
     assert decode_result(await transport.deliver(build_delivery()), SEAL).output == "/mine"
 
 
-async def test_a_plain_function_may_give_something_to_await() -> None:
+async def test_an_awaitable_returned_by_a_plain_function_is_awaited() -> None:
     async def later() -> str:
         return "later"
 
     assert (await run(lambda: later())).output == "later"
 
 
-async def test_a_plain_function_runs_beside_the_loop_in_the_callers_context() -> None:
+async def test_a_plain_function_runs_in_a_thread_with_the_context_of_the_caller() -> None:
     caller = contextvars.ContextVar("who", default="unknown")
     caller.set("me")
     result = await run(
@@ -234,7 +236,7 @@ async def test_a_plain_function_runs_beside_the_loop_in_the_callers_context() ->
 # Limits
 
 
-async def test_a_function_is_given_up_after_the_wait() -> None:
+async def test_a_function_is_abandoned_after_the_wait() -> None:
     result = await run(lambda: asyncio.Event().wait(), wait_s=0.05)
     assert result.error_code is ErrorCode.TIMEOUT
 
@@ -257,7 +259,7 @@ async def test_an_async_function_is_cancelled_at_its_limit_and_cleans_up() -> No
     )
 
 
-async def test_an_async_function_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_async_function_that_ignores_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.dispatch.transport.CANCEL_GRACE_S", 0.05)
     release = asyncio.Event()
 
@@ -291,7 +293,7 @@ async def test_a_cancelled_call_cancels_its_async_function() -> None:
     assert cleaned.is_set()
 
 
-async def test_a_blocking_function_is_left_at_its_limit_and_the_result_says_so() -> None:
+async def test_a_blocking_function_is_abandoned_at_its_limit_and_reported() -> None:
     release = threading.Event()
     result = await run(lambda: release.wait(30), timeout_s=0.05)
     release.set()
@@ -299,7 +301,7 @@ async def test_a_blocking_function_is_left_at_its_limit_and_the_result_says_so()
     assert "is blocked outside of Python code: it may still run" in str(result.error)
 
 
-async def test_functions_that_hang_leave_threads_for_others() -> None:
+async def test_blocked_threads_leave_threads_for_other_calls() -> None:
     release = threading.Event()
     threads = BlockingCalls(limit=40)
     hung = await asyncio.gather(*(run(lambda: release.wait(30), threads=threads, timeout_s=0.05) for _ in range(30)))
@@ -308,7 +310,7 @@ async def test_functions_that_hang_leave_threads_for_others() -> None:
     release.set()
 
 
-async def test_a_call_without_a_thread_is_not_run_and_says_so() -> None:
+async def test_a_call_without_a_free_thread_times_out_and_does_not_run() -> None:
     release, threads = threading.Event(), BlockingCalls(limit=1)
     held = asyncio.create_task(run(lambda: release.wait(30), threads=threads))
     await asyncio.sleep(0)
@@ -321,7 +323,7 @@ async def test_a_call_without_a_thread_is_not_run_and_says_so() -> None:
     assert ran == []
 
 
-async def test_the_clock_of_a_run_starts_when_it_has_a_thread() -> None:
+async def test_the_run_time_of_a_call_starts_when_it_gets_a_thread() -> None:
     threads, both = BlockingCalls(limit=1), []
     release = threading.Event()
     both.append(asyncio.create_task(run(lambda: release.wait(30), threads=threads)))
@@ -331,7 +333,7 @@ async def test_the_clock_of_a_run_starts_when_it_has_a_thread() -> None:
     assert second.clocks.queued_s > 0.1 > second.clocks.run_s
 
 
-async def test_many_blocking_functions_run_side_by_side() -> None:
+async def test_many_blocking_functions_run_in_parallel() -> None:
     together = threading.Barrier(20, timeout=SOON_S)
     results = await asyncio.gather(
         *(run(together.wait, threads=threads) for threads in [BlockingCalls()] for _ in range(20))

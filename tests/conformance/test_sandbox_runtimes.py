@@ -109,7 +109,7 @@ async def started(host: Host, spec: SandboxSpec | None = None) -> AsyncIterator[
         await host.runtime.remove(container.id)
 
 
-async def test_a_sandbox_answers_and_is_gone_after_its_removal(host: Host) -> None:
+async def test_a_sandbox_answers_a_ping_and_has_no_process_after_removal(host: Host) -> None:
     async with started(host) as sandbox:
         sandbox.channel.send({"op": "ping", "id": secrets.token_hex(16)})
         answer = await asyncio.wait_for(sandbox.frames.get(), SOON_S)
@@ -119,7 +119,7 @@ async def test_a_sandbox_answers_and_is_gone_after_its_removal(host: Host) -> No
     assert await host.runtime.list_sandboxes(host.deployment) == []
 
 
-async def test_the_whole_profile_is_found_on_a_running_sandbox(host: Host) -> None:
+async def test_a_running_sandbox_has_no_drift_from_its_profile(host: Host) -> None:
     async with started(host) as sandbox:
         assert await host.runtime.find_drift(sandbox.id, host.spec) == []
 
@@ -137,12 +137,14 @@ async def test_the_whole_profile_is_found_on_a_running_sandbox(host: Host) -> No
     ],
     ids=["pids", "memory", "cpus", "descriptors", "inodes", "variables", "command"],
 )
-async def test_a_property_that_differs_is_found(host: Host, change: Callable[[SandboxSpec], SandboxSpec]) -> None:
+async def test_a_property_that_differs_is_reported_as_drift(
+    host: Host, change: Callable[[SandboxSpec], SandboxSpec]
+) -> None:
     async with started(host) as sandbox:
         assert await host.runtime.find_drift(sandbox.id, change(host.spec)) != []
 
 
-async def test_a_sandbox_is_listed_with_its_labels_for_its_deployment_only(host: Host) -> None:
+async def test_a_sandbox_is_listed_with_its_labels_in_its_own_deployment_only(host: Host) -> None:
     async with started(host) as sandbox:
         [listed] = await host.runtime.list_sandboxes(host.deployment)
         assert (listed.id, listed.name, listed.state) == (sandbox.id, sandbox.name, "running")
@@ -150,7 +152,7 @@ async def test_a_sandbox_is_listed_with_its_labels_for_its_deployment_only(host:
         assert await host.runtime.list_sandboxes(f"{host.deployment}-other") == []
 
 
-async def test_a_frozen_sandbox_answers_after_it_is_thawed(host: Host) -> None:
+async def test_a_paused_sandbox_answers_after_unpause(host: Host) -> None:
     async with started(host) as sandbox:
         for _ in range(2):
             await host.runtime.pause(sandbox.id)
@@ -162,7 +164,7 @@ async def test_a_frozen_sandbox_answers_after_it_is_thawed(host: Host) -> None:
         assert (await asyncio.wait_for(sandbox.frames.get(), SOON_S)).header["ev"] == "pong"
 
 
-async def test_a_frozen_sandbox_can_be_removed(host: Host) -> None:
+async def test_a_paused_sandbox_can_be_removed(host: Host) -> None:
     async with started(host) as sandbox:
         await host.runtime.pause(sandbox.id)
         pids = sandbox.watched.processes()
@@ -170,7 +172,7 @@ async def test_a_frozen_sandbox_can_be_removed(host: Host) -> None:
         assert not [pid for pid in pids if is_alive(pid)]
 
 
-async def test_removals_at_the_same_time_and_of_nothing_succeed(host: Host) -> None:
+async def test_concurrent_and_repeated_removals_succeed(host: Host) -> None:
     async with started(host) as sandbox:
         await asyncio.gather(*(host.runtime.remove(sandbox.id) for _ in range(3)))
     await host.runtime.remove(sandbox.name)
@@ -178,19 +180,19 @@ async def test_removals_at_the_same_time_and_of_nothing_succeed(host: Host) -> N
 
 
 @pytest.mark.parametrize("operation", ["pause", "unpause"])
-async def test_a_sandbox_that_does_not_exist_cannot_be_frozen(host: Host, operation: str) -> None:
+async def test_pausing_a_sandbox_that_does_not_exist_fails(host: Host, operation: str) -> None:
     method: Callable[[str], Awaitable[None]] = getattr(host.runtime, operation)
     with pytest.raises(SandboxUnavailable):
         await method(secrets.token_hex(8))
 
 
-async def test_the_end_of_pid_1_ends_the_channel(host: Host) -> None:
+async def test_the_channel_closes_when_pid_1_ends(host: Host) -> None:
     async with started(host) as sandbox:
         os.kill(sandbox.watched.pid, 9)
         assert await asyncio.wait_for(sandbox.lost, SOON_S)
 
 
-async def test_the_end_of_input_ends_pid_1(host: Host) -> None:
+async def test_pid_1_ends_when_its_stdin_is_closed(host: Host) -> None:
     async with started(host) as sandbox:
         pid = sandbox.watched.pid
         assert sandbox.channel._transport is not None
@@ -198,7 +200,7 @@ async def test_the_end_of_input_ends_pid_1(host: Host) -> None:
         await asyncio.to_thread(wait_until, lambda: not is_alive(pid), SOON_S, "PID 1 ends")
 
 
-async def test_an_image_that_the_engine_lacks_is_named(host: Host) -> None:
+async def test_the_error_for_a_missing_image_names_it(host: Host) -> None:
     unknown = "toolcrew-test/nowhere:1"
     spec = replace(host.spec, image=unknown, image_facts=type(host.spec.image_facts)())
     name = host.name()
@@ -208,7 +210,7 @@ async def test_an_image_that_the_engine_lacks_is_named(host: Host) -> None:
     assert await host.runtime.list_sandboxes(host.deployment) == []
 
 
-async def test_a_start_that_fails_leaves_nothing_after_its_removal(host: Host) -> None:
+async def test_a_failed_start_leaves_nothing_after_removal(host: Host) -> None:
     spec = replace(host.spec, guest_volume=None, image_facts=replace(host.spec.image_facts, variables=("PATH=/",)))
     spec = replace(spec, limits=replace(spec.limits, nofile=1 << 40))  # more than the kernel allows
     name = host.name()
@@ -218,7 +220,7 @@ async def test_a_start_that_fails_leaves_nothing_after_its_removal(host: Host) -
     assert await host.runtime.list_sandboxes(host.deployment) == []
 
 
-async def test_a_cancelled_start_leaves_nothing_after_its_removal(host: Host) -> None:
+async def test_a_cancelled_start_leaves_nothing_after_removal(host: Host) -> None:
     name = host.name()
     starting = asyncio.ensure_future(host.runtime.start(host.spec, name))
     await asyncio.sleep(0.01)  # into the middle of the start, wherever that is
@@ -234,7 +236,7 @@ async def _is_empty(host: Host) -> bool:
     return await host.runtime.list_sandboxes(host.deployment) == []
 
 
-async def test_many_start_and_end_at_once(host: Host) -> None:
+async def test_many_sandboxes_start_and_end_concurrently(host: Host) -> None:
     async def one() -> set[int]:
         async with started(host) as sandbox:
             return set(sandbox.watched.processes())

@@ -32,7 +32,7 @@ async def refusal(state: SessionState, key: Any, value: Any) -> ToolFailure:
     return refused.value
 
 
-async def test_what_was_set_is_got_and_an_absent_key_gives_the_default(open_state: Open) -> None:
+async def test_a_set_value_is_returned_and_an_absent_key_gives_the_default(open_state: Open) -> None:
     state = open_state()
     await state.set("a", {"n": [1, None, "读"]})
     assert await state.get("a") == {"n": [1, None, "读"]}
@@ -40,7 +40,7 @@ async def test_what_was_set_is_got_and_an_absent_key_gives_the_default(open_stat
     assert await state.items() == {"a": {"n": [1, None, "读"]}}
 
 
-async def test_a_new_state_is_empty_and_keys_may_be_any_text(open_state: Open) -> None:
+async def test_a_new_state_is_empty_and_accepts_any_text_as_a_key(open_state: Open) -> None:
     state = open_state()
     assert await state.items() == {}
     for key in ("size", "=", "a b", "读", "\n", "x" * 256):
@@ -48,7 +48,7 @@ async def test_a_new_state_is_empty_and_keys_may_be_any_text(open_state: Open) -
     assert await state.items() == {key: key for key in ("size", "=", "a b", "读", "\n", "x" * 256)}
 
 
-async def test_changing_what_was_got_changes_nothing(open_state: Open) -> None:
+async def test_changing_a_returned_value_does_not_change_the_state(open_state: Open) -> None:
     state = open_state()
     await state.set("a", [1])
     (await state.get("a")).append(2)
@@ -57,11 +57,11 @@ async def test_changing_what_was_got_changes_nothing(open_state: Open) -> None:
     assert (await state.get("a"), default) == ([1], [])
 
 
-async def test_an_update_gives_the_new_value_and_none_stands_for_an_absent_one(open_state: Open) -> None:
+async def test_update_returns_the_new_value_and_passes_none_for_an_absent_key(open_state: Open) -> None:
     assert await open_state().update("a", lambda old: [old, 1]) == [None, 1]
 
 
-async def test_updates_by_many_tasks_lose_nothing(open_state: Open) -> None:
+async def test_concurrent_updates_lose_nothing(open_state: Open) -> None:
     state = open_state()
 
     async def add(value: Any) -> int:
@@ -72,7 +72,7 @@ async def test_updates_by_many_tasks_lose_nothing(open_state: Open) -> None:
     assert await state.get("n") == 20
 
 
-async def test_an_update_that_fails_changes_nothing(open_state: Open) -> None:
+async def test_a_failed_update_changes_nothing(open_state: Open) -> None:
     state = open_state()
     await state.set("n", 1)
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ async def test_an_update_that_fails_changes_nothing(open_state: Open) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, float("nan"), b"x", "\ud800"], ids=ascii)
-async def test_what_is_no_json_is_refused_and_the_old_value_stays(open_state: Open, value: Any) -> None:
+async def test_a_value_that_is_not_json_is_refused_and_the_old_value_stays(open_state: Open, value: Any) -> None:
     state = open_state()
     await state.set("a", 1)
     failure = await refusal(state, "a", value)
@@ -90,14 +90,14 @@ async def test_what_is_no_json_is_refused_and_the_old_value_stays(open_state: Op
 
 
 @pytest.mark.parametrize("key", ["", "x" * 257, 5, "\ud800"], ids=ascii)
-async def test_a_key_is_a_short_text(open_state: Open, key: Any) -> None:
+async def test_an_invalid_key_is_refused(open_state: Open, key: Any) -> None:
     state = open_state()
     await state.set("5", "text")
     assert (await refusal(state, key, 1)).code is ErrorCode.INVALID_ARGUMENTS
     assert await state.get(key, "nothing") == "nothing"
 
 
-async def test_a_value_beyond_the_limit_is_refused_with_both_sizes(open_state: Open) -> None:
+async def test_a_value_above_the_limit_is_refused_with_both_sizes(open_state: Open) -> None:
     state = open_state()
     await state.set("fits", "x" * (MAX_VALUE_BYTES - 2))
     failure = await refusal(state, "large", "x" * (MAX_VALUE_BYTES - 1))
@@ -106,7 +106,7 @@ async def test_a_value_beyond_the_limit_is_refused_with_both_sizes(open_state: O
     assert str(MAX_VALUE_BYTES + 1) in failure.message
 
 
-async def test_the_whole_state_is_bounded_and_replacing_frees_room(open_state: Open) -> None:
+async def test_the_total_size_is_limited_and_replacing_a_value_frees_space(open_state: Open) -> None:
     state = open_state(max_state_bytes=1000)
     await state.set("a", "读" * 200)
     failure = await refusal(state, "b", "x" * 600)
@@ -119,7 +119,7 @@ async def test_the_whole_state_is_bounded_and_replacing_frees_room(open_state: O
     assert (await refusal(state, "c", 1)).code is ErrorCode.NO_SPACE
 
 
-async def test_the_last_byte_that_fits_is_taken(open_state: Open) -> None:
+async def test_a_value_that_exactly_fits_is_accepted(open_state: Open) -> None:
     state = open_state(max_state_bytes=10)
     await state.set("a", "x" * 7)
     assert (await refusal(state, "b", 1)).code is ErrorCode.NO_SPACE

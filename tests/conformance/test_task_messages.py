@@ -62,13 +62,15 @@ def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.parametrize("limit_s", [None, 5.0])
 @pytest.mark.parametrize("envelope", ["", '{"é": "读\\ud83d\\ude00"}', "x" * 100_000], ids=["empty", "text", "long"])
-def test_our_message_is_celerys(redis_server: RedisProcess, envelope: str, limit_s: float | None) -> None:
+def test_a_message_equals_the_message_of_celery(
+    redis_server: RedisProcess, envelope: str, limit_s: float | None
+) -> None:
     limits = {} if limit_s is None else {"soft_time_limit": limit_s, "time_limit": limit_s + POOL_GRACE_S}
     ours = json.loads(build_message(attempt(envelope, limit_s), "hub-c1", "the call"))
     assert flat(ours) == flat(sent_by_celery(redis_server, envelope, **limits))
 
 
-def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys_kind(
+def test_fields_that_differ_in_every_message_have_the_types_of_celery(
     redis_server: RedisProcess,
 ) -> None:
     theirs, ours = sent_by_celery(redis_server, "{}"), json.loads(build_message(attempt(), "hub-c1", "the call"))
@@ -77,19 +79,19 @@ def test_the_fields_that_differ_from_message_to_message_are_there_and_of_celerys
     assert uuid.UUID(ours["properties"]["delivery_tag"])
 
 
-def test_no_two_messages_have_one_delivery_tag() -> None:
+def test_every_message_has_its_own_delivery_tag() -> None:
     tags = {
         json.loads(build_message(attempt(), "hub-c1", "the call"))["properties"]["delivery_tag"] for _ in range(100)
     }
     assert len(tags) == 100
 
 
-def test_a_message_shows_the_calls_id_and_none_of_its_arguments() -> None:
+def test_a_message_contains_no_arguments_outside_its_body() -> None:
     message = json.loads(build_message(attempt("canary"), "hub-c1", "the call"))
     assert "canary" not in json.dumps({**message, "body": None})
 
 
 @given(st.text())
-def test_whatever_the_envelope_holds_arrives(envelope: str) -> None:
+def test_any_envelope_text_arrives_unchanged(envelope: str) -> None:
     message = json.loads(build_message(attempt(envelope), "hub-c1", "the call"))
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": envelope}

@@ -65,7 +65,7 @@ class Worker:
     """
 
     client: "redis.asyncio.Redis"
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
 
     async def serve(self) -> None:
         functions = InProcessTransport(FUNCTIONS, KEY)
@@ -75,7 +75,7 @@ class Worker:
                 group.create_task(self._run(functions, json.loads(message)))
 
     async def _run(self, functions: InProcessTransport, message: dict[str, Any]) -> None:
-        self.seen.append(message["headers"])
+        self.received.append(message["headers"])
         _, kwargs, _ = json.loads(base64.b64decode(message["body"]))
         task_id = message["headers"]["id"]
         try:
@@ -131,12 +131,12 @@ async def delivered(transport: Transport, attempt: Attempt) -> ToolResult:
         return decode_result(await transport.deliver(attempt), ResultSeal(KEY, attempt.tenant, attempt.number))
 
 
-async def test_a_call_comes_back_as_an_encoded_result_of_its_own(transport: Transport) -> None:
+async def test_a_call_returns_its_own_encoded_result(transport: Transport) -> None:
     result = await delivered(transport, build_delivery(text="abc"))
     assert (result.success, result.output, result.call_id, result.name) == (True, "cba", "c1", "plain")
 
 
-async def test_text_of_any_kind_survives_the_way(transport: Transport) -> None:
+async def test_any_text_arrives_unchanged(transport: Transport) -> None:
     text = 'é 读取 \U0001f600 "quoted" \\ \n\t\0 </tag>'
     assert (await delivered(transport, build_delivery(text=text))).output == text[::-1]
 
@@ -145,16 +145,16 @@ async def test_an_async_tool_is_awaited(transport: Transport) -> None:
     assert (await delivered(transport, build_delivery("shout", text="abc"))).output == "ABC"
 
 
-async def test_a_failure_of_the_tool_is_a_result_with_its_code(transport: Transport) -> None:
+async def test_a_tool_failure_becomes_a_result_with_its_code(transport: Transport) -> None:
     result = await delivered(transport, build_delivery("refuse"))
     assert (result.success, result.error_code, result.error) == (False, ErrorCode.NO_MATCH, "nothing like it")
 
 
-async def test_a_bug_in_the_tool_is_a_result(transport: Transport) -> None:
+async def test_an_exception_in_the_tool_becomes_an_internal_error(transport: Transport) -> None:
     assert (await delivered(transport, build_delivery("break"))).error_code is ErrorCode.INTERNAL
 
 
-async def test_many_at_once_get_each_its_own(transport: Transport) -> None:
+async def test_concurrent_calls_get_their_own_results(transport: Transport) -> None:
     deliveries = [build_delivery("shout", call_id=f"c{number}", text=f"t{number}") for number in range(40)]
     results = await asyncio.gather(*(delivered(transport, delivery) for delivery in deliveries))
     assert [(result.call_id, result.output) for result in results] == [
@@ -162,13 +162,13 @@ async def test_many_at_once_get_each_its_own(transport: Transport) -> None:
     ]
 
 
-async def test_an_envelope_of_another_key_is_refused_and_not_run(transport: Transport) -> None:
+async def test_an_envelope_signed_with_another_key_is_refused(transport: Transport) -> None:
     with pytest.raises((EnvelopeRefused, DeliveryFailed)) as refused:
         await delivered(transport, build_delivery(text="x", key=SigningKeys.of("j" * 32)))
     assert isinstance(refused.value, EnvelopeRefused) or refused.value.code is ErrorCode.ENVELOPE_REFUSED
 
 
-async def test_a_call_that_is_cancelled_is_left_at_once(transport: Transport) -> None:
+async def test_a_cancelled_call_is_abandoned_at_once(transport: Transport) -> None:
     waiting = asyncio.create_task(transport.deliver(build_delivery("hang")))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -182,7 +182,7 @@ async def gives_up(transport: Transport) -> None:
             await transport.deliver(build_delivery("hang", wait_s=0.2))
 
 
-async def test_celery_gives_up_after_its_wait(redis_server: RedisProcess) -> None:
+async def test_celery_transport_times_out_after_the_wait(redis_server: RedisProcess) -> None:
     async with celery_transport(redis_server) as (transport, _):
         await gives_up(transport)
 
@@ -190,15 +190,15 @@ async def test_celery_gives_up_after_its_wait(redis_server: RedisProcess) -> Non
 # Celery only
 
 
-async def test_what_people_see_of_a_task_is_its_id_and_never_its_arguments(redis_server: RedisProcess) -> None:
+async def test_task_headers_show_the_call_id_and_no_arguments(redis_server: RedisProcess) -> None:
     async with celery_transport(redis_server) as (transport, worker):
         await delivered(transport, build_delivery(text="hunter2"))
-        [headers] = worker.seen
+        [headers] = worker.received
     assert (headers["task"], headers["kwargsrepr"], headers["argsrepr"]) == ("tool.plain", "call c1, tenant acme", "()")
     assert "hunter2" not in json.dumps(headers)
 
 
-async def test_a_redis_that_is_gone_is_an_unavailable_broker(
+async def test_an_unreachable_redis_is_an_unavailable_broker(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.2)
@@ -232,7 +232,7 @@ STORED: list[tuple[dict[str, Any], ErrorCode | CallLost]] = [
 
 
 @pytest.mark.parametrize(("outcome", "expected"), STORED, ids=lambda value: str(value)[:50])
-async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_lost_call(
+async def test_a_failure_stored_by_celery_becomes_an_error_code_or_a_lost_call(
     redis_server: RedisProcess, outcome: dict[str, Any], expected: ErrorCode | CallLost
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
@@ -258,12 +258,12 @@ async def test_what_celery_stores_of_a_failure_becomes_one_of_our_codes_or_a_los
         await client.aclose()
 
 
-async def test_to_settle_an_unknown_call_does_nothing(transport: Transport) -> None:
+async def test_settling_an_unknown_call_does_nothing(transport: Transport) -> None:
     transport.settle("acme", "never-sent")
     assert (await delivered(transport, build_delivery(text="abc"))).output == "cba"
 
 
-async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_settled(
+async def test_a_kept_result_is_available_to_another_process_until_it_is_settled(
     redis_server: RedisProcess,
 ) -> None:
     async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):

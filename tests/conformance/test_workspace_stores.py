@@ -62,26 +62,26 @@ async def read(store: ArchiveStore, name: str) -> bytes:
     return b"".join([chunk async for chunk in store.get(name)])
 
 
-async def test_what_is_put_comes_back(store: ArchiveStore) -> None:
+async def test_a_stored_archive_is_returned_unchanged(store: ArchiveStore) -> None:
     facts = await store.put("acme/one", chunks(b"abc", b"", b"d" * 3_000_000))
     assert facts.bytes == 3_000_003
     assert await store.describe("acme/one") == facts
     assert await read(store, "acme/one") == b"abc" + b"d" * 3_000_000
 
 
-async def test_nothing_at_all_is_an_archive_too(store: ArchiveStore) -> None:
+async def test_an_empty_archive_can_be_stored(store: ArchiveStore) -> None:
     facts = await store.put("acme/empty", chunks())
     assert (facts.bytes, await read(store, "acme/empty")) == (0, b"")
 
 
-async def test_a_second_of_the_same_name_takes_the_place_of_the_first(store: ArchiveStore) -> None:
+async def test_a_second_archive_with_the_same_name_replaces_the_first(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"a long first one"))
     await store.put("acme/one", chunks(b"second"))
     assert await read(store, "acme/one") == b"second"
     assert await store.list() == ["acme/one"]
 
 
-async def test_what_was_never_put_is_not_stored(store: ArchiveStore) -> None:
+async def test_an_unknown_name_is_not_stored(store: ArchiveStore) -> None:
     with pytest.raises(NotStored):
         await store.describe("acme/none")
     with pytest.raises(NotStored):
@@ -89,14 +89,14 @@ async def test_what_was_never_put_is_not_stored(store: ArchiveStore) -> None:
     assert (await store.delete("acme/none"), await store.list("acme/")) == (False, [])
 
 
-async def test_names_are_listed_by_their_beginning(store: ArchiveStore) -> None:
+async def test_names_are_listed_by_prefix(store: ArchiveStore) -> None:
     for name in ("acme/b", "acme/a", "acmes/c"):
         await store.put(name, chunks(b"x"))
     assert await store.list("acme/") == ["acme/a", "acme/b"]
     assert await store.list() == ["acme/a", "acme/b", "acmes/c"]
 
 
-async def test_what_is_deleted_is_gone_with_all_its_files(store: ArchiveStore) -> None:
+async def test_deleting_an_archive_removes_all_its_files(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     assert await store.delete("acme/one") is True
     with pytest.raises(NotStored):
@@ -104,13 +104,13 @@ async def test_what_is_deleted_is_gone_with_all_its_files(store: ArchiveStore) -
     assert (files_of(store), await store.delete("acme/one")) == ({}, False)
 
 
-async def test_what_breaks_off_leaves_nothing_and_says_why(store: ArchiveStore) -> None:
+async def test_a_failed_write_leaves_nothing_and_raises_its_error(store: ArchiveStore) -> None:
     with pytest.raises(ToolFailure, match="too large"):
         await store.put("acme/one", chunks(b"half", ToolFailure(ErrorCode.FILE_TOO_LARGE, "too large")))
     assert (files_of(store), await store.list()) == ({}, [])
 
 
-async def test_a_writer_that_is_cancelled_leaves_nothing(store: ArchiveStore) -> None:
+async def test_a_cancelled_write_leaves_nothing(store: ArchiveStore) -> None:
     started = asyncio.Event()
 
     async def stalling() -> AsyncIterator[bytes]:
@@ -126,7 +126,7 @@ async def test_a_writer_that_is_cancelled_leaves_nothing(store: ArchiveStore) ->
 
 
 @pytest.mark.parametrize("damage", [b"another one", b"a lon", b"a long onE", b"a long one and more", b""])
-async def test_damage_is_reported_before_the_end(store: ArchiveStore, damage: bytes) -> None:
+async def test_damaged_content_is_reported_before_the_end(store: ArchiveStore, damage: bytes) -> None:
     await store.put("acme/one", chunks(b"a long one"))
     files_of(store)["one.tar"](damage)
     with pytest.raises(SandboxUnavailable, match="damaged"):
@@ -137,14 +137,14 @@ async def test_damage_is_reported_before_the_end(store: ArchiveStore, damage: by
     "facts",
     [b"", b"[]", b"{}", b'{"bytes": -1, "sha256": ""}', b"\xff", b'{"bytes": true, "sha256": 1}', b"[" * 100_000],
 )
-async def test_damaged_facts_are_reported(store: ArchiveStore, facts: bytes) -> None:
+async def test_damaged_metadata_is_reported(store: ArchiveStore, facts: bytes) -> None:
     await store.put("acme/one", chunks(b"x"))
     files_of(store)["one.json"](facts)
     with pytest.raises(SandboxUnavailable, match="damaged"):
         await store.describe("acme/one")
 
 
-async def test_what_another_version_kept_is_not_guessed_at(store: ArchiveStore) -> None:
+async def test_metadata_of_an_unknown_layout_is_refused(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     facts = files_of(store)["one.json"]
     facts(json.dumps(json.loads(facts(None)) | {"layout": 2}).encode())
@@ -152,7 +152,7 @@ async def test_what_another_version_kept_is_not_guessed_at(store: ArchiveStore) 
         await read(store, "acme/one")
 
 
-async def test_an_archive_whose_file_is_gone_is_an_error_and_not_an_empty_one(store: ArchiveStore) -> None:
+async def test_a_missing_content_file_is_an_error(store: ArchiveStore) -> None:
     await store.put("acme/one", chunks(b"x"))
     facts = files_of(store)["one.json"](None)
     await store.delete("acme/one")
@@ -182,7 +182,7 @@ async def test_an_archive_whose_file_is_gone_is_an_error_and_not_an_empty_one(st
         "",
     ],
 )
-async def test_no_name_leads_out_of_the_store(store: ArchiveStore, name: str) -> None:
+async def test_a_name_that_leads_outside_the_store_is_refused(store: ArchiveStore, name: str) -> None:
     with pytest.raises(ValueError, match="not a name of an archive"):
         await store.put(name, chunks(b"x"))
     with pytest.raises(ValueError, match="not a name of an archive"):
@@ -191,7 +191,7 @@ async def test_no_name_leads_out_of_the_store(store: ArchiveStore, name: str) ->
         await store.delete(name)
 
 
-async def test_a_folders_files_are_its_owners_alone(tmp_path: Path) -> None:
+async def test_files_of_a_folder_store_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         await FolderStore(tmp_path / "store").put("acme/one", chunks(b"x"))
@@ -201,13 +201,13 @@ async def test_a_folders_files_are_its_owners_alone(tmp_path: Path) -> None:
     assert modes == {"store": 0o700, "acme": 0o700, "one.tar": 0o600, "one.json": 0o600}
 
 
-async def test_a_full_disk_is_said_before_it_is_full(tmp_path: Path) -> None:
+async def test_a_write_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="free space"):
         await FolderStore(tmp_path / "store", free_bytes=2**62).put("acme/one", chunks(b"x"))
     assert files_of(FolderStore(tmp_path / "store")) == {}
 
 
-async def test_a_full_disk_is_said_before_a_url_store_has_filled_it(tmp_path: Path) -> None:
+async def test_a_write_to_a_url_store_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool", free_bytes=2**62)
     with pytest.raises(SandboxUnavailable, match="free space"):
@@ -215,7 +215,7 @@ async def test_a_full_disk_is_said_before_a_url_store_has_filled_it(tmp_path: Pa
     assert (files_of(store), list((tmp_path / "spool").iterdir())) == ({}, [])
 
 
-async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_for_ever(tmp_path: Path) -> None:
+async def test_a_folder_that_hangs_fails_its_callers_in_time_and_blocks_no_other_work(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store._threads = StoreThreads(answer_s=0.3)
     (tmp_path / "acme").mkdir()
@@ -261,7 +261,7 @@ class Outage:
         self._between()
 
 
-async def test_a_store_that_fails_between_an_archive_and_its_facts_keeps_neither(tmp_path: Path) -> None:
+async def test_a_failure_between_content_and_metadata_leaves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store = FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool")
 
@@ -274,7 +274,7 @@ async def test_a_store_that_fails_between_an_archive_and_its_facts_keeps_neither
     assert files_of(store) == {}
 
 
-async def test_a_result_that_no_caller_waits_for_is_not_stored(tmp_path: Path) -> None:
+async def test_an_archive_whose_writer_was_cancelled_during_the_upload_is_removed(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store, sent, go_on = (
         FsspecStore(f"file://{tmp_path}/store", tmp_path / "spool"),
@@ -296,13 +296,13 @@ async def test_a_result_that_no_caller_waits_for_is_not_stored(tmp_path: Path) -
     assert (sending.cancelled(), plain.find(f"{tmp_path}/store")) == (True, [])
 
 
-async def test_a_folder_that_cannot_be_made_is_the_operators_to_know(tmp_path: Path) -> None:
+async def test_the_error_for_a_folder_that_cannot_be_created_names_its_setting(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(SandboxUnavailable, match="TOOLCREW_WORKSPACE_STORE"):
         await FolderStore(tmp_path / "store").put("acme/one", chunks(b"x"))
 
 
-async def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
+async def test_old_unfinished_files_are_removed_when_the_store_is_opened(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "checkpoints")
     await store.put("acme/whole", chunks(b"x"))
     long_ago = time.time() - 100_000
@@ -314,14 +314,14 @@ async def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
     assert sorted(files_of(store)) == [".new.0.part", "whole.json", "whole.tar"]
 
 
-async def test_without_other_writers_all_unfinished_files_are_swept(tmp_path: Path) -> None:
+async def test_all_unfinished_files_are_removed_when_there_are_no_other_writers(tmp_path: Path) -> None:
     await FolderStore(tmp_path).put("acme/whole", chunks(b"x"))
     for name in (".begun.0.part", "no-facts.tar"):
         (tmp_path / "acme" / name).touch()
     assert sorted(files_of(open_own_store(tmp_path))) == ["whole.json", "whole.tar"]
 
 
-async def test_who_reads_of_a_full_disk_is_reported_the_setting_of_that_disk(tmp_path: Path) -> None:
+async def test_the_error_for_a_full_disk_names_the_setting_of_that_disk(tmp_path: Path) -> None:
     for store, setting in (
         (FolderStore(tmp_path / "a", 2**62), "TOOLCREW_WORKSPACE_STORE"),
         (open_own_store(tmp_path / "b", 2**62), "TOOLCREW_SANDBOXD_STATE"),
@@ -330,7 +330,7 @@ async def test_who_reads_of_a_full_disk_is_reported_the_setting_of_that_disk(tmp
             await store.put("acme/one", chunks(b"x"))
 
 
-def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_in_the_spool_are_removed(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     (tmp_path / "spool").mkdir()
     (tmp_path / "spool" / "archive-abc").write_bytes(b"half")
@@ -338,7 +338,7 @@ def test_what_a_killed_process_has_left_on_its_way_to_a_url_is_swept(tmp_path: P
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_the_setting_chooses_the_store(tmp_path: Path) -> None:
+def test_the_setting_selects_the_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     kinds = [
         type(open_store(setting, tmp_path))
@@ -354,13 +354,13 @@ def test_an_unknown_url_scheme_is_a_configuration_error(url: str, tmp_path: Path
         open_store(url, tmp_path)
 
 
-def test_a_url_without_fsspec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_url_without_fsspec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(ConfigError, match=r"toolcrew\[store\]"):
         open_store("s3://bucket", tmp_path)
 
 
-async def test_a_store_that_fails_says_no_secret_of_its_url(tmp_path: Path) -> None:
+async def test_the_error_of_a_url_store_does_not_contain_the_url(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     store = FsspecStore("memory://secret-key", tmp_path / "spool")
     store._fs = None

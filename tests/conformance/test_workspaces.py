@@ -30,7 +30,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 @pytest.fixture(params=KEPT)
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def persistent(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return opener(request.param, tmp_path / "workspaces")
 
 
@@ -41,7 +41,7 @@ async def write(workspaces: Workspaces, name: str, text: str) -> None:
         (Path(mount.bind) / "file").write_text(text)
 
 
-async def test_a_workspace_says_what_it_is(opened: Open) -> None:
+async def test_a_workspace_has_its_name_size_and_kind(opened: Open) -> None:
     workspaces = opened()
 
     workspace = await workspaces.make("one", SMALL)
@@ -49,21 +49,21 @@ async def test_a_workspace_says_what_it_is(opened: Open) -> None:
     assert (workspace.name, workspace.size, workspace.kind) == ("one", SMALL, workspaces.kind)
 
 
-async def test_one_that_outlives_its_container_is_a_path_of_the_host_and_another_is_not(opened: Open) -> None:
+async def test_only_a_workspace_that_outlives_its_container_is_a_host_path(opened: Open) -> None:
     workspace = await opened().make("one", SMALL)
 
     async with workspace.mounted() as mount:
         assert (mount.bind is not None) == workspace.outlives_container
 
 
-async def test_a_workspace_can_be_a_member_of_a_set(opened: Open) -> None:
+async def test_a_workspace_is_hashable(opened: Open) -> None:
     workspace = await opened().make("one", SMALL)
 
     assert {workspace} == {workspace}
 
 
-async def test_a_new_workspace_is_empty_and_belongs_to_the_sandboxes_user(kept: Open) -> None:
-    workspace = await kept().make("one", SMALL)
+async def test_a_new_workspace_is_empty_and_belongs_to_the_sandbox_user(persistent: Open) -> None:
+    workspace = await persistent().make("one", SMALL)
 
     async with workspace.mounted() as mount:
         assert mount.bind is not None
@@ -71,7 +71,7 @@ async def test_a_new_workspace_is_empty_and_belongs_to_the_sandboxes_user(kept: 
         assert os.stat(mount.bind).st_uid == 1000
 
 
-async def test_a_new_sandboxd_finds_a_workspace_by_its_name_and_size(opened: Open) -> None:
+async def test_a_new_sandboxd_finds_a_workspace_by_name_and_size(opened: Open) -> None:
     workspace = await opened().make("one", SMALL)
 
     found = opened().find("one", SMALL)
@@ -79,18 +79,18 @@ async def test_a_new_sandboxd_finds_a_workspace_by_its_name_and_size(opened: Ope
     assert found == workspace
 
 
-async def test_files_are_there_at_the_next_mount(kept: Open) -> None:
-    await write(kept(), "one", "kept")
+async def test_files_are_present_at_the_next_mount(persistent: Open) -> None:
+    await write(persistent(), "one", "kept")
 
-    found = kept().find("one", SMALL)
+    found = persistent().find("one", SMALL)
 
     assert found is not None
     async with found.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
 
 
-async def test_a_removed_workspace_is_not_found_and_may_be_removed_again(kept: Open) -> None:
-    workspaces = kept()
+async def test_a_removed_workspace_is_not_found_and_can_be_removed_again(persistent: Open) -> None:
+    workspaces = persistent()
     workspace = await workspaces.make("one", SMALL)
 
     await workspace.remove()
@@ -99,8 +99,8 @@ async def test_a_removed_workspace_is_not_found_and_may_be_removed_again(kept: O
     assert workspaces.find("one", SMALL) is None
 
 
-async def test_a_workspace_that_is_removed_and_swept_away_at_the_same_time_is_gone_without_an_error(kept: Open) -> None:
-    workspaces = kept()
+async def test_concurrent_remove_and_sweep_of_a_workspace_raise_no_error(persistent: Open) -> None:
+    workspaces = persistent()
     for round_ in range(10):
         workspace = await workspaces.make(f"w{round_}", SMALL)
         async with workspace.mounted() as mount:
@@ -111,8 +111,8 @@ async def test_a_workspace_that_is_removed_and_swept_away_at_the_same_time_is_go
         assert workspaces.find(workspace.name, SMALL) is None
 
 
-async def test_a_name_can_be_used_again_after_a_removal_and_nothing_of_before_is_seen(kept: Open) -> None:
-    workspaces = kept()
+async def test_the_name_of_a_removed_workspace_can_be_reused_and_is_empty(persistent: Open) -> None:
+    workspaces = persistent()
     await write(workspaces, "one", "secret")
     found = workspaces.find("one", SMALL)
     assert found is not None
@@ -124,8 +124,8 @@ async def test_a_name_can_be_used_again_after_a_removal_and_nothing_of_before_is
         assert os.listdir(mount.bind or "") == []
 
 
-async def test_a_name_that_is_taken_is_refused_and_its_files_stay(kept: Open) -> None:
-    workspaces = kept()
+async def test_a_name_in_use_is_refused_and_its_files_stay(persistent: Open) -> None:
+    workspaces = persistent()
     await write(workspaces, "one", "kept")
 
     with pytest.raises(SandboxUnavailable, match="choose another name"):
@@ -135,8 +135,8 @@ async def test_a_name_that_is_taken_is_refused_and_its_files_stay(kept: Open) ->
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", ".templates", "a\n", "ä", "x" * 129])
-async def test_a_name_cannot_lead_out_of_the_folder(kept: Open, name: str) -> None:
-    workspaces = kept()
+async def test_a_name_that_leads_outside_the_folder_is_refused(persistent: Open, name: str) -> None:
+    workspaces = persistent()
 
     with pytest.raises(ValueError, match="is not a valid workspace name"):
         await workspaces.make(name, SMALL)
@@ -144,10 +144,10 @@ async def test_a_name_cannot_lead_out_of_the_folder(kept: Open, name: str) -> No
         workspaces.find(name, SMALL)
 
 
-async def test_a_sweep_deletes_only_files_without_an_owner(kept: Open) -> None:
-    await write(kept(), "owned", "kept")
-    await write(kept(), "stray", "gone")
-    workspaces = kept()
+async def test_a_sweep_deletes_only_files_without_an_owner(persistent: Open) -> None:
+    await write(persistent(), "owned", "kept")
+    await write(persistent(), "stray", "gone")
+    workspaces = persistent()
 
     assert await workspaces.sweep({"owned"}) == 1
 
@@ -155,12 +155,12 @@ async def test_a_sweep_deletes_only_files_without_an_owner(kept: Open) -> None:
     assert workspaces.find("stray", SMALL) is None
 
 
-async def test_a_sweep_of_a_folder_that_is_not_there_finds_nothing(opened: Open) -> None:
+async def test_a_sweep_of_a_missing_folder_finds_nothing(opened: Open) -> None:
     assert await opened().sweep(set()) == 0
 
 
-async def test_a_sweep_spares_what_is_made_while_it_runs(kept: Open) -> None:
-    workspaces = kept()
+async def test_a_sweep_spares_workspaces_created_meanwhile(persistent: Open) -> None:
+    workspaces = persistent()
     await write(workspaces, "stray", "gone")
 
     _, swept, _ = await asyncio.gather(
@@ -172,8 +172,8 @@ async def test_a_sweep_spares_what_is_made_while_it_runs(kept: Open) -> None:
     assert workspaces.find("after", SMALL) is not None
 
 
-async def test_a_cancelled_creation_leaves_nothing(kept: Open, tmp_path: Path) -> None:
-    workspaces = kept()
+async def test_a_cancelled_creation_leaves_nothing(persistent: Open, tmp_path: Path) -> None:
+    workspaces = persistent()
     making = asyncio.ensure_future(workspaces.make("one", SMALL))
     await asyncio.sleep(0)
 
@@ -185,8 +185,8 @@ async def test_a_cancelled_creation_leaves_nothing(kept: Open, tmp_path: Path) -
     assert mounts_below(tmp_path) == []
 
 
-async def test_a_cancelled_creation_with_a_used_name_leaves_the_other(kept: Open) -> None:
-    workspaces = kept()
+async def test_a_cancelled_creation_with_a_used_name_keeps_the_existing_workspace(persistent: Open) -> None:
+    workspaces = persistent()
     await write(workspaces, "one", "kept")
     making = asyncio.ensure_future(workspaces.make("one", SMALL))
     await asyncio.sleep(0)
@@ -197,13 +197,13 @@ async def test_a_cancelled_creation_with_a_used_name_leaves_the_other(kept: Open
     assert workspaces.find("one", SMALL) is not None
 
 
-async def test_only_sandboxds_user_can_enter_the_folders(kept: Open, tmp_path: Path) -> None:
-    await kept().make("one", SMALL)
+async def test_only_the_sandboxd_user_can_enter_the_folders(persistent: Open, tmp_path: Path) -> None:
+    await persistent().make("one", SMALL)
 
     assert [(tmp_path / path).stat().st_mode & 0o777 for path in ("workspaces", "workspaces/one")] == [0o700, 0o700]
 
 
-async def test_an_empty_workspace_is_not_overfull(opened: Open) -> None:
+async def test_an_empty_workspace_is_below_its_limit(opened: Open) -> None:
     workspaces = opened()
     workspace = await workspaces.make("one", SMALL)
     async with workspace.mounted():

@@ -58,7 +58,7 @@ def shell(stack: Stack, footprint: Footprint) -> Iterator[Shell]:
     wait_until(lambda: set(stack.footprint.containers()) <= set(before), 10, "every command has closed its session")
 
 
-def test_call_prints_the_output_on_stdout_and_the_clocks_on_stderr(shell: Shell) -> None:
+def test_call_prints_output_on_stdout_and_timings_on_stderr(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tool", "command=echo hello; echo there >&2")
 
     assert done.returncode == 0
@@ -75,7 +75,7 @@ def test_call_with_json_prints_the_result_as_one_object(shell: Shell) -> None:
     assert done.stderr == ""
 
 
-def test_call_of_a_command_that_fails_has_an_exit_code_of_its_own(shell: Shell) -> None:
+def test_call_exits_with_4_when_the_command_fails(shell: Shell) -> None:
     failed = shell.toolcrew("call", "bash_tool", "command=exit 3")
     killed = shell.toolcrew("call", "bash_tool", "command=kill -9 $$")
 
@@ -83,21 +83,21 @@ def test_call_of_a_command_that_fails_has_an_exit_code_of_its_own(shell: Shell) 
     assert (killed.returncode, "the command ended with " in killed.stderr) == (4, True), killed.stderr
 
 
-def test_call_of_an_unknown_session_says_that_none_has_this_name(shell: Shell) -> None:
+def test_call_reports_an_unknown_session(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tool", "command=true", "--session", "nope")
 
     assert (done.returncode, done.stdout) == (1, "")
     assert "there is no such session: this tenant has no open session of that name" in done.stderr
 
 
-def test_call_coerces_text_by_the_schema_and_keeps_equal_signs(shell: Shell) -> None:
+def test_call_converts_arguments_by_the_schema_and_keeps_equal_signs(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tool", "command=echo a=b=c; sleep 20", "timeout=0.5", "--json")
 
     result = ToolResult.model_validate_json(done.stdout)
     assert (done.returncode, result.error_code, result.metadata["stdout"]) == (1, "TIMEOUT", "a=b=c\n")
 
 
-def test_call_is_made_for_the_tenant_that_is_named_or_whose_key_is_set(shell: Shell) -> None:
+def test_call_uses_the_named_tenant_or_the_tenant_of_its_api_key(shell: Shell) -> None:
     assert shell.toolcrew("tenants", "add", "acme-cli", "--tools", "bash_tool").returncode == 0
     try:
         named = shell.toolcrew("call", "write_tool", "file_path=a", "content=b", "--tenant", "acme-cli", "--json")
@@ -125,7 +125,7 @@ def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path:
     assert by_stdin.stdout.strip() == "from stdin 尺寸"
 
 
-def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None:
+def test_call_of_an_unknown_tool_suggests_similar_names(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tol", "x=1")
 
     assert done.returncode == 1
@@ -133,7 +133,7 @@ def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None
     assert done.stdout == ""
 
 
-def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
+def test_call_escapes_terminal_control_sequences(shell: Shell) -> None:
     command = [TOOLCREW, "call", "bash_tool", r"command=printf '\033[31mred\033]0;title\007'"]
     shown = read_terminal(command, shell.footprint.environment(shell.environment))
 
@@ -142,7 +142,7 @@ def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
     assert "\x07" not in shown
 
 
-def test_call_without_a_stack_starts_one_and_takes_it_down(footprint: Footprint) -> None:
+def test_call_without_a_stack_starts_one_and_stops_it(footprint: Footprint) -> None:
     done = run_toolcrew(footprint, "call", "bash_tool", "command=echo alone")
 
     assert (done.returncode, done.stdout.strip()) == (0, "alone")
@@ -182,7 +182,7 @@ def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(
     assert watched.containers() == []
 
 
-def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:
+def test_a_terminated_call_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:
     """`timeout 10 toolcrew call ...`, or a supervisor, stops the command. The session must not occupy the shared pool
     for half an hour.
     """
@@ -226,7 +226,7 @@ def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_reports_where_it_is_on_one_line_and_takes_all_down_at_a_signal(engine: APIClient, number: int) -> None:
+def test_up_prints_its_addresses_on_one_line_and_stops_everything_on_a_signal(engine: APIClient, number: int) -> None:
     with open_stack(engine, workers_only=False) as stack:
         assert isinstance(stack.info, StackInfo)
         assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "api", "orchestrator"}
@@ -264,7 +264,7 @@ def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: 
 @pytest.mark.parametrize(
     ("number", "end"), [(signal.SIGHUP, ""), (signal.SIGINT, "API keys, runs and batches are deleted\n")]
 )
-def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Footprint, number: int, end: str) -> None:
+def test_up_in_text_mode_prints_usage_and_stops_with_its_terminal(footprint: Footprint, number: int, end: str) -> None:
     process = subprocess.Popen(
         [TOOLCREW, "up", "--workers-only"],
         env=footprint.environment({"PYTHONUNBUFFERED": "1"}),
@@ -292,7 +292,7 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     footprint.assert_nothing_left(within_s=1)
 
 
-def test_run_works_an_instruction_to_its_answer(shell: Shell, tmp_path: Path) -> None:
+def test_run_executes_an_instruction_to_its_answer(shell: Shell, tmp_path: Path) -> None:
     """tests/integration/test_agent_runs.py has every dialect."""
     workspace, saved = tmp_path / "in", tmp_path / "out"
     workspace.mkdir()
@@ -317,39 +317,21 @@ def test_run_works_an_instruction_to_its_answer(shell: Shell, tmp_path: Path) ->
     assert (saved / "numbers.txt").read_text() == "1\n2\n39\n"
 
 
-def test_run_that_reaches_its_limit_has_an_exit_code_of_its_own(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rules", "code", "output"),
+    [("", 2, '"stop_reason"'), ('{"action": "deny", "argv_prefix": ["awk"]}', 3, "SECURITY_REFUSED")],
+)
+def test_run_exits_with_2_at_its_limit_and_with_3_when_its_call_was_refused(
+    shell: Shell, tmp_path: Path, rules: str, code: int, output: str
+) -> None:
+    (tmp_path / "policy.json").write_text(f'{{"rules": [{rules}]}}')
     (tmp_path / "numbers.txt").write_text("1\n")
+    options = ["--workspace", str(tmp_path), "--model", "scripted"]
+    limit = [] if rules else ["--max-iterations", "1", "--json"]
+    policy = {"TOOLCREW_APPROVAL_POLICY": str(tmp_path / "policy.json")} if rules else {}
 
-    done = shell.toolcrew(
-        "run",
-        "sum /workspace/numbers.txt",
-        "--workspace",
-        str(tmp_path),
-        "--model",
-        "scripted",
-        "--max-iterations",
-        "1",
-        "--json",
-    )
+    done = shell.toolcrew("run", "sum /workspace/numbers.txt", *options, *limit, **policy)
 
-    assert done.returncode == 2, done
-    assert json.loads(done.stdout)["stop_reason"] != "answered"
-
-
-def test_run_whose_call_was_refused_has_an_exit_code_of_its_own(shell: Shell, tmp_path: Path) -> None:
-    rules = tmp_path / "policy.json"
-    rules.write_text('{"rules": [{"action": "deny", "argv_prefix": ["awk"]}]}')
-    (tmp_path / "numbers.txt").write_text("1\n")
-
-    done = shell.toolcrew(
-        "run",
-        "sum /workspace/numbers.txt",
-        "--workspace",
-        str(tmp_path),
-        "--model",
-        "scripted",
-        TOOLCREW_APPROVAL_POLICY=str(rules),
-    )
-
-    assert done.returncode == 3, done
-    assert "SECURITY_REFUSED" in done.stdout
+    assert done.returncode == code, done
+    assert output in done.stdout
+    assert '"answered"' not in done.stdout

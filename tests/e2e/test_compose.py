@@ -48,7 +48,7 @@ CAPABILITIES = {
 """Numbers of the capabilities that the file gives to a service."""
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 
-KNOCK = """
+CONNECT_PROGRAM = """
 import socket, sys
 for host in sys.argv[2:]:
     try:
@@ -62,7 +62,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.compose, pytest.mark.timeout(1500)]
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """The exit status and the output of a command."""
 
     status: int
@@ -70,7 +70,7 @@ class Ran:
     err: str
 
 
-def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None = None) -> Ran:
+def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None = None) -> CommandResult:
     done = subprocess.run(
         argv,
         cwd=ROOT,
@@ -81,14 +81,14 @@ def run(argv: list[str], timeout_s: float = ANSWER_S, env: dict[str, str] | None
         timeout=timeout_s,
         check=False,
     )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def run_well(argv: list[str], timeout_s: float = ANSWER_S) -> str:
     """Run a command that must succeed, and return its output."""
-    ran = run(argv, timeout_s)
-    assert ran.status == 0, f"{' '.join(argv)}: {ran.err[-2000:] or ran.out[-2000:]}"
-    return ran.out
+    completed = run(argv, timeout_s)
+    assert completed.status == 0, f"{' '.join(argv)}: {completed.err[-2000:] or completed.out[-2000:]}"
+    return completed.out
 
 
 def find_compose() -> list[str]:
@@ -133,20 +133,20 @@ class ComposeStack:
             key: value for key, value in os.environ.items() if not key.startswith(("TOOLCREW_", "COMPOSE_", "OPENAI_"))
         }
 
-    def compose(self, *arguments: str, timeout_s: float = ANSWER_S) -> Ran:
+    def compose(self, *arguments: str, timeout_s: float = ANSWER_S) -> CommandResult:
         return run([*self._command, *arguments], timeout_s, self._environment)
 
-    def execute(self, service: str, *argv: str) -> Ran:
+    def execute(self, service: str, *argv: str) -> CommandResult:
         """Run a command in a service's container, as the container's user."""
         (container,) = self.list_left("container", service)
         return run(["docker", "exec", container, *argv])
 
     def up(self) -> None:
-        ran = self.compose("up", "-d", "--no-build", timeout_s=UP_S)
-        assert ran.status == 0, f"{ran.err[-2000:]}\n{self.tell()}"
+        completed = self.compose("up", "-d", "--no-build", timeout_s=UP_S)
+        assert completed.status == 0, f"{completed.err[-2000:]}\n{self.log_tails()}"
         until = time.monotonic() + HEALTHY_S
         while (states := self.states()) != dict.fromkeys(SERVICES, "healthy"):
-            assert time.monotonic() < until, f"{states} after {HEALTHY_S:g} s\n{self.tell()}"
+            assert time.monotonic() < until, f"{states} after {HEALTHY_S:g} s\n{self.log_tails()}"
             time.sleep(0.5)
 
     def states(self) -> dict[str, str]:
@@ -199,122 +199,126 @@ class ComposeStack:
         state, code, again = run_well(["docker", "inspect", "--format", form, container]).split()
         return state, int(code), int(again)
 
-    def tell(self) -> str:
+    def log_tails(self) -> str:
         """Return the end of every service's log, for the message of a failure."""
         return self.compose("logs", "--no-color", "--tail", "15").out[-6000:]
 
-    def down(self) -> Ran:
+    def down(self) -> CommandResult:
         return self.compose("down", "--volumes", "--timeout", "30", timeout_s=DOWN_S)
 
 
 @pytest.fixture(scope="module")
-def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
+def compose_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     """Yield the stack, running and healthy. Afterwards the stack is removed without leftovers; a failed removal fails
     the tests.
     """
     require_engine().close()
     compose = find_compose()
     run_well(["scripts/build-services"], BUILD_S)
-    composed = ComposeStack(compose, tmp_path_factory.mktemp("compose"))
+    compose_stack = ComposeStack(compose, tmp_path_factory.mktemp("compose"))
     try:
-        composed.up()
-        yield composed
+        compose_stack.up()
+        yield compose_stack
     finally:
-        ended = composed.down()
+        ended = compose_stack.down()
     assert ended.status == 0, ended.err[-2000:]
-    leftovers = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {
-        "created": composed.list_containers(),
-        "sandbox": sorted(composed.list_sandboxes()),
-        "disk": composed.list_disks(),
+    leftovers = {kind: compose_stack.list_left(kind) for kind in ("container", "network", "volume")} | {
+        "created": compose_stack.list_containers(),
+        "sandbox": sorted(compose_stack.list_sandboxes()),
+        "disk": compose_stack.list_disks(),
     }
     assert not any(leftovers.values()), leftovers
 
 
-def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:
-    ran = composed.compose(
+def test_a_call_passes_through_the_whole_compose_stack(compose_stack: ComposeStack) -> None:
+    completed = compose_stack.compose(
         "exec", "-T", "orchestrator", "toolcrew", "call", "bash_tool", "command=echo $((6*7))", "--json"
     )
-    assert ran.status == 0, f"{ran.out}{ran.err}\n{composed.tell()}"
-    result = json.loads(ran.out)
+    assert completed.status == 0, f"{completed.out}{completed.err}\n{compose_stack.log_tails()}"
+    result = json.loads(completed.out)
     assert (result["success"], result["output"].strip()) == (True, "42")
 
 
-def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeStack) -> None:
+def test_a_detached_batch_is_executed_by_the_service(compose_stack: ComposeStack) -> None:
     line = json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "echo $((6*7))"}})
     submit = f"cat > /tmp/in.jsonl <<'END'\n{line}\nEND\ntoolcrew batches submit /tmp/in.jsonl --detach --id composed"
-    ran = composed.execute("orchestrator", "sh", "-c", submit)
-    assert (ran.status, ran.out.split()) == (0, ["composed"]), f"{ran.err}\n{composed.tell()}"
+    completed = compose_stack.execute("orchestrator", "sh", "-c", submit)
+    assert (completed.status, completed.out.split()) == (0, ["composed"]), (
+        f"{completed.err}\n{compose_stack.log_tails()}"
+    )
     status = ("toolcrew", "batches", "show", "composed", "--json")
     wait_until(
-        lambda: '"completed"' in composed.execute("orchestrator", *status).out.split("request_counts")[0],
+        lambda: '"completed"' in compose_stack.execute("orchestrator", *status).out.split("request_counts")[0],
         ANSWER_S,
-        composed.tell,
+        compose_stack.log_tails,
     )
-    row = json.loads(composed.execute("orchestrator", "toolcrew", "batches", "export", "composed").out)
+    row = json.loads(compose_stack.execute("orchestrator", "toolcrew", "batches", "export", "composed").out)
     assert (row["custom_id"], row["response"]["body"]["output"].strip()) == ("a", "42")
 
 
-def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
-    with composed.open_client() as client:
+def test_a_host_program_opens_a_session_and_calls_a_tool_over_http(compose_stack: ComposeStack) -> None:
+    with compose_stack.open_client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
         # It uses a few milliseconds, so that a report of the usage at the same time does not take all of it.
         command = "for i in $(seq 20000); do :; done; echo $((6*7))"
         result = client.post(
             f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}
         ).json()
-        assert (result["success"], result["output"].strip()) == (True, "42"), composed.tell()
+        assert (result["success"], result["output"].strip()) == (True, "42"), compose_stack.log_tails()
         # sandboxd in its container measures the sandboxes that it starts itself.
         assert min(result["usage"]["cpu_s"], result["usage"]["memory_peak_bytes"]) > 0, result
         assert client.delete(f"/v1/sessions/{session}").status_code == 204
 
 
-def test_a_call_of_the_web_pool_goes_through_and_is_kept_from_the_inner_network(composed: ComposeStack) -> None:
-    ran = composed.execute("orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json")
-    result = json.loads(ran.out)
-    assert result["error_code"] == "SECURITY_REFUSED", f"{ran.out}{ran.err}\n{composed.tell()}"
+def test_a_call_of_the_web_pool_cannot_reach_the_internal_network(compose_stack: ComposeStack) -> None:
+    completed = compose_stack.execute(
+        "orchestrator", "toolcrew", "call", "webfetch_tool", "url=http://redis:6379/", "--json"
+    )
+    result = json.loads(completed.out)
+    assert result["error_code"] == "SECURITY_REFUSED", f"{completed.out}{completed.err}\n{compose_stack.log_tails()}"
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd"}))
-def test_a_service_that_is_taken_over_finds_no_engine_socket(composed: ComposeStack, service: str) -> None:
-    ran = composed.execute(
+def test_a_compromised_service_finds_no_engine_socket(compose_stack: ComposeStack, service: str) -> None:
+    completed = compose_stack.execute(
         service, "sh", "-c", "find / -xdev -name 'docker*.sock' 2>/dev/null; ls /var/run/docker.sock /run/docker.sock"
     )
-    assert (ran.status != 0, ran.out) == (True, "")
+    assert (completed.status != 0, completed.out) == (True, "")
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES - {"sandboxd", "worker"}))
-def test_only_the_worker_reaches_sandboxd(composed: ComposeStack, service: str) -> None:
-    assert composed.execute(service, "ls", "/run/toolcrew/sandboxd.sock").status != 0
+def test_only_the_worker_reaches_sandboxd(compose_stack: ComposeStack, service: str) -> None:
+    assert compose_stack.execute(service, "ls", "/run/toolcrew/sandboxd.sock").status != 0
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_a_service_that_is_taken_over_holds_no_other_right_and_cannot_change_its_files(
-    composed: ComposeStack, service: str
+def test_a_compromised_service_has_no_extra_capability_and_cannot_change_its_files(
+    compose_stack: ComposeStack, service: str
 ) -> None:
-    ran = composed.execute(
+    completed = compose_stack.execute(
         service, "sh", "-c", "grep -E '^(CapEff|CapBnd|NoNewPrivs):' /proc/self/status; touch /etc/x /usr/bin/x"
     )
     rights = f"{sum(1 << CAPABILITIES[name] for name in COMPOSE['services'][service].get('cap_add', [])):016x}"
-    assert ran.status != 0
-    assert ran.out.split() == ["CapEff:", rights, "CapBnd:", rights, "NoNewPrivs:", "1"]
+    assert completed.status != 0
+    assert completed.out.split() == ["CapEff:", rights, "CapBnd:", rights, "NoNewPrivs:", "1"]
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
-def test_an_image_of_a_service_holds_nothing_that_gives_rights(composed: ComposeStack, service: str) -> None:
+def test_a_service_image_contains_no_file_that_gives_rights(compose_stack: ComposeStack, service: str) -> None:
     assert scan_image(f"toolcrew-{service}:dev") == []
 
 
-def test_sandboxes_are_started_by_sandboxd_on_disks_and_have_no_right_on_the_host(composed: ComposeStack) -> None:
+def test_sandboxes_have_disk_images_and_no_rights_on_the_host(compose_stack: ComposeStack) -> None:
     ask = "from workers.sandbox_client import SandboxClient as C; import json, os; "
     ask += "print(json.dumps(C(os.environ['TOOLCREW_SANDBOXD_SOCKET']).status()))"
-    status = json.loads(composed.execute("sandboxd", "python", "-c", ask).out)
+    status = json.loads(compose_stack.execute("sandboxd", "python", "-c", ask).out)
     assert (status["start"], status["workspaces"]) == ("oci", {"kind": "image", "hard": True, "note": None})
-    report = json.loads(composed.execute("sandboxd", "python", "-m", "workers.sandboxd", "--check", "--json").out)
+    report = json.loads(compose_stack.execute("sandboxd", "python", "-m", "workers.sandboxd", "--check", "--json").out)
     states = {row["name"]: row["state"] for row in report["guarantees"]}
     for guarantee in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
         assert states[guarantee] == "holds", report
     examined = 0
-    for process in find_processes(composed.list_sandboxes()):
+    for process in find_processes(compose_stack.list_sandboxes()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended just now
             text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
             shown = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
@@ -333,9 +337,9 @@ def find_processes(sandboxes: Iterable[str]) -> set[int]:
     return found
 
 
-def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> None:
+def test_files_survive_the_death_of_their_sandbox_and_of_sandboxd(compose_stack: ComposeStack) -> None:
     """Also those that root inside has changed in the image's file system, and those of forks."""
-    with composed.open_client() as client:
+    with compose_stack.open_client() as client:
         files = {
             client.post("/v1/sessions", json={"user": user}).json()["id"]: file
             for user, file in (("sandbox", "/workspace/file"), ("root", "/etc/file"))
@@ -350,34 +354,34 @@ def test_files_survive_their_sandbox_and_sandboxd(composed: ComposeStack) -> Non
 
         for session, file in files.items():
             assert call(session, f"echo kept > {file} && cat {file}") == "kept"
-        for process in find_processes(composed.list_sandboxes()):
+        for process in find_processes(compose_stack.list_sandboxes()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        wait_until(are_kept, ANSWER_S, composed.tell)
+        wait_until(are_kept, ANSWER_S, compose_stack.log_tails)
         for session, file in list(files.items()):
             forked = client.post(f"/v1/sessions/{session}/fork", json={"n": 1})
             assert forked.status_code == 201, forked.text
             files[forked.json()["sessions"][0]["id"]] = file
-        wait_until(are_kept, ANSWER_S, composed.tell)
+        wait_until(are_kept, ANSWER_S, compose_stack.log_tails)
 
-        earlier, (container,) = composed.list_sandboxes(), composed.list_left("container", "sandboxd")
+        earlier, (container,) = compose_stack.list_sandboxes(), compose_stack.list_left("container", "sandboxd")
         assert earlier
         # Its PID 1, as seen here: all its processes end with it.
         os.kill(int(run_well(["docker", "inspect", "--format", "{{.State.Pid}}", container])), signal.SIGKILL)
         restarts = ["docker", "inspect", "--format", "{{.RestartCount}} {{.State.Health.Status}}", container]
-        wait_until(lambda: run_well(restarts).split() == ["1", "healthy"], ANSWER_S, composed.tell)
-        wait_until(are_kept, ANSWER_S, composed.tell)
-        assert not earlier & composed.list_sandboxes()
+        wait_until(lambda: run_well(restarts).split() == ["1", "healthy"], ANSWER_S, compose_stack.log_tails)
+        wait_until(are_kept, ANSWER_S, compose_stack.log_tails)
+        assert not earlier & compose_stack.list_sandboxes()
         assert not any(Cgroups().exists(sandbox) for sandbox in earlier)
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
-        assert not [line for line in mounts.splitlines() if composed.name in line or " toolcrew " in line]
+        assert not [line for line in mounts.splitlines() if compose_stack.name in line or " toolcrew " in line]
         assert {client.delete(f"/v1/sessions/{session}").status_code for session in files} == {204}
 
 
-def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack) -> None:
+def test_services_log_only_json_lines(compose_stack: ComposeStack) -> None:
     """Redis and Flower are exceptions, because they have their own log formats."""
     for service in sorted(SERVICES - {"redis", "flower"}):
-        (container,) = composed.list_left("container", service)
+        (container,) = compose_stack.list_left("container", service)
         logged = run(["docker", "logs", container])
         events = read_events(logged.err)
         assert logged.out == "", service
@@ -385,21 +389,21 @@ def test_the_services_log_lines_of_json_and_nothing_else(composed: ComposeStack)
         assert all({"timestamp", "level", "event", "service"} <= set(event) for event in events), service
 
 
-def test_a_worker_that_is_taken_over_cannot_open_a_connection_to_the_outside(composed: ComposeStack) -> None:
-    addresses = [find_gateway(f"{composed.name}_{network}") for network in ("egress", "backend")]
+def test_a_compromised_worker_cannot_connect_to_outside_addresses(compose_stack: ComposeStack) -> None:
+    addresses = [find_gateway(f"{compose_stack.name}_{network}") for network in ("egress", "backend")]
     with socket.create_server(("0.0.0.0", 0), backlog=16) as listener:
         port = listener.getsockname()[1]
         # Proves that a server answers, so that the worker's failure comes from the network.
         outward = [
-            composed.execute(name, "python", "-c", KNOCK, str(port), addresses[0])
+            compose_stack.execute(name, "python", "-c", CONNECT_PROGRAM, str(port), addresses[0])
             for name in ("orchestrator", "web-worker")
         ]
-        if [ran.out.split() for ran in outward] != [["open"], ["open"]]:
+        if [completed.out.split() for completed in outward] != [["open"], ["open"]]:
             missing(
                 f"this host refuses connections from its own containers, so there is nothing to compare with: {outward}"
             )
-        ran = composed.execute("worker", "python", "-c", KNOCK, str(port), *addresses)
-    assert ran.out.split() == ["closed", "closed"], ran
+        completed = compose_stack.execute("worker", "python", "-c", CONNECT_PROGRAM, str(port), *addresses)
+    assert completed.out.split() == ["closed", "closed"], completed
 
 
 ASK_PROXY = """
@@ -414,17 +418,17 @@ print(proxy.recv(4096).decode())
 """
 
 
-def test_only_sandboxd_reaches_the_egress_proxy(composed: ComposeStack) -> None:
-    ran = composed.execute("sandboxd", "python", "-c", ASK_PROXY)
-    assert "403" in ran.out, ran
-    assert "is a name of a private network" in ran.out
+def test_only_sandboxd_reaches_the_egress_proxy(compose_stack: ComposeStack) -> None:
+    completed = compose_stack.execute("sandboxd", "python", "-c", ASK_PROXY)
+    assert "403" in completed.out, completed
+    assert "is a name of a private network" in completed.out
     for service in sorted(SERVICES - {"sandboxd", "egress"}):
-        assert composed.execute(service, "ls", "/run/toolcrew-egress/egress.sock").status != 0
+        assert compose_stack.execute(service, "ls", "/run/toolcrew-egress/egress.sock").status != 0
 
 
-def test_an_egress_proxy_that_is_taken_over_knows_no_neighbour_of_the_inner_network(composed: ComposeStack) -> None:
-    ran = composed.execute("egress", "python", "-c", "import socket; print(socket.gethostbyname('redis'))")
-    assert ran.status != 0, ran.out
+def test_a_compromised_egress_proxy_cannot_resolve_internal_services(compose_stack: ComposeStack) -> None:
+    completed = compose_stack.execute("egress", "python", "-c", "import socket; print(socket.gethostbyname('redis'))")
+    assert completed.status != 0, completed.out
 
 
 def find_gateway(network: str) -> str:
@@ -432,25 +436,25 @@ def find_gateway(network: str) -> str:
     return run_well(["docker", "network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network]).strip()
 
 
-def test_sandboxd_has_no_network_but_its_own_loopback(composed: ComposeStack) -> None:
-    assert composed.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
+def test_sandboxd_has_only_a_loopback_interface(compose_stack: ComposeStack) -> None:
+    assert compose_stack.execute("sandboxd", "ls", "/sys/class/net").out.split() == ["lo"]
 
 
-def test_redis_requires_a_password_and_no_service_may_rewrite_its_configuration(composed: ComposeStack) -> None:
-    assert composed.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
+def test_redis_requires_a_password_and_services_cannot_change_its_configuration(compose_stack: ComposeStack) -> None:
+    assert compose_stack.execute("redis", "redis-cli", "ping").out.startswith("NOAUTH")
     for role in ("orchestrator", "worker", "web", "flower"):
         for command in ("config set dir /tmp", "flushall", "replicaof redis 1", "keys x", "acl list"):
             shell = (
                 f'REDISCLI_AUTH="$TOOLCREW_REDIS_{role.upper()}_PASSWORD" redis-cli --user {role} --no-auth-warning '
                 f"{command}"
             )
-            ran = composed.execute("redis", "sh", "-c", shell)
-            assert ran.out.startswith("NOPERM"), f"{role}: {command}: {ran}"
+            completed = compose_stack.execute("redis", "sh", "-c", shell)
+            assert completed.out.startswith("NOPERM"), f"{role}: {command}: {completed}"
 
 
-def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
+def test_no_service_lacked_a_redis_permission(compose_stack: ComposeStack) -> None:
     shell = 'REDISCLI_AUTH="$TOOLCREW_REDIS_ADMIN_PASSWORD" redis-cli --user admin --no-auth-warning acl log'
-    text = composed.execute("redis", "sh", "-c", shell).out
+    text = compose_stack.execute("redis", "sh", "-c", shell).out
     # The attempts of the test above are in the log too. A refused command or key of a service would be an additional
     # entry.
     lines = text.splitlines()
@@ -458,27 +462,27 @@ def test_no_service_missed_a_right_on_redis(composed: ComposeStack) -> None:
     assert refused <= {"config", "flushall", "replicaof", "keys", "acl"}, text
 
 
-def test_no_secret_is_on_a_command_line(composed: ComposeStack) -> None:
-    lines = composed.env_file.read_text().splitlines()
+def test_no_secret_is_on_a_command_line(compose_stack: ComposeStack) -> None:
+    lines = compose_stack.env_file.read_text().splitlines()
     values = [
         value for key, _, value in (line.partition("=") for line in lines) if key.endswith(("PASSWORD", "SECRET"))
     ]
     shown = "".join(
-        run_well(["docker", "top", container, "-o", "pid,args"]) for container in composed.list_left("container")
+        run_well(["docker", "top", container, "-o", "pid,args"]) for container in compose_stack.list_left("container")
     )
     assert "redis-server" in shown
     assert len(values) == len(ROLES) + 2
     assert [value for value in values if value in shown] == []
 
 
-def test_flower_asks_for_its_password(composed: ComposeStack) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{composed.flower_port}/api/workers")
+def test_flower_requires_its_password(compose_stack: ComposeStack) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{compose_stack.flower_port}/api/workers")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=ANSWER_S)
     refused.value.close()
     assert refused.value.code == 401
     request.add_header(
-        "Authorization", "Basic " + base64.b64encode(f"toolcrew:{composed.flower_password}".encode()).decode()
+        "Authorization", "Basic " + base64.b64encode(f"toolcrew:{compose_stack.flower_password}".encode()).decode()
     )
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         assert set(json.load(answer)) == {"worker@worker", "web-worker@web-worker"}
@@ -494,25 +498,27 @@ os.kill(next(pid for pid, parent in parents.items() if parent == "1"), 9)
 """
 
 
-def test_a_worker_that_crashed_comes_back_and_one_that_was_drained_stays_down(composed: ComposeStack) -> None:
-    starts = composed.worker_ends()[2] + 1
-    assert composed.execute("worker", "python", "-c", KILL_WORKER).status in (0, 137)
-    wait_until(lambda: composed.worker_ends()[::2] == ("running", starts), ANSWER_S, composed.tell)
+def test_a_crashed_worker_restarts_and_a_drained_worker_stays_stopped(compose_stack: ComposeStack) -> None:
+    starts = compose_stack.worker_ends()[2] + 1
+    assert compose_stack.execute("worker", "python", "-c", KILL_WORKER).status in (0, 137)
+    wait_until(lambda: compose_stack.worker_ends()[::2] == ("running", starts), ANSWER_S, compose_stack.log_tails)
 
-    def drain() -> Ran | None:
+    def drain() -> CommandResult | None:
         """Drain the host. Until the new worker has taken over, no worker can be drained."""
-        result = composed.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
+        result = compose_stack.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
         queues = [
             report["queue"]
             for report in json.loads(result.out or "[]")
             if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
         orders = [
-            composed.execute("orchestrator", "toolcrew", "hosts", "drain", queue, "--lossy", "--wait")
+            compose_stack.execute("orchestrator", "toolcrew", "hosts", "drain", queue, "--lossy", "--wait")
             for queue in queues
         ]
-        return next((ran for ran in orders if ran.status == 0), None)
+        return next((completed for completed in orders if completed.status == 0), None)
 
-    wait_until(drain, UP_S, composed.tell)
-    ends = wait_until(lambda: (ends := composed.worker_ends())[0] != "running" and ends, ANSWER_S, composed.tell)
+    wait_until(drain, UP_S, compose_stack.log_tails)
+    ends = wait_until(
+        lambda: (ends := compose_stack.worker_ends())[0] != "running" and ends, ANSWER_S, compose_stack.log_tails
+    )
     assert ends == ("exited", 0, starts), "it was drained, and came back"

@@ -26,14 +26,14 @@ async def server() -> AsyncIterator[LocalModelServer]:
         yield running
 
 
-async def test_the_server_refuses_requests_without_a_key(server: LocalModelServer) -> None:
+async def test_the_server_refuses_requests_without_a_valid_key(server: LocalModelServer) -> None:
     stranger = OpenAIModel("local", server.base_url, "wrong", retries=0)
     with pytest.raises(ModelUnavailable, match="refuses the API key"):
         await anext(aiter(stranger.stream(ModelRequest([{"role": "user", "content": "hi"}]))))
     await stranger.aclose()
 
 
-async def test_the_key_is_not_on_the_servers_command_line(server: LocalModelServer) -> None:
+async def test_the_key_is_not_on_the_command_line_of_the_server(server: LocalModelServer) -> None:
     done = subprocess.run(["cat", f"/proc/{server.pid}/cmdline"], capture_output=True, text=True, check=True)  # noqa: ASYNC221
     assert server.api_key not in done.stdout
 

@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
 
-def test_the_hint_of_a_stopped_command_goes_on_with_a_tenants_batch_when_it_is_pasted(
+def test_the_printed_hint_of_a_stopped_command_resumes_the_batch(
     stack: Stack, footprint: Footprint, tmp_path: Path
 ) -> None:
     reach = {"TOOLCREW_REDIS_URL": stack.redis_url}

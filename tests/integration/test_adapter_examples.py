@@ -31,7 +31,7 @@ def test_the_langgraph_example_recovers_from_a_failure_and_ends(stack: Stack) ->
     assert result.endswith("The sum is 15.\n")
 
 
-def test_the_agents_example_stops_for_a_yes_and_ends(stack: Stack) -> None:
+def test_the_agents_example_stops_for_an_approval_and_ends(stack: Stack) -> None:
     pytest.importorskip("agents")
     result = run_example(stack, "openai_agents_tools.py")
     assert result.startswith("approved: write_tool")

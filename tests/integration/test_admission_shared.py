@@ -85,7 +85,7 @@ def count_done(tasks: "list[asyncio.Task[None]]") -> int:
     return sum(task.done() for task in tasks)
 
 
-def holding(callers: list[Caller]) -> int:
+def count_holders(callers: list[Caller]) -> int:
     return sum(caller.has_slot.is_set() and not caller.task.done() for caller in callers)
 
 
@@ -98,7 +98,7 @@ async def drain(harness: Harness, callers: list[Caller], *, at_once: int) -> Non
         callers.remove(ended)
         await ended.end()
         # One slot fewer: long calls of one tenant leave a slot to other tenants, and may be the only remaining calls.
-        await harness.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
+        await harness.until(lambda: count_holders(callers) >= min(max(1, at_once - 1), len(callers)))
         assert await harness.count("held") <= max(at_once + 4, at_once * 2) + 1, (
             "the one that ended is given back in the background"
         )
@@ -106,7 +106,7 @@ async def drain(harness: Harness, callers: list[Caller], *, at_once: int) -> Non
     assert await harness.count("waiting") == 0
 
 
-async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another(harness: Harness) -> None:
+async def test_a_slot_released_by_one_orchestrator_goes_to_a_call_of_another(harness: Harness) -> None:
     await harness.set_slots(1)
     first = Caller(harness.open())
     await first.has_slot.wait()
@@ -119,18 +119,18 @@ async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another
     await harness.until(lambda: True, "held", 0)
 
 
-async def test_several_orchestrators_together_hold_no_more_than_there_is(harness: Harness) -> None:
+async def test_several_orchestrators_together_hold_at_most_all_slots(harness: Harness) -> None:
     callers = [
         Caller(admission, tenant=tenant)
         for admission in (harness.open(), harness.open())
         for tenant in "ab"
         for _ in range(10)
     ]
-    await harness.until(lambda: holding(callers) == 4, "waiting", 36)
+    await harness.until(lambda: count_holders(callers) == 4, "waiting", 36)
     await drain(harness, callers, at_once=4)
 
 
-async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(harness: Harness) -> None:
+async def test_a_call_that_waits_too_long_is_refused_and_leaves_no_ticket(harness: Harness) -> None:
     await harness.set_slots(1)
     admission = harness.open()
     first = Caller(admission)
@@ -144,12 +144,12 @@ async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(harness: Harne
     await first.end()
 
 
-async def test_who_has_too_many_waiting_is_refused_at_once(harness: Harness) -> None:
+async def test_a_call_above_the_limit_of_waiting_calls_is_refused_at_once(harness: Harness) -> None:
     await harness.set_slots(1)
     admission = harness.open()
     policy = TenantPolicy(queued=1)
     callers = [Caller(admission, policy=policy) for _ in range(2)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 1)
     with pytest.raises(ToolFailure, match=r"1 calls of tenant acme wait already.*try again in") as refused:
         async with admission.slot(build_request(policy=policy)):
             raise AssertionError("there was no slot")
@@ -164,7 +164,7 @@ async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(harness: Harness)
     await harness.set_slots(1)
     admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     for caller in callers:
         caller.task.cancel()
     await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
@@ -172,7 +172,7 @@ async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(harness: Harness)
     await harness.until(lambda: True, "held", 0)
 
 
-async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(harness: Harness) -> None:
+async def test_calls_cancelled_while_a_slot_is_requested_or_granted_lose_no_slot(harness: Harness) -> None:
     """Cancel after 0, 1, 2... turns of the loop: before the request is sent, during its transfer, and just as the
     slot arrives.
     """
@@ -188,11 +188,11 @@ async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_n
     await harness.until(lambda: True, "waiting", 0)
 
 
-async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_queue(harness: Harness) -> None:
+async def test_a_dead_orchestrator_frees_its_slots_and_waiting_calls(harness: Harness) -> None:
     await harness.set_slots(1)
     dead = harness.open(lease_s=1.0)
     of_the_dead = [Caller(dead) for _ in range(3)]
-    await harness.until(lambda: holding(of_the_dead) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(of_the_dead) == 1, "waiting", 2)
     for task in dead._tasks:
         task.cancel()
     harness.opened.remove(dead)
@@ -208,10 +208,10 @@ async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_q
         caller.task.cancel()
 
 
-async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(harness: Harness) -> None:
+async def test_leases_are_renewed_and_waiting_calls_keep_their_position(harness: Harness) -> None:
     await harness.set_slots(1)
     callers = [Caller(harness.open(lease_s=1.0)) for _ in range(2)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 1)
     await asyncio.sleep(2.5)
     assert (await harness.count("held"), await harness.count("waiting")) == (1, 1)
     for caller in callers:
@@ -219,7 +219,7 @@ async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(harn
     await asyncio.gather(*(caller.task for caller in callers))
 
 
-async def test_a_lost_grant_is_found(harness: Harness) -> None:
+async def test_a_call_finds_its_slot_when_the_grant_message_is_lost(harness: Harness) -> None:
     """The message of the grant does not reach the call."""
     await harness.set_slots(1)
     first = Caller(harness.open(lease_s=2.0))
@@ -234,25 +234,25 @@ async def test_a_lost_grant_is_found(harness: Harness) -> None:
     await second.end()
 
 
-async def test_what_redis_has_forgotten_is_held_and_waits_again(harness: Harness) -> None:
+async def test_slots_and_waiting_calls_are_restored_after_redis_lost_its_data(harness: Harness) -> None:
     await harness.set_slots(1)
     callers = [Caller(harness.open(lease_s=1.0)) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     await harness.client.flushall()
     await harness.set_slots(1)
     # A request that comes before the holder has learned of its slot also gets a slot.
-    await harness.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
+    await harness.until(lambda: True, "waiting", lambda: 3 - max(1, count_holders(callers)))
     await drain(harness, callers, at_once=1)
 
 
-async def test_redis_restarting_neither_loses_nor_doubles_a_slot(harness: Harness) -> None:
+async def test_a_redis_restart_neither_loses_nor_doubles_a_slot(harness: Harness) -> None:
     callers = [
         Caller(admission, tenant=tenant)
         for admission in (harness.open(), harness.open())
         for tenant in "ab"
         for _ in range(3)
     ]
-    await harness.until(lambda: holding(callers) == 4, "waiting", 8)
+    await harness.until(lambda: count_holders(callers) == 4, "waiting", 8)
     harness.server.stop()
     ended = next(caller for caller in callers if caller.has_slot.is_set())
     await ended.end()
@@ -263,15 +263,15 @@ async def test_redis_restarting_neither_loses_nor_doubles_a_slot(harness: Harnes
     harness.server.start()
     callers.remove(ended)
     # The number of further calls depends on the duration of the call that ended.
-    await harness.until(lambda: holding(callers) >= 4)
+    await harness.until(lambda: count_holders(callers) >= 4)
     await wait_until_async(
-        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == holding(callers)
+        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == count_holders(callers)
     )
     assert await harness.count("held") + await harness.count("waiting") == len(callers)
     await drain(harness, callers, at_once=4)
 
 
-async def test_a_redis_that_refuses_writes_fails_new_calls_and_takes_back_slots(harness: Harness) -> None:
+async def test_a_redis_that_refuses_writes_fails_new_calls_and_accepts_releases(harness: Harness) -> None:
     admission = harness.open()
     first = Caller(admission)
     await first.has_slot.wait()
@@ -286,11 +286,11 @@ async def test_a_redis_that_refuses_writes_fails_new_calls_and_takes_back_slots(
     await harness.until(lambda: True, "held", 0)
 
 
-async def test_closing_gives_everything_back_and_fails_who_waits(harness: Harness) -> None:
+async def test_closing_releases_all_slots_and_fails_waiting_calls(harness: Harness) -> None:
     await harness.set_slots(1)
     admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: count_holders(callers) == 1, "waiting", 2)
     await admission.aclose()
     assert (await harness.count("held"), await harness.count("waiting")) == (0, 0)
     for caller in callers:

@@ -54,7 +54,7 @@ async def test_a_run_in_every_dialect_sends_its_call_to_a_sandbox_and_reads_the_
     assert result.clocks.run_s > 0
 
 
-async def test_a_run_at_a_configured_endpoint_costs_what_its_prices_say(client: ToolClient, session: Session) -> None:
+async def test_a_run_at_a_configured_endpoint_is_charged_by_its_prices(client: ToolClient, session: Session) -> None:
     arguments = json.dumps({"command": "expr 40 + 2"})
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "bash_tool", "arguments": arguments}}
     usage = {"choices": [], "usage": {"prompt_tokens": 500_000, "completion_tokens": 250_000}}
@@ -70,7 +70,7 @@ async def test_a_run_at_a_configured_endpoint_costs_what_its_prices_say(client: 
     assert await endpoints.remove("priced")
 
 
-async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(
+async def test_read_only_calls_of_one_reply_run_in_parallel_in_one_sandbox(
     client: ToolClient, session: Session
 ) -> None:
     for number in range(4):
@@ -99,7 +99,7 @@ async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(
     await wait_until_async(lambda: "sleep 98" not in commands_in(container).values(), 10, "the command is gone")
 
 
-async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(
+async def test_a_cancelled_run_leaves_no_command_and_a_usable_session(
     client: ToolClient, stack: Stack, session: Session
 ) -> None:
     info = await session.info()

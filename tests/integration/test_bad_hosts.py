@@ -17,7 +17,7 @@ from docker import APIClient
 from contract.errors import OperatorError, SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
-from tests.log_lines import read_last_words
+from tests.log_lines import read_start_error
 from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.guarantees import build_rows
 from workers.sandboxd.leases import Lease
@@ -28,7 +28,7 @@ from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
-HASTY = EngineCallKinds(
+SHORT_DEADLINES = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "start checks", "freezes", "fills")),
     probe_s=0.2,
 )
@@ -80,7 +80,7 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
     ],
     ids=["image", "runtime", "runtime of a class", "egress without a proxy"],
 )
-async def test_what_is_missing_is_named_with_the_setting_to_change(
+async def test_a_missing_requirement_is_reported_with_the_setting_to_change(
     api: APIClient, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(OperatorError, match=message):
@@ -92,19 +92,19 @@ class EngineWithoutSeccomp(Engine):
         return replace(await super().facts(), seccomp=False)
 
 
-async def test_a_kernel_without_seccomp_gets_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
+async def test_a_kernel_without_seccomp_starts_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not be isolated"):
         await open_on(build_settings(tmp_path), EngineWithoutSeccomp())
 
 
-async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_time(
+async def test_sandboxd_does_not_start_with_an_engine_that_hangs_or_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine")
 
     async with stub_engine(tmp_path / "engine", answers_nothing):
         with pytest.raises(SandboxUnavailable, match=r"did not answer within 0.2 s: check it, or restart it"):
-            await open_on(build_settings(tmp_path), Engine(HASTY))
+            await open_on(build_settings(tmp_path), Engine(SHORT_DEADLINES))
     (tmp_path / "engine").unlink(missing_ok=True)
     async with stub_engine(tmp_path / "engine", refuses(b"the database is locked")):
         with pytest.raises(SandboxUnavailable, match="refused: the database is locked"):
@@ -130,7 +130,7 @@ class EngineWithBadRuntime(Engine):
         return await super().start({**config, "HostConfig": weaker}, name)
 
 
-async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
+async def test_the_profile_is_checked_under_the_runtime_of_every_class(api: APIClient, tmp_path: Path) -> None:
     far = TenantClass(runtime=OTHER_RUNTIME)
     settings = build_settings(tmp_path, sandbox_start="engine", tenant_classes={"far": far})
     good, bad = EngineWithBadRuntime(), EngineWithBadRuntime(OTHER_RUNTIME)
@@ -149,9 +149,7 @@ def find_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*") if path not in {folder / "leases", folder / "state"})
 
 
-async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_there(
-    api: APIClient, tmp_path: Path
-) -> None:
+async def test_the_check_examines_the_state_folder_and_changes_nothing_in_it(api: APIClient, tmp_path: Path) -> None:
     settings, engine = build_settings(tmp_path, sandbox_workspace="folder"), Engine()
     settings.state().mkdir(parents=True)
     (settings.state() / "kept").touch()
@@ -167,7 +165,7 @@ async def test_the_check_judges_the_disk_of_the_state_folder_and_leaves_what_is_
     assert [path.name for path in settings.state().iterdir()] == ["kept"]
 
 
-async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
+async def test_the_check_examines_a_real_sandbox_and_leaves_nothing(api: APIClient, tmp_path: Path) -> None:
     settings, engine = build_settings(tmp_path), Engine()
     try:
         evidence = await examine(settings, Plans(settings), engine)
@@ -191,7 +189,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     assert find_files(tmp_path) == []
 
 
-async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_has_that_runs(
+async def test_a_check_removes_leftovers_of_a_killed_check_and_not_of_a_running_one(
     api: APIClient, tmp_path: Path
 ) -> None:
     settings, engine = build_settings(tmp_path), Engine()
@@ -214,7 +212,7 @@ async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_ha
     assert names == ["doctor-running.name"]
 
 
-async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
+async def test_the_check_without_an_engine_still_reports_the_other_guarantees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
@@ -231,7 +229,7 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
     assert rows["large programs start"].state != "unknown"
 
 
-class SettingsOfAnother(SandboxdSettings):
+class SettingsWithOtherUid(SandboxdSettings):
     """Settings with which the proxy at the socket runs under a forbidden uid."""
 
     def proxy_uids(self) -> frozenset[int]:
@@ -242,10 +240,10 @@ class SettingsOfAnother(SandboxdSettings):
     ("kind", "state", "message"),
     [
         (SandboxdSettings, "holds", "through the egress proxy"),
-        (SettingsOfAnother, "broken", "which may not be the egress proxy"),
+        (SettingsWithOtherUid, "broken", "which may not be the egress proxy"),
     ],
 )
-async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
+async def test_the_check_accepts_an_egress_proxy_only_under_an_allowed_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, message: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
@@ -269,7 +267,7 @@ def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]
     )
 
 
-def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:
+def test_the_program_ends_with_one_sentence_and_no_traceback(tmp_path: Path) -> None:
     missing = f"unix://{tmp_path}/missing"
     stranger = '{"a": {"pool": {"strange": 1}}}'
     with (
@@ -279,7 +277,7 @@ def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path:
         sentence, complaint = stopped.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
 
     assert (stopped.returncode, checked.returncode) == (1, 1)
-    assert read_last_words(sentence).startswith("the Docker engine does not answer")
+    assert read_start_error(sentence).startswith("the Docker engine does not answer")
     assert complaint == (
         "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it "
         "to its images\n"

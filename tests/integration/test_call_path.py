@@ -19,7 +19,7 @@ MAX_LINES = 13_700
 MAX_RUN = 4_660
 
 
-def test_one_bash_call_runs_the_known_files_and_stays_below_the_limit(footprint: Footprint) -> None:
+def test_one_bash_call_executes_the_known_files_and_stays_below_the_limits(footprint: Footprint) -> None:
     script = [sys.executable, "-m", "scripts.call_path", "--json"]
     ran = subprocess.run(script, cwd=ROOT, env=footprint.environment(), stdout=subprocess.PIPE, timeout=110, check=True)
 

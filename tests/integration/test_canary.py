@@ -47,13 +47,13 @@ SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (
 
 
 @pytest.fixture(scope="module")
-def watched(engine: APIClient) -> Iterator[Stack]:
+def watched_stack(engine: APIClient) -> Iterator[Stack]:
     signing = {"TOOLCREW_SECRET": SECRET, "TOOLCREW_SECRETS_PREVIOUS": json.dumps([PREVIOUS])}
     with open_stack(engine, signing, workers_only=False) as opened:
         yield opened
 
 
-class Eavesdropper:
+class ChannelListener:
     """A listener on every Celery channel while calls run. Results are excluded, because they are for the caller."""
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -70,7 +70,7 @@ class Eavesdropper:
             if message is not None and message["type"] == "pmessage":
                 self.events_received.append(bytes(message["data"]))
 
-    def __enter__(self) -> "Eavesdropper":
+    def __enter__(self) -> "ChannelListener":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +120,7 @@ def flower(stack: Stack, path: str) -> bytes:
         return bytes(answer.read())
 
 
-def answers(stack: Stack) -> bool:
+def is_flower_ready(stack: Stack) -> bool:
     """Return whether Flower serves and lists both workers."""
     try:
         return flower(stack, "/api/workers?refresh=1").count(b'"pid"') >= 2
@@ -139,18 +139,18 @@ def command_lines() -> bytes:
     return b"\n".join(read_proc(pid, "cmdline") for pid in all_pids() if pid != os.getpid())
 
 
-def seen(where: dict[str, bytes], canaries: Iterable[str]) -> set[tuple[str, str]]:
+def find_canaries(where: dict[str, bytes], canaries: Iterable[str]) -> set[tuple[str, str]]:
     return {(place, word) for place, text in where.items() for word in canaries if word.encode() in text}
 
 
-async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None:
-    url = SecretStr(watched.redis_url)
-    password = urlsplit(watched.redis_url).password or ""
+async def test_no_secret_argument_or_output_is_left_where_others_can_read(watched_stack: Stack) -> None:
+    url = SecretStr(watched_stack.redis_url)
+    password = urlsplit(watched_stack.redis_url).password or ""
     assert password
     settings = OrchestratorSettings(redis_url=url, secret=SecretStr(SECRET))
     # The listener receives only events that happen while it is connected.
-    await wait_until_async(lambda: answers(watched), 60, lambda: watched.log("flower"))
-    with watched.open_redis() as store, Eavesdropper(store) as eavesdropper:
+    await wait_until_async(lambda: is_flower_ready(watched_stack), 60, lambda: watched_stack.log("flower"))
+    with watched_stack.open_redis() as store, ChannelListener(store) as eavesdropper:
         async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
             good = await session.call(
                 "bash_tool", {"command": f"echo {ARGUMENT} | sed s/{ARGUMENT[:9]}/x/; echo {OUTPUT}"}
@@ -162,48 +162,52 @@ async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None
             assert bad.error_code is ErrorCode.FILE_NOT_FOUND
             sandbox = good.sandbox
             assert sandbox is not None
-            inspected = watch(watched.api, sandbox.id).described().encode()
+            inspected = watch(watched_stack.api, sandbox.id).described().encode()
             listed = command_lines()
         await wait_until_async(
-            lambda: flower(watched, "/api/tasks").count(b"SUCCESS") >= 3, 20, lambda: str(flower(watched, "/api/tasks"))
+            lambda: flower(watched_stack, "/api/tasks").count(b"SUCCESS") >= 3,
+            20,
+            lambda: str(flower(watched_stack, "/api/tasks")),
         )
-        called = flower(watched, "/api/tasks")
+        called = flower(watched_stack, "/api/tasks")
         everywhere = {
             "events": eavesdropper.received_bytes(),
             "Flower's tasks": called,
-            "Flower's workers": flower(watched, "/api/workers?refresh=1"),
-            "Flower's metrics": flower(watched, "/metrics"),
-            "logs": logs(watched),
+            "Flower's workers": flower(watched_stack, "/api/workers?refresh=1"),
+            "Flower's metrics": flower(watched_stack, "/metrics"),
+            "logs": logs(watched_stack),
             "command lines": listed,
             "the container": inspected,
         }
         assert b"task-succeeded" in everywhere["events"]
         await wait_until_async(
-            lambda: not seen({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)), 20, lambda: str(dump(store))[:4000]
+            lambda: not find_canaries({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)),
+            20,
+            lambda: str(dump(store))[:4000],
         )
         everywhere["Redis"] = dump(store)
-    assert seen(everywhere, (SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE, password)) == set()
+    assert find_canaries(everywhere, (SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE, password)) == set()
 
 
-async def test_an_api_key_is_stored_nowhere(watched: Stack) -> None:
-    settings = OrchestratorSettings(redis_url=SecretStr(watched.redis_url), secret=SecretStr(SECRET))
+async def test_an_api_key_is_stored_nowhere(watched_stack: Stack) -> None:
+    settings = OrchestratorSettings(redis_url=SecretStr(watched_stack.redis_url), secret=SecretStr(SECRET))
     opened = open_redis(settings.broker())
     key = (await ApiKeys(opened, settings.deployment, settings.broker().signing_keys()).add("default")).text
     await opened.aclose()
     async with ToolClient.connect(settings=settings, api_key=key) as client, await client.open_session() as session:
         assert (await session.call("bash_tool", {"command": "env"})).success
-    with watched.open_redis() as store:
+    with watched_stack.open_redis() as store:
         everywhere = {
             "Redis": dump(store),
-            "logs": logs(watched),
+            "logs": logs(watched_stack),
             "command lines": command_lines(),
-            "Flower": flower(watched, "/api/tasks"),
+            "Flower": flower(watched_stack, "/api/tasks"),
         }
     # The secret part may contain a "_". The part after the last "_" may be a single letter, which appears everywhere.
-    assert seen(everywhere, (key, key.split("_", 2)[2])) == set()
+    assert find_canaries(everywhere, (key, key.split("_", 2)[2])) == set()
 
 
-async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: Stack) -> None:
+async def test_a_message_for_an_unknown_task_is_not_logged_with_its_content(watched_stack: Stack) -> None:
     """Celery logs the whole message of an unknown task. An orchestrator of another release may send such a message
     with a tenant's arguments.
     """
@@ -211,10 +215,10 @@ async def test_what_a_stranger_pushes_at_a_worker_is_not_written_down(watched: S
     message = build_message(
         build_attempt("of_tomorrow", tenant="default", queue=POOL_WEB, call_id="c9", envelope=word), "00-c9", "none"
     )
-    with watched.open_redis() as store:
-        before = len(watched.log("web"))
+    with watched_stack.open_redis() as store:
+        before = len(watched_stack.log("web"))
         store.lpush(POOL_WEB, message)
         await wait_until_async(
-            lambda: "of_tomorrow" in watched.log("web")[before:], 20, lambda: watched.log("web")[-2000:]
+            lambda: "of_tomorrow" in watched_stack.log("web")[before:], 20, lambda: watched_stack.log("web")[-2000:]
         )
-    assert word not in watched.log("web")
+    assert word not in watched_stack.log("web")

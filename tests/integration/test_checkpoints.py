@@ -33,7 +33,7 @@ async def bash(session: Session, command: str) -> str:
     return str(result.metadata["stdout"])
 
 
-async def test_files_and_shell_state_are_as_they_were(client: ToolClient) -> None:
+async def test_a_checkpoint_restores_files_and_shell_state(client: ToolClient) -> None:
     async with await client.open_session() as session:
         await bash(session, FILL)
         checkpoint = await session.checkpoint()
@@ -52,7 +52,7 @@ async def test_files_and_shell_state_are_as_they_were(client: ToolClient) -> Non
     assert (checkpoint.skipped, checkpoint.files_changed) == (0, False)
 
 
-async def test_a_checkpoint_outlives_its_session_and_gives_many_equal_ones(client: ToolClient) -> None:
+async def test_a_checkpoint_outlives_its_session_and_restores_several_equal_sessions(client: ToolClient) -> None:
     async with await client.open_session() as session:
         await session.write_file("f", b"first")
         checkpoint = await session.checkpoint()
@@ -66,7 +66,7 @@ async def test_a_checkpoint_outlives_its_session_and_gives_many_equal_ones(clien
         await asyncio.gather(*(one.close() for one in sessions))
 
 
-async def test_another_tenants_and_a_deleted_checkpoint_are_none(client: ToolClient) -> None:
+async def test_a_deleted_checkpoint_or_one_of_another_tenant_is_not_found(client: ToolClient) -> None:
     async with await client.open_session() as session:
         checkpoint = await session.checkpoint()
     assert await client.delete_checkpoint(checkpoint, tenant="umbrella") is False
@@ -78,7 +78,7 @@ async def test_another_tenants_and_a_deleted_checkpoint_are_none(client: ToolCli
         await client.open_session(restore=checkpoint)
 
 
-async def test_a_checkpoint_is_made_while_calls_run(client: ToolClient) -> None:
+async def test_a_checkpoint_can_be_created_while_calls_run(client: ToolClient) -> None:
     async with await client.open_session() as session:
         running = asyncio.create_task(
             bash(session, "for i in $(seq 40); do echo $i >> grows; sleep 0.02; done; echo done")

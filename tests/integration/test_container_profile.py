@@ -73,24 +73,24 @@ def answers(box: Box, probe: str) -> dict[str, str]:
     return ask(box, probe)
 
 
-def test_the_engine_confirms_every_hardening_rule_before_the_guest_starts(engine: APIClient) -> None:
+def test_a_new_container_has_no_drift_from_the_profile(engine: APIClient) -> None:
     config = build_config(engine)
     with open_container(engine, config) as container:
         assert find_drift(config, engine.inspect_container(container)) == []
 
 
-def test_the_engine_confirms_every_hardening_rule_of_a_running_container(engine: APIClient, box: Box) -> None:
+def test_a_running_container_has_no_drift_from_the_profile(engine: APIClient, box: Box) -> None:
     assert find_drift(build_config(engine) | {"Entrypoint": ["/bin/sh"]}, box.inspect()) == []
 
 
-def test_the_engine_has_nothing_to_warn_about(engine: APIClient) -> None:
+def test_the_engine_returns_no_warning_for_the_profile(engine: APIClient) -> None:
     created = create(engine, build_config(engine))
     engine.remove_container(created["Id"], force=True)
 
     assert created["Warnings"] in ([], None)
 
 
-def test_an_image_that_smuggles_in_a_volume_and_a_variable_is_found_out(engine: APIClient) -> None:
+def test_an_image_with_a_volume_and_extra_variables_is_reported_as_drift(engine: APIClient) -> None:
     name = "toolcrew-test-smuggler"
     empty = io.BytesIO()
     tarfile.open(fileobj=empty, mode="w").close()
@@ -110,7 +110,7 @@ def test_an_image_that_smuggles_in_a_volume_and_a_variable_is_found_out(engine: 
     assert "Config.Volumes" in drift
 
 
-def test_the_kernel_shows_no_privilege(box: Box) -> None:
+def test_the_kernel_reports_no_privileges(box: Box) -> None:
     status = box.status_of()
 
     assert status["Uid"].split() == status["Gid"].split() == ["1000"] * 4
@@ -119,11 +119,11 @@ def test_the_kernel_shows_no_privilege(box: Box) -> None:
 
 
 @pytest.mark.parametrize("namespace", ["mnt", "net", "pid", "ipc", "uts"])
-def test_the_kernel_shows_a_namespace_of_its_own(box: Box, namespace: str) -> None:
+def test_the_container_has_its_own_namespace(box: Box, namespace: str) -> None:
     assert Path(f"/proc/{box.pid}/ns/{namespace}").readlink() != Path(f"/proc/self/ns/{namespace}").readlink()
 
 
-def test_the_kernel_holds_the_limits(box: Box) -> None:
+def test_the_kernel_enforces_the_limits(box: Box) -> None:
     limits = SandboxLimits()
     memory = box.cgroup_file("memory", "memory.limit_in_bytes", "memory.max").read_text()
     pids = box.cgroup_file("pids", "pids.max", "pids.max").read_text()
@@ -136,13 +136,13 @@ def test_the_kernel_holds_the_limits(box: Box) -> None:
     assert "Max core file size        0                    0 " in shown
 
 
-def test_the_kernel_gives_no_swap_on_top_of_memory(box: Box) -> None:
+def test_the_kernel_allows_no_swap_in_addition_to_memory(box: Box) -> None:
     swap = int(box.cgroup_file("memory", "memory.memsw.limit_in_bytes", "memory.swap.max").read_text())
 
     assert swap in (0, SandboxLimits().memory_bytes())  # version 2 counts swap alone, version 1 both
 
 
-def test_the_kernel_limits_the_processor(box: Box) -> None:
+def test_the_kernel_limits_the_cpu(box: Box) -> None:
     quota = box.cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max").read_text().split()
     period = quota[1:] or box.cgroup_file("cpu", "cpu.cfs_period_us", "cpu.max").read_text().split()
 
@@ -162,7 +162,7 @@ def test_the_kernel_limits_the_processor(box: Box) -> None:
         ("/dev/shm", {"rw", "nosuid", "nodev", "noexec", "size=16384k", "nr_inodes=1024"}, None),
     ],
 )
-def test_the_kernel_mounted_it_as_asked(box: Box, place: str, options: set[str], size: str | None) -> None:
+def test_a_mount_has_the_requested_options(box: Box, place: str, options: set[str], size: str | None) -> None:
     rows = [line.split() for line in box.mounts().splitlines()]
     row = next(row for row in reversed(rows) if row[4] == place)
     found = {*row[5].split(","), *row[-1].split(",")}
@@ -171,19 +171,19 @@ def test_the_kernel_mounted_it_as_asked(box: Box, place: str, options: set[str],
     assert place != "/workspace" or "noexec" not in found
 
 
-def test_every_writable_place_is_a_mount_with_a_limit(box: Box) -> None:
+def test_every_writable_folder_is_a_mount_with_a_limit(box: Box) -> None:
     """A sandbox can fill everything that it can write to, so every such folder needs a limit."""
     found = box.run("find / -xdev -writable ! -type l 2>/dev/null; find /dev -type d -writable 2>/dev/null")
 
     assert set(found.output.split()) == {"/workspace", "/tmp", "/output", "/dev/shm", "/dev/mqueue"}
 
 
-def test_the_probe_and_the_golden_table_name_the_same_calls(answers: dict[str, str]) -> None:
+def test_the_probe_and_the_golden_table_list_the_same_system_calls(answers: dict[str, str]) -> None:
     assert set(answers) == set(GOLDEN)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_kernel_answers_a_call_as_designed(answers: dict[str, str], name: str) -> None:
+def test_the_kernel_answers_a_system_call_as_designed(answers: dict[str, str], name: str) -> None:
     if answers[name] == "absent":
         assert "x86_64" in GOLDEN[name].marks
         pytest.skip("a call of x86-64 only")
@@ -192,7 +192,7 @@ def test_the_kernel_answers_a_call_as_designed(answers: dict[str, str], name: st
     assert answers[name] in GOLDEN[name].answers
 
 
-def test_without_the_profile_the_same_probe_gets_through(engine: APIClient, probe: str) -> None:
+def test_without_the_profile_the_probe_succeeds(engine: APIClient, probe: str) -> None:
     """The probe can fail: it distinguishes a refusal of the filter from a refusal of the kernel."""
     with open_box(engine, changes={"SecurityOpt": ["no-new-privileges", "seccomp=unconfined"]}) as unfiltered:
         answers = ask(unfiltered, probe)
@@ -231,13 +231,13 @@ END""",
     ],
     ids=["git", "ripgrep", "bash", "getent", "mkfifo", "compile", "python processes", "loopback servers"],
 )
-def test_ordinary_work_is_not_hindered(box: Box, script: str) -> None:
+def test_common_programs_work_under_the_profile(box: Box, script: str) -> None:
     answer = box.run(script)
 
     assert answer.status == 0, answer.output
 
 
-def test_tests_leave_no_container(engine: APIClient) -> None:
+def test_the_test_harness_leaves_no_container(engine: APIClient) -> None:
     with open_container(engine, build_config(engine)) as container:
         assert engine.inspect_container(container)["Config"]["Labels"].items() >= LABELS.items()
         assert engine.inspect_container(container)["Config"]["Image"] == IMAGE

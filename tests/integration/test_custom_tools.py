@@ -139,7 +139,7 @@ async def fresh_client(stack: Stack, harness: Harness) -> AsyncIterator[ToolClie
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shop(fresh_client: ToolClient) -> AsyncIterator[Session]:
+async def tool_session(fresh_client: ToolClient) -> AsyncIterator[Session]:
     """Yield one session for all tests, because their tools need no sandbox."""
     async with await fresh_client.open_session() as opened:
         yield opened
@@ -156,25 +156,25 @@ async def call(session: Session, name: str, timeout_s: float | None = None, **ar
     return json.loads(result.output or "null")
 
 
-async def test_an_installed_package_serves_its_tools_and_a_session_remembers(
-    fresh_client: ToolClient, shop: Session
+async def test_an_installed_package_serves_its_tools_and_keeps_session_state(
+    fresh_client: ToolClient, tool_session: Session
 ) -> None:
     specs = {spec.name: spec for spec in await fresh_client.tools()}
     assert {"add_to_basket", "quote_basket", "place_order", "word_thanks", "where_am_i", "bash_tool"} <= specs.keys()
     assert (specs["place_order"].requires_permission, specs["quote_basket"].timeout_s) == (True, 5)
-    await call(shop, "add_to_basket", article="lamp", pieces=2)
-    assert await call(shop, "add_to_basket", article="chair") == {"lamp": 2, "chair": 1}
-    assert await call(shop, "quote_basket") == {"total": 170.0, "currency": "JPY"}
+    await call(tool_session, "add_to_basket", article="lamp", pieces=2)
+    assert await call(tool_session, "add_to_basket", article="chair") == {"lamp": 2, "chair": 1}
+    assert await call(tool_session, "quote_basket") == {"total": 170.0, "currency": "JPY"}
     async with await fresh_client.open_session() as other:
         assert (await call(other, "quote_basket"))["total"] == 0
 
 
-async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:
-    await asyncio.gather(*(call(shop, "count", times=10) for _ in range(4)))
-    assert await call(shop, "count", times=1) == 41
+async def test_processes_of_the_pool_share_session_state_without_lost_updates(tool_session: Session) -> None:
+    await asyncio.gather(*(call(tool_session, "count", times=10) for _ in range(4)))
+    assert await call(tool_session, "count", times=1) == 41
 
 
-async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: ToolClient) -> None:
+async def test_a_tool_uses_the_model_of_the_run_and_the_run_is_charged(fresh_client: ToolClient) -> None:
     counted = {"choices": [], "usage": {"prompt_tokens": 7000, "completion_tokens": 3000}}
 
     def reply(messages: list[Any]) -> Any:
@@ -191,23 +191,25 @@ async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: T
     assert 3000 < result.usage.completion_tokens < 4000
 
 
-async def test_a_call_whose_caller_has_no_model_is_refused(shop: Session) -> None:
-    none = await shop.call("word_thanks", {"customer": "Ada"})
+async def test_a_call_whose_caller_has_no_model_is_refused(tool_session: Session) -> None:
+    none = await tool_session.call("word_thanks", {"customer": "Ada"})
     assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
     # A session that names a model and receives no questions.
-    deaf = await send(shop, "word_thanks", {"customer": "Ada"}, model="named")
+    deaf = await send(tool_session, "word_thanks", {"customer": "Ada"}, model="named")
     assert (deaf.error_code, "no model" in str(deaf.error)) == (ErrorCode.CONFIG_MISSING, True)
 
 
 @pytest.mark.parametrize("name", ["sleep", "sleep_async"])
-async def test_a_tool_is_stopped_at_its_limit_and_the_next_call_works(shop: Session, name: str) -> None:
-    result = await shop.call(name, {"seconds": 30}, timeout_s=0.3)
+async def test_a_tool_is_stopped_at_its_limit_and_the_next_call_works(tool_session: Session, name: str) -> None:
+    result = await tool_session.call(name, {"seconds": 30}, timeout_s=0.3)
     assert (result.error_code, "limit of 0.3 s" in str(result.error)) == (ErrorCode.TIMEOUT, True)
-    assert await call(shop, "where_am_i") > 0
+    assert await call(tool_session, "where_am_i") > 0
 
 
-async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(harness: Harness, shop: Session) -> None:
+async def test_a_tool_that_raises_system_exit_fails_its_call_and_not_the_worker(
+    harness: Harness, tool_session: Session
+) -> None:
     before = set(children_of(harness.worker.pid))
-    result = await shop.call("leave", {})
+    result = await tool_session.call("leave", {})
     assert (result.error_code, result.error) == (ErrorCode.INTERNAL, "SystemExit: 1")
     assert set(children_of(harness.worker.pid)) == before

@@ -47,7 +47,7 @@ def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack:
     assert "python" not in found
 
 
-async def test_another_secret_on_this_side_is_found_by_a_call_and_named(
+async def test_a_different_secret_is_detected_by_a_call_and_named(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 3.0)

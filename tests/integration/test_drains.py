@@ -27,7 +27,7 @@ SESSIONS = 4
 @pytest.fixture(scope="module")
 def harness(engine: APIClient) -> Iterator[Harness]:
     with open_harness(engine, "a", "b") as opened:
-        wait_until(lambda: all(report.healthy for report in reports(opened)), UP_S, opened.last_words)
+        wait_until(lambda: all(report.healthy for report in reports(opened)), UP_S, opened.log_tails)
         yield opened
 
 
@@ -71,11 +71,11 @@ class Writer:
         self.session = session
         self.written: list[int] = []
         self.failures: list[str] = []
-        self._is_told = False
+        self._is_stopping = False
 
     async def run(self) -> None:
         for number in range(10_000):
-            if self._is_told:
+            if self._is_stopping:
                 return
             result = await self.session.call("bash_tool", {"command": f"echo {number} >> numbers"})
             if result.success:
@@ -84,10 +84,10 @@ class Writer:
                 self.failures.append(result.text())
 
     def stop(self) -> None:
-        self._is_told = True
+        self._is_stopping = True
 
 
-async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(harness: Harness) -> None:
+async def test_sessions_of_a_killed_worker_continue_with_all_their_files(harness: Harness) -> None:
     async with ToolClient.connect(settings=settings_of(harness)) as client:
         session = await client.open_session()
         home = (await session.info()).host
@@ -137,4 +137,4 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(harne
     assert [report.host for report in await asyncio.to_thread(reports, harness)] == ["b"]
     # A supervisor does not restart a process with exit code 0. The process ends a moment after it reports that it is
     # drained.
-    await wait_until_async(lambda: harness.process("a.worker").ends[-1:] == [0], UP_S, harness.last_words)
+    await wait_until_async(lambda: harness.process("a.worker").ends[-1:] == [0], UP_S, harness.log_tails)

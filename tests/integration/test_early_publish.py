@@ -78,26 +78,24 @@ async def test_a_call_without_a_slot_is_not_published_and_waits_for_one(
         assert refused.value.reason == "no_slot"
         assert await client.llen(QUEUE) == 0  # type: ignore[misc]
         # While a call of this orchestrator waits, the next call waits for its slot before its block begins.
-        second = asyncio.create_task(hold(ours))
+        second = asyncio.create_task(hold_slot(ours))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.gather(slot.wait(), second), 0.3)
 
 
-async def hold(orchestrator: Orchestrator) -> None:
+async def hold_slot(orchestrator: Orchestrator) -> None:
     async with orchestrator.admission.slot(build_request(), is_early=True):
         pass
 
 
-async def test_a_slot_that_never_came_is_given_back(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
+async def test_an_early_slot_that_was_not_used_is_released(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
     async with ours.admission.slot(build_request(), is_early=True):
         pass
     async with asyncio.timeout(10), ours.admission.slot(build_request()):
         pass
 
 
-async def test_without_redis_it_is_certain_that_the_call_was_not_sent(
-    ours: Orchestrator, redis_server: RedisProcess
-) -> None:
+async def test_without_redis_the_call_is_reported_as_not_sent(ours: Orchestrator, redis_server: RedisProcess) -> None:
     async with ours.admission.slot(build_request()):
         pass
     await asyncio.to_thread(redis_server.stop)

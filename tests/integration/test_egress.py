@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
-from tests.egress_sandboxd import run_script, running, running_sandboxd, sandboxd_environment, text_of, write_file
+from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_site
+from tests.service_process import run_program
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import wait_until
 from tests.web_certificate import server_context, write_authority
@@ -59,7 +61,7 @@ TERMS = {"acme": SandboxPolicy(tenant_class="fetching"), "rival": SandboxPolicy(
 
 
 @dataclass
-class Place:
+class EgressSandboxd:
     """A sandboxd whose sandboxes reach `site.example`, and localhost by name, through the proxy that listens at
     `socket`.
     """
@@ -88,7 +90,7 @@ class Place:
     def name(self, tenant: str = "acme") -> str:
         return self._names[tenant]
 
-    def point_at(self, proxy: Path) -> None:
+    def set_proxy(self, proxy: Path) -> None:
         """Let sandboxd use another proxy from now on."""
         with contextlib.suppress(FileNotFoundError):
             self.socket.unlink()
@@ -121,7 +123,7 @@ class Stall:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def sandboxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EgressSandboxd]:
     api = require_engine()
     site = build_site(tmp_path_factory.mktemp("site"))
     stall = Stall()
@@ -132,85 +134,87 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         harness = stack.enter_context(open_harness())
         environment = sandboxd_environment(footprint.folder, [http, https, stall.port])
         at = stack.enter_context(running_sandboxd(footprint, environment))
-        made = Place(at, footprint.folder / "egress.sock", harness, http, https, stall, footprint, site)
-        made.point_at(harness.path)
+        made = EgressSandboxd(at, footprint.folder / "egress.sock", harness, http, https, stall, footprint, site)
+        made.set_proxy(harness.path)
         made.run("true")
         made.write("authority.pem", write_authority(tmp_path_factory.mktemp("tls") / "authority.pem").read_bytes())
         yield made
 
 
 @pytest.fixture(params=["http", "https"])
-def url(place: Place, request: pytest.FixtureRequest) -> str:
-    return f"{request.param}://site.example:{place.http if request.param == 'http' else place.https}"
+def url(sandboxes: EgressSandboxd, request: pytest.FixtureRequest) -> str:
+    return f"{request.param}://site.example:{sandboxes.http if request.param == 'http' else sandboxes.https}"
 
 
 # Common clients
 
 
-def test_a_python_program_downloads(place: Place, url: str) -> None:
-    ran = place.run(f"export SSL_CERT_FILE=authority.pem; python3 -c '{_DIGEST}' {url}/big")
-    assert text_of(ran).strip() == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
+def test_a_python_program_downloads(sandboxes: EgressSandboxd, url: str) -> None:
+    response = sandboxes.run(f"export SSL_CERT_FILE=authority.pem; python3 -c '{_DIGEST}' {url}/big")
+    assert text_of(response).strip() == hashlib.sha256((sandboxes.site / "big").read_bytes()).hexdigest()
 
 
-def test_git_clones(place: Place, url: str) -> None:
+def test_git_clones(sandboxes: EgressSandboxd, url: str) -> None:
     script = (
         f"rm -rf code; GIT_SSL_CAINFO=$PWD/authority.pem git clone -q {url}/code.git code && git -C code log "
         "--format=%s"
     )
-    ran = place.run(script, timeout_s=90.0)
-    assert text_of(ran) == "first\n", ran.done
+    response = sandboxes.run(script, timeout_s=90.0)
+    assert text_of(response) == "first\n", response.done
 
 
-def test_pip_downloads_a_package(place: Place) -> None:
+def test_pip_downloads_a_package(sandboxes: EgressSandboxd) -> None:
     wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
-    place.write("pip.whl", wheel.read_bytes())
-    url = f"https://site.example:{place.https}/simple/"
+    sandboxes.write("pip.whl", wheel.read_bytes())
+    url = f"https://site.example:{sandboxes.https}/simple/"
     options = "-q --no-deps --disable-pip-version-check --no-cache-dir --retries 0 --cert authority.pem"
-    ran = place.run(
+    response = sandboxes.run(
         f"python3 pip.whl/pip download {options} --index-url {url} -d packages tiny && ls packages", timeout_s=90
     )
-    assert text_of(ran) == "tiny-1.0-py3-none-any.whl\n"
+    assert text_of(response) == "tiny-1.0-py3-none-any.whl\n"
 
 
-def test_a_refusal_is_reported_in_words(place: Place) -> None:
-    ran = place.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
-    assert "403" in text_of(ran)
+def test_a_refusal_reaches_the_program_as_403(sandboxes: EgressSandboxd) -> None:
+    response = sandboxes.run(f"python3 -c '{_FETCH}' http://evil.example/ 2>&1; true")
+    assert "403" in text_of(response)
 
 
 # MCP servers of the session
 
 
-def _call_fetcher(place: Place, network: str, tenant: str) -> str:
+def _call_fetcher(sandboxes: EgressSandboxd, network: str, tenant: str) -> str:
     """Return the data that a kept MCP server gets from the site. The server is called twice."""
     entry = StdioEntry.model_validate({"command": "python3", "args": ("-c", _FETCHER), "network": network})
-    place.run("true", tenant)
+    sandboxes.run("true", tenant)
 
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        with SandboxClient(place.client_socket) as client:
-            return client.call(place.name(tenant), request, body)
+        with SandboxClient(sandboxes.client_socket) as client:
+            return client.call(sandboxes.name(tenant), request, body)
 
     server = SandboxServer("fetcher", entry, is_sessionless=True)
     outputs = [
-        server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30)
+        server.call_tool(run, "fetch", {"url": f"http://site.example:{sandboxes.http}/big"}, "/workspace", 30)
         for _ in range(2)
     ]
     assert outputs[0] == outputs[1]
     return str(outputs[0]["content"][0]["text"])
 
 
-def test_a_servers_program_has_the_network_of_its_session(place: Place) -> None:
-    assert _call_fetcher(place, "session", "acme") == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
-    assert _call_fetcher(place, "session", "unknown").startswith("URLError")
+def test_an_mcp_server_has_the_network_of_its_session(sandboxes: EgressSandboxd) -> None:
+    assert (
+        _call_fetcher(sandboxes, "session", "acme") == hashlib.sha256((sandboxes.site / "big").read_bytes()).hexdigest()
+    )
+    assert _call_fetcher(sandboxes, "session", "unknown").startswith("URLError")
 
 
-def test_a_server_without_network_runs_only_in_sessions_without(place: Place) -> None:
+def test_an_mcp_server_without_network_runs_only_in_sessions_without_network(sandboxes: EgressSandboxd) -> None:
     with pytest.raises(ToolFailure) as caught:
-        _call_fetcher(place, "none", "acme")
+        _call_fetcher(sandboxes, "none", "acme")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
-    assert _call_fetcher(place, "none", "unknown").startswith("URLError")
+    assert _call_fetcher(sandboxes, "none", "unknown").startswith("URLError")
 
 
-def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_server(place: Place) -> None:
+def test_unset_proxy_variables_do_not_make_a_session_one_without_network(sandboxes: EgressSandboxd) -> None:
     request = {
         "op": "exec",
         "argv": None,
@@ -222,11 +226,11 @@ def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_ser
         "capture": {"stdout": 99},
     }
     script = b"unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY"
-    place.run("true")
-    with SandboxClient(place.client_socket) as client:
-        assert client.call(place.name(), {**request, "script_bytes": len(script)}, script).done["exit_code"] == 0
+    sandboxes.run("true")
+    with SandboxClient(sandboxes.client_socket) as client:
+        assert client.call(sandboxes.name(), {**request, "script_bytes": len(script)}, script).done["exit_code"] == 0
     with pytest.raises(ToolFailure) as caught:
-        _call_fetcher(place, "none", "acme")
+        _call_fetcher(sandboxes, "none", "acme")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
 
 
@@ -234,13 +238,13 @@ def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_ser
 
 
 @pytest.mark.parametrize("tenant", ["acme", "unknown"])
-def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str) -> None:
+def test_only_the_port_of_the_proxy_is_reachable(sandboxes: EgressSandboxd, tenant: str) -> None:
     tries = "\n".join(
         [
             "import socket",
             (
-                f"for where in (('127.0.0.1', {place.http}), ('172.17.0.1', 22), ('192.0.2.1', 80), ('::1', "
-                f"{place.http}), ('2001:db8::1', 80)):"
+                f"for where in (('127.0.0.1', {sandboxes.http}), ('172.17.0.1', 22), ('192.0.2.1', 80), ('::1', "
+                f"{sandboxes.http}), ('2001:db8::1', 80)):"
             ),
             "    try: socket.create_connection(where, timeout=5); print('reached', where)",
             "    except OSError as error: pass",
@@ -249,87 +253,96 @@ def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str
             "print('tried')",
         ]
     )
-    assert text_of(place.run(f"cat > tries.py <<'END'\n{tries}\nEND\npython3 tries.py 2>&1", tenant)) == "tried\n"
+    assert text_of(sandboxes.run(f"cat > tries.py <<'END'\n{tries}\nEND\npython3 tries.py 2>&1", tenant)) == "tried\n"
 
 
-def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
-    ran = place.run(
+def test_a_sandbox_without_network_has_no_proxy(sandboxes: EgressSandboxd) -> None:
+    response = sandboxes.run(
         "env | grep -ci proxy; python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 3128))' 2>&1 | tail "
         "-1",
         "unknown",
     )
-    assert "ConnectionRefusedError" in text_of(ran)
-    assert text_of(ran).startswith("0\n")
+    assert "ConnectionRefusedError" in text_of(response)
+    assert text_of(response).startswith("0\n")
 
 
-def test_a_neighbour_gets_by_its_own_rules_only(place: Place) -> None:
-    ran = place.run(f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1; true", "rival", "theirs")
-    assert "403" in text_of(ran)
-    line = next(line for line in reversed(place.harness.logs) if line["event"] == "egress")
+def test_each_session_is_checked_against_the_rules_of_its_own_tenant(sandboxes: EgressSandboxd) -> None:
+    response = sandboxes.run(
+        f"python3 -c '{_FETCH}' http://site.example:{sandboxes.http}/big 2>&1; true", "rival", "theirs"
+    )
+    assert "403" in text_of(response)
+    line = next(line for line in reversed(sandboxes.harness.logs) if line["event"] == "egress")
     assert (line["tenant"], line["session"]) == ("rival", "theirs")
 
 
-def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_more_through(place: Place) -> None:
-    place.stall.asked.clear()
+def test_a_withdrawn_network_ends_open_connections_and_refuses_new_ones(sandboxes: EgressSandboxd) -> None:
+    sandboxes.stall.asked.clear()
     got: list[GuestResponse] = []
-    stalling = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/ 2>&1 | tail -1 | tail -c 300"
-    fetch = f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1 | tail -c 300"
-    with SandboxClient(place.client_socket) as client:
+    stalling = f"python3 -c '{_FETCH}' http://site.example:{sandboxes.stall.port}/ 2>&1 | tail -1 | tail -c 300"
+    fetch = f"python3 -c '{_FETCH}' http://site.example:{sandboxes.http}/big 2>&1 | tail -c 300"
+    with SandboxClient(sandboxes.client_socket) as client:
         try:
-            with in_thread(lambda: got.append(place.run(stalling))):
-                assert place.stall.asked.wait(SOON_S)
+            with in_thread(lambda: got.append(sandboxes.run(stalling))):
+                assert sandboxes.stall.asked.wait(SOON_S)
                 assert client.send_policy("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
-            refused = place.run(fetch)
+            refused = sandboxes.run(fetch)
         finally:
             client.send_policy("acme", TERMS["acme"])
     assert any(
         error_name in text_of(got[0]) for error_name in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError")
     )
     assert "403" in text_of(refused)
-    assert "HTTPError" not in text_of(place.run(fetch))
+    assert "HTTPError" not in text_of(sandboxes.run(fetch))
 
 
 # Ends of connections
 
 
-def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
-    place.stall.asked.clear()
-    before = place.harness.served
-    fetch = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/"
-    with in_thread(lambda: place.run(fetch, call_id="fetch", timeout_s=60)):
-        assert place.stall.asked.wait(SOON_S)
-        with SandboxClient(place.client_socket) as client:
-            assert client.cancel(place.name(), "fetch")
-    place.harness.wait_for_line(before + 1)
+def test_a_cancelled_call_ends_its_connections_at_the_proxy(sandboxes: EgressSandboxd) -> None:
+    sandboxes.stall.asked.clear()
+    before = sandboxes.harness.served
+    fetch = f"python3 -c '{_FETCH}' http://site.example:{sandboxes.stall.port}/"
+    with in_thread(lambda: sandboxes.run(fetch, call_id="fetch", timeout_s=60)):
+        assert sandboxes.stall.asked.wait(SOON_S)
+        with SandboxClient(sandboxes.client_socket) as client:
+            assert client.cancel(sandboxes.name(), "fetch")
+    sandboxes.harness.wait_for_line(before + 1)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
-def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, stop: signal.Signals) -> None:
-    own = place.footprint.folder / f"egress-{stop.name}.sock"
-    place.stall.asked.clear()
+def test_a_client_gets_an_error_when_the_proxy_ends_during_a_response(
+    sandboxes: EgressSandboxd, stop: signal.Signals
+) -> None:
+    own = sandboxes.footprint.folder / f"egress-{stop.name}.sock"
+    sandboxes.stall.asked.clear()
     got: list[GuestResponse] = []
-    with running(place.footprint, "workers.egress", {"TOOLCREW_EGRESS_SOCKET": str(own)}) as proxy:
+    with run_program(
+        sandboxes.footprint,
+        "egress",
+        [sys.executable, "-m", "workers.egress"],
+        {"TOOLCREW_EGRESS_SOCKET": str(own)},
+    ) as proxy:
         wait_until(own.exists, 20, "the proxy listens")
-        place.point_at(own)
+        sandboxes.set_proxy(own)
         fetch = (
-            f"no_proxy= NO_PROXY= python3 -c '{_FETCH}' http://localhost:{place.stall.port}/ 2>&1 | tail -1 | tail -c "
+            f"no_proxy= NO_PROXY= python3 -c '{_FETCH}' http://localhost:{sandboxes.stall.port}/ 2>&1 | tail -1 | tail -c "
             "300"
         )
-        with in_thread(lambda: got.append(place.run(fetch))):
-            assert place.stall.asked.wait(SOON_S)
+        with in_thread(lambda: got.append(sandboxes.run(fetch))):
+            assert sandboxes.stall.asked.wait(SOON_S)
             os.kill(proxy.pid, stop)
     # The failure may come before or after the head of the answer. The client gets an error in both cases.
     assert "IncompleteRead" in text_of(got[0]) or "RemoteDisconnected" in text_of(got[0])
-    place.point_at(place.harness.path)
+    sandboxes.set_proxy(sandboxes.harness.path)
 
 
-def test_without_a_proxy_a_program_learns_it_and_calls_continue(place: Place) -> None:
-    place.point_at(place.footprint.folder / "nothing.sock")
+def test_a_program_gets_502_when_the_proxy_is_unavailable(sandboxes: EgressSandboxd) -> None:
+    sandboxes.set_proxy(sandboxes.footprint.folder / "nothing.sock")
     try:
-        ran = place.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")
+        response = sandboxes.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")
     finally:
-        place.point_at(place.harness.path)
-    assert text_of(ran).startswith("502 The egress proxy of this host does not answer")
+        sandboxes.set_proxy(sandboxes.harness.path)
+    assert text_of(response).startswith("502 The egress proxy of this host does not answer")
 
 
 @contextlib.contextmanager

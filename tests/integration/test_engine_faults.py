@@ -34,7 +34,7 @@ from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_gate import EngineCallKinds, EngineSilent, Lane
 from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 
-PATIENT_S = 15.0
+LONG_DEADLINE_S = 15.0
 DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
 
 
@@ -46,8 +46,8 @@ def lanes(deadline_s: float, starts_s: float) -> EngineCallKinds:
 
 
 @asynccontextmanager
-async def opened(
-    monkeypatch: pytest.MonkeyPatch, path: Path, deadline_s: float = PATIENT_S, starts_s: float = PATIENT_S
+async def open_engine_client(
+    monkeypatch: pytest.MonkeyPatch, path: Path, deadline_s: float = LONG_DEADLINE_S, starts_s: float = LONG_DEADLINE_S
 ) -> AsyncIterator[Engine]:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
     engine = Engine(lanes(deadline_s, starts_s), late_pauses_s=(0.0, 0.1, 0.2, 0.4, 0.8))
@@ -80,12 +80,12 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
         (answers_nothing, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
         (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
         (drips, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
-        (talks_garbage, PATIENT_S, "does not answer", "has not answered since"),
-        (answers_something_else, PATIENT_S, "cannot be read", "has not answered since"),
+        (talks_garbage, LONG_DEADLINE_S, "does not answer", "has not answered since"),
+        (answers_something_else, LONG_DEADLINE_S, "cannot be read", "has not answered since"),
     ],
     ids=["silent", "stalling", "dripping", "garbage", "another server"],
 )
-async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer_asked(
+async def test_an_engine_without_valid_answers_is_reported_in_time_and_not_called_again(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     behaviour: Behaviour,
@@ -96,7 +96,7 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
     before = threading.active_count()
     async with (
         stub_engine(tmp_path / "engine", behaviour),
-        opened(monkeypatch, tmp_path / "engine", deadline_s) as engine,
+        open_engine_client(monkeypatch, tmp_path / "engine", deadline_s) as engine,
     ):
         looks = await asyncio.gather(*(engine.facts() for _ in range(20)), return_exceptions=True)
         later = await asyncio.gather(engine.facts(), return_exceptions=True)
@@ -108,10 +108,10 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
+async def test_an_unreachable_engine_is_reported_with_what_to_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with opened(monkeypatch, tmp_path / "unknown") as engine:
+    async with open_engine_client(monkeypatch, tmp_path / "unknown") as engine:
         for call in (engine.facts(), engine.image_id(IMAGE), engine.remove("x")):
             with pytest.raises(
                 EngineSilent, match=r"does not answer .*: start it, or check DOCKER_HOST and your rights"
@@ -121,9 +121,7 @@ async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
             await engine.pause("x")
 
 
-async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_an_answer_of_another_server_is_not_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with stub_engine(tmp_path / "engine", answers_something_else):
         operations: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
@@ -134,17 +132,17 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
             partial(Engine.ensure_guest_volume, image=IMAGE),
         )
         for ask in operations:
-            async with opened(monkeypatch, tmp_path / "engine") as engine:
+            async with open_engine_client(monkeypatch, tmp_path / "engine") as engine:
                 with pytest.raises(EngineSilent, match="cannot be read"):
                     await ask(engine)
 
 
-async def test_an_engine_that_refuses_is_quoted_and_asked_again(
+async def test_a_refusal_of_the_engine_is_quoted_and_the_engine_is_called_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with (
         stub_engine(tmp_path / "engine", refuses(b"no space left on device")),
-        opened(monkeypatch, tmp_path / "engine") as engine,
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
     ):
         for _ in range(5):
             with pytest.raises(SandboxUnavailable, match="the Docker engine refused: no space left on device"):
@@ -153,11 +151,14 @@ async def test_an_engine_that_refuses_is_quoted_and_asked_again(
         assert engine.describe()["breaker"] == "closed"
 
 
-async def test_an_engine_that_times_out_on_itself_counts_as_silent(
+async def test_an_engine_that_reports_its_own_timeout_counts_as_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     message = b"containerd: context deadline exceeded"
-    async with stub_engine(tmp_path / "engine", refuses(message)), opened(monkeypatch, tmp_path / "engine") as engine:
+    async with (
+        stub_engine(tmp_path / "engine", refuses(message)),
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
+    ):
         for _ in range(3):
             with pytest.raises(EngineSilent, match="context deadline exceeded"):
                 await engine.image_id(IMAGE)
@@ -165,12 +166,12 @@ async def test_an_engine_that_times_out_on_itself_counts_as_silent(
         assert engine.describe()["breaker"] == "open"
 
 
-async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_it_later(
+async def test_a_container_created_after_the_start_deadline_is_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with (
         relayed_engine(tmp_path / "engine") as relay,
-        opened(monkeypatch, tmp_path / "engine", starts_s=0.5) as engine,
+        open_engine_client(monkeypatch, tmp_path / "engine", starts_s=0.5) as engine,
     ):
         await engine.facts()  # the next request is then the creation
         relay.stall()
@@ -183,10 +184,13 @@ async def test_a_start_that_was_given_up_leaves_nothing_though_the_engine_makes_
         assert "late_container_removed" in [entry["event"] for entry in logs]
 
 
-async def test_a_start_whose_caller_left_leaves_nothing(
+async def test_a_start_whose_caller_was_cancelled_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
+    async with (
+        relayed_engine(tmp_path / "engine") as relay,
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
+    ):
         await engine.facts()
         relay.stall()
         start = asyncio.create_task(engine.start(config, f"toolcrew-left-{secrets.token_hex(8)}"))
@@ -198,10 +202,13 @@ async def test_a_start_whose_caller_left_leaves_nothing(
         await until(lambda: engine.describe()["late_starts"] == 0 and engine.describe()["running"]["starts"] == 0)
 
 
-async def test_a_start_that_is_cut_off_half_way_leaves_nothing(
+async def test_a_start_whose_connection_was_cut_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
+    async with (
+        relayed_engine(tmp_path / "engine") as relay,
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
+    ):
         await engine.facts()
         relay.stall()
         start = asyncio.create_task(engine.start(config, f"toolcrew-cut-{secrets.token_hex(8)}"))
@@ -215,10 +222,13 @@ async def test_a_start_that_is_cut_off_half_way_leaves_nothing(
         await until(lambda: engine.describe()["late_starts"] == 0)
 
 
-async def test_an_engine_that_hung_is_used_again_when_it_is_back(
+async def test_an_engine_that_hung_is_used_again_after_it_recovers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
+    async with (
+        relayed_engine(tmp_path / "engine") as relay,
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
+    ):
         relay.stall()
         hasty = [asyncio.create_task(asyncio.wait_for(engine.image_id(IMAGE), 0.05)) for _ in range(2)]
         await asyncio.wait(hasty)
@@ -230,10 +240,13 @@ async def test_an_engine_that_hung_is_used_again_when_it_is_back(
         await engine.remove(attached.id)
 
 
-async def test_connections_that_broke_while_idle_cost_no_call(
+async def test_connections_that_broke_while_idle_fail_no_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: APIClient
 ) -> None:
-    async with relayed_engine(tmp_path / "engine") as relay, opened(monkeypatch, tmp_path / "engine") as engine:
+    async with (
+        relayed_engine(tmp_path / "engine") as relay,
+        open_engine_client(monkeypatch, tmp_path / "engine") as engine,
+    ):
         first = await engine.facts()
         relay.cut()
         await asyncio.sleep(0)
@@ -242,7 +255,7 @@ async def test_connections_that_broke_while_idle_cost_no_call(
         assert engine.describe()["failures"] == 0
 
 
-async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, Any], api: APIClient) -> None:
+async def test_a_paused_sandbox_is_listed_resumed_and_removed(config: dict[str, Any], api: APIClient) -> None:
     engine = Engine()
     try:
         attached = await engine.start(config, f"toolcrew-frozen-{secrets.token_hex(8)}")
@@ -260,7 +273,7 @@ async def test_a_frozen_sandbox_is_listed_thawed_and_removed(config: dict[str, A
         ]
         assert running
         assert await engine.list_containers(DEPLOYMENT) == []
-        with pytest.raises(SandboxUnavailable, match="does not exist"):
+        with pytest.raises(SandboxUnavailable, match="container was removed"):
             await engine.unpause(attached.id)
     finally:
         attached.sock.close()
@@ -317,13 +330,11 @@ def own_image(api: APIClient) -> Iterator[str]:
         api.remove_container(container, force=True)
 
 
-async def test_two_sandboxd_fill_a_guest_volume_at_once_and_a_half_filled_one_is_filled_anew(
-    api: APIClient, own_image: str
-) -> None:
+async def test_two_sandboxds_fill_a_partly_filled_guest_volume_concurrently(api: APIClient, own_image: str) -> None:
     identity = api.inspect_image(own_image)["Id"]  # type: ignore[no-untyped-call]
     volume = f"toolcrew-guest-{identity.partition(':')[2][:12]}"
     api.create_volume(volume)
-    spoil(api, own_image, volume)
+    write_partial_volume(api, own_image, volume)
     first, second = Engine(), Engine()
     try:
         names = await asyncio.gather(first.ensure_guest_volume(own_image), second.ensure_guest_volume(own_image))
@@ -362,7 +373,7 @@ async def test_a_new_guest_volume_removes_unused_volumes_of_removed_images(api: 
         api.remove_volume(used)
 
 
-def spoil(api: APIClient, image: str, volume: str) -> None:
+def write_partial_volume(api: APIClient, image: str, volume: str) -> None:
     """Leave a single file in the volume, as a killed fill does."""
     script = "rm -rf /opt/toolcrew/* ; echo half > /opt/toolcrew/half"
     host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", volume)], network_mode="none")
@@ -372,10 +383,12 @@ def spoil(api: APIClient, image: str, volume: str) -> None:
     api.remove_container(container, force=True)
 
 
-async def test_a_socket_that_is_no_engine_at_all_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_socket_without_a_listener_is_reported_as_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "deaf"
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(path))  # no process listens
-        async with opened(monkeypatch, path) as engine:
+        async with open_engine_client(monkeypatch, path) as engine:
             with pytest.raises(EngineSilent, match="refused"):
                 await engine.facts()

@@ -48,7 +48,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def evicting(engine: APIClient, small_disk: Path) -> Iterator[Stack]:
+def evicting_stack(engine: APIClient, small_disk: Path) -> Iterator[Stack]:
     """Yield a stack whose workspaces disappear with their containers, so that every workspace must be packed."""
     environment = {
         "TOOLCREW_SANDBOX_WORKSPACE": "tmpfs",
@@ -61,8 +61,8 @@ def evicting(engine: APIClient, small_disk: Path) -> Iterator[Stack]:
 
 
 @pytest.fixture
-async def session(evicting: Stack) -> AsyncIterator[Session]:
-    async with ToolClient.connect(evicting.redis_url) as client, await client.open_session() as opened:
+async def session(evicting_stack: Stack) -> AsyncIterator[Session]:
+    async with ToolClient.connect(evicting_stack.redis_url) as client, await client.open_session() as opened:
         yield opened
 
 
@@ -76,7 +76,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def evicted(session: Session, stack: Stack) -> None:
+async def call_evicted(session: Session, stack: Stack) -> None:
     sandbox = (await session.call("bash_tool", {"command": "true"})).sandbox
     assert sandbox is not None
     await wait_until_async(
@@ -84,14 +84,16 @@ async def evicted(session: Session, stack: Stack) -> None:
     )
 
 
-async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session: Session) -> None:
+async def test_an_evicted_session_continues_unchanged_with_the_next_call(
+    evicting_stack: Stack, session: Session
+) -> None:
     await bash(session, FILL)
     await session.call("read_tool", {"file_path": "/workspace/seen"})
     await session.call("read_tool", {"file_path": "/workspace/changed"})
     spilled = await session.call("bash_tool", {"command": "seq 100000"})
     before = await bash(session, LOOK)
 
-    await evicted(session, evicting)
+    await call_evicted(session, evicting_stack)
 
     result = await session.call("bash_tool", {"command": LOOK})
     assert result.success, result.error
@@ -109,7 +111,7 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
     assert (await bash(session, f"wc -l < {path_match[0].rstrip('.:,')}")).strip() == "100000"
 
 
-async def test_a_store_that_is_full_costs_a_session_nothing(session: Session, small_disk: Path) -> None:
+async def test_a_full_store_leaves_the_session_running(session: Session, small_disk: Path) -> None:
     await bash(session, "head -c 100000000 /dev/urandom > large; export word=kept")
     with pytest.raises(SandboxUnavailable, match="free space"):
         await session.checkpoint()

@@ -23,7 +23,7 @@ from contract.errors import ErrorCode
 from orchestrator.dispatch.sessions import Session
 from orchestrator.operations.flower import DEFAULTS
 from tests.log_lines import read_events
-from tests.queue_by_hand import publish
+from tests.raw_queue import publish
 from tests.stack import UP_S, Stack, open_stack
 from tests.waiting import wait_until_async
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.stack
 
 MAX_TASKS = 60
 PAGES = "https://pages.test/ui"
-NOBODYS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesuch")
+PUBLIC_PATHS = ("/healthcheck", "/static/js/flower.js", "/login", "/logout", "/nonesuch")
 """Paths that need no password and reveal nothing about a deployment."""
 
 
@@ -76,7 +76,7 @@ def make_ids(count: int) -> list[str]:
     return [f"f{secrets.token_hex(3)}" for _ in range(count)]
 
 
-async def until_it_hears(stack: Stack, session: Session) -> None:
+async def wait_until_listening(stack: Stack, session: Session) -> None:
     """Make calls until Flower lists one. Workers serve calls before Flower listens to events, and Flower never
     receives earlier events.
     """
@@ -91,10 +91,8 @@ async def until_it_hears(stack: Stack, session: Session) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output(
-    stack: Stack, session: Session
-) -> None:
-    await until_it_hears(stack, session)
+async def test_flower_lists_calls_by_tool_without_arguments_and_output(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     # The output differs from the argument, so that a match shows which of the two leaked.
     word = f"canary-{secrets.token_hex(6)}"
     call_ids = make_ids(3)
@@ -123,8 +121,8 @@ async def test_flower_lists_calls_by_tool_and_shows_neither_arguments_nor_output
     assert [place for place, text in shown.items() if word in text or word.upper() in text or password in text] == []
 
 
-async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, session: Session) -> None:
-    await until_it_hears(stack, session)
+async def test_flower_has_times_states_and_counts_for_each_tool(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     call_ids = make_ids(2)
     await session.call("bash_tool", {"command": "sleep 0.6"}, call_id=call_ids[0])
     missing = await session.call("read_tool", {"file_path": "nothing"}, call_id=call_ids[1])
@@ -147,7 +145,7 @@ async def test_each_tool_has_its_own_times_states_and_counts(stack: Stack, sessi
     assert samples(stack, "flower_worker_online", worker=worker)[0][1] == 1
 
 
-async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Session) -> None:
+async def test_flower_lists_both_workers_and_their_queues(stack: Stack, session: Session) -> None:
     def read_workers() -> Any:
         workers = ask(stack, "/api/workers?refresh=1").json()
         return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
@@ -160,8 +158,8 @@ async def test_both_workers_and_their_queues_are_there(stack: Stack, session: Se
     assert {entry["name"]: entry["messages"] for entry in lengths} == dict.fromkeys(queues, 0)
 
 
-async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session) -> None:
-    await until_it_hears(stack, session)
+async def test_a_call_refused_by_a_worker_is_a_failed_task(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     before = sum(
         value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
     )
@@ -179,8 +177,8 @@ async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session
     assert after == before + 1
 
 
-async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, session: Session) -> None:
-    await until_it_hears(stack, session)
+async def test_a_task_page_names_its_call_and_links_to_its_page(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
     tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
@@ -194,10 +192,8 @@ async def test_a_tasks_page_names_its_call_and_leads_to_its_page(stack: Stack, s
 HOSTILE = ("call x' onclick=alert(1)", "call ../../v1/tenants", 'call x"><script>alert(1)</script>', "call a\nb")
 
 
-async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_page(
-    stack: Stack, session: Session
-) -> None:
-    await until_it_hears(stack, session)
+async def test_forged_events_put_neither_script_nor_link_into_a_page(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     fields = {f"forged-{secrets.token_hex(4)}": shown for shown in HOSTILE}
     app = Celery("forger", broker=stack.redis_url, set_as_current=False)
     with (
@@ -217,7 +213,7 @@ async def test_events_that_anybody_forged_put_neither_script_nor_link_into_a_pag
     assert {(shown, sign) for shown, page in pages.items() for sign in signs if sign in page} == set()
 
 
-def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
+def test_every_path_requires_the_password(stack: Stack) -> None:
     """Every path that Flower serves is refused, also as a websocket handshake."""
     bare = httpx.URL(str(stack.info.flower_url)).copy_with(username=None, password=None)
     upgrade = {
@@ -227,7 +223,7 @@ def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
         "Sec-WebSocket-Key": "eHh4eHh4eHh4eHh4eHh4eA==",
     }
     wrong = {"Authorization": "Basic dG9vbGNyZXc6d3Jvbmc="}
-    reading = [path for path, handler in paths().items() if "get" in vars(handler) and path not in NOBODYS]
+    reading = [path for path, handler in paths().items() if "get" in vars(handler) and path not in PUBLIC_PATHS]
     assert {"/", "/metrics", "/api/tasks", "/api/workers", "/task/x"} <= set(reading)
     with httpx.Client(base_url=bare, timeout=30) as browser:
         answers = {
@@ -235,7 +231,7 @@ def test_without_the_password_there_is_nothing_to_see(stack: Stack) -> None:
             for path in reading
             for name, headers in (("none", {}), ("wrong", wrong), ("upgrade", upgrade))
         }
-        open_to_all = [browser.get(path) for path in NOBODYS]
+        open_to_all = [browser.get(path) for path in PUBLIC_PATHS]
 
     assert {place: answer.status_code for place, answer in answers.items() if answer.status_code != 401} == {}
     assert not [
@@ -252,9 +248,11 @@ def paths() -> dict[str, type]:
     return {path: handler for path, handler in found.items() if path != ".*" and not path.startswith("/static/")}
 
 
-async def test_the_password_does_not_permit_to_start_stop_or_change_anything(stack: Stack, session: Session) -> None:
+async def test_the_password_does_not_allow_starting_stopping_or_changing_anything(
+    stack: Stack, session: Session
+) -> None:
     """The aim of a user with the password: end a call or a worker, or run a call."""
-    await until_it_hears(stack, session)
+    await wait_until_listening(stack, session)
     call_id = make_ids(1)[0]
     running = asyncio.create_task(
         session.call("bash_tool", {"command": "until [ -e go ]; do sleep 0.1; done; echo survived"}, call_id=call_id)
@@ -287,7 +285,7 @@ async def test_the_password_does_not_permit_to_start_stop_or_change_anything(sta
     assert stack.pid("worker") == before
 
 
-async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
+async def test_the_worker_log_contains_neither_arguments_nor_output(stack: Stack, session: Session) -> None:
     word, call_ids = f"canary-{secrets.token_hex(6)}", make_ids(2)
 
     await session.call("bash_tool", {"command": f"x={word}; echo ${{x^^}}"}, call_id=call_ids[0])
@@ -302,27 +300,29 @@ async def test_the_workers_log_has_neither_arguments_nor_output(stack: Stack, se
     assert word.upper() not in log, "output is in worker.log"
 
 
-async def test_a_flower_that_was_killed_still_knows_what_it_knew(stack: Stack, session: Session) -> None:
-    await until_it_hears(stack, session)
+async def test_a_killed_flower_restores_its_tasks(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
     await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
-    saved = saved_at(stack)
-    await wait_until_async(lambda: saved_at(stack) > saved, 30, "Flower has written down what it knows")
+    saved = read_save_time(stack)
+    await wait_until_async(lambda: read_save_time(stack) > saved, 30, "Flower has written down what it knows")
     # The state that was being written when the call ended may lack the call; the next state contains the call.
-    saved = saved_at(stack)
-    await wait_until_async(lambda: saved_at(stack) > saved, 30, "Flower has written it down again")
+    saved = read_save_time(stack)
+    await wait_until_async(lambda: read_save_time(stack) > saved, 30, "Flower has written it down again")
 
     killed = stack.pid("flower")
     os.kill(killed, signal.SIGKILL)
     await asyncio.to_thread(stack.wait_for_another, "flower", killed)
 
     await wait_until_async(
-        lambda: answered(stack, call_id), UP_S, lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}"
+        lambda: has_answered(stack, call_id),
+        UP_S,
+        lambda: f"the new Flower knows the call: {stack.log('flower')[-2000:]}",
     )
 
 
-async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack, session: Session) -> None:
+async def test_a_flower_with_a_damaged_state_file_starts_empty_and_logs_it(stack: Stack, session: Session) -> None:
     killed = stack.pid("flower")
     os.kill(killed, signal.SIGSTOP)
     for file in files_of_state(stack):
@@ -330,15 +330,15 @@ async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack,
     os.kill(killed, signal.SIGKILL)
     await asyncio.to_thread(stack.wait_for_another, "flower", killed)
 
-    await until_it_hears(stack, session)
+    await wait_until_listening(stack, session)
 
     events = read_events(stack.log("flower"))
     assert {event["service"] for event in events} == {"flower"}
     assert [event for event in events if "Failed to load state" in event.get("message", "")]
 
 
-async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session) -> None:
-    await until_it_hears(stack, session)
+async def test_flower_keeps_at_most_the_configured_number_of_tasks(stack: Stack, session: Session) -> None:
+    await wait_until_listening(stack, session)
     call_ids = make_ids(MAX_TASKS + 10)
     await asyncio.gather(*(session.call("glob_tool", {"pattern": "*"}, call_id=call_id) for call_id in call_ids))
 
@@ -356,11 +356,11 @@ def files_of_state(stack: Stack) -> list[Path]:
     return sorted(path for path in Path(stack.info.logs).glob("flower.db*") if ".tmp" not in path.name)
 
 
-def saved_at(stack: Stack) -> float:
+def read_save_time(stack: Stack) -> float:
     return max((path.stat().st_mtime_ns for path in files_of_state(stack)), default=0)
 
 
-def answered(stack: Stack, call_id: str) -> bool:
+def has_answered(stack: Stack, call_id: str) -> bool:
     try:
         return tasks_of_calls(stack, [call_id]) is not None
     except httpx.HTTPError:

@@ -113,7 +113,7 @@ async def until_sessions_open(client: ToolClient) -> None:
                 await asyncio.sleep(0.2)
 
 
-async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
+async def test_a_call_without_sandboxd_is_failed_and_a_failed_command_is_succeeded(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
     async with open_tasks(stack) as page:
@@ -146,7 +146,7 @@ async def test_a_call_without_sandboxd_is_red_and_a_failed_command_is_green(
         await until_sessions_open(client)
 
 
-async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_left(
+async def test_the_call_of_a_killed_worker_is_failed_and_only_the_new_queue_is_listed(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
     async with open_tasks(stack) as page:

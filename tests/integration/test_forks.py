@@ -46,7 +46,7 @@ def stacking(request: pytest.FixtureRequest, daemons: Daemons) -> Daemon:
     return daemons.start(**SETTINGS[request.param])
 
 
-def test_forks_begin_with_files_and_shell_and_then_go_their_own_ways(daemon: Daemon) -> None:
+def test_forks_start_with_files_and_shell_state_and_then_diverge(daemon: Daemon) -> None:
     with daemon.client() as client:
         name, children = client.open("acme", "parent"), ["acme:a", "acme:b"]
         run_script(client, name, FILL)
@@ -104,7 +104,7 @@ done
 """
 
 
-def test_many_layers_are_merged_in_the_background_and_no_session_sees_it(stacking: Daemon) -> None:
+def test_many_layers_are_merged_in_the_background_without_visible_changes(stacking: Daemon) -> None:
     def depths() -> list[int]:
         records = [json.loads(path.read_text()) for path in (stacking.state / "sessions").glob("*.json")]
         return sorted(len(record["layers"]) for record in records)
@@ -132,7 +132,7 @@ def test_many_layers_are_merged_in_the_background_and_no_session_sees_it(stackin
     close_all(stacking)
 
 
-def test_root_of_a_fork_has_the_changes_of_the_whole_file_system(daemons: Daemons) -> None:
+def test_a_fork_of_a_root_session_has_the_changes_of_the_whole_file_system(daemons: Daemons) -> None:
     daemon = daemons.start(**SETTINGS["oci-root"])
     with daemon.client() as client:
         name = client.open("acme", "parent")
@@ -152,7 +152,7 @@ def test_root_of_a_fork_has_the_changes_of_the_whole_file_system(daemons: Daemon
     close_all(daemon)
 
 
-def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemon: Daemon) -> None:
+def test_forking_a_session_with_a_running_job_is_refused_unless_jobs_are_left(daemon: Daemon) -> None:
     with daemon.client() as client:
         name = client.open("acme", "parent")
         run_script(client, name, f"[ $UID != 0 ] || echo root > /etc/own; {FILL}")
@@ -180,7 +180,7 @@ def test_a_session_with_a_running_job_is_refused_or_keeps_its_job(daemon: Daemon
     close_all(daemon)
 
 
-def test_a_fork_that_is_not_possible_changes_nothing(daemons: Daemons) -> None:
+def test_an_impossible_fork_is_refused_and_changes_nothing(daemons: Daemons) -> None:
     daemon = daemons.start(**SETTINGS["oci"], max_sessions="3")
     with daemon.client() as client:
         name = client.open("acme", "parent")
@@ -201,7 +201,7 @@ def test_a_fork_that_is_not_possible_changes_nothing(daemons: Daemons) -> None:
     close_all(daemon)
 
 
-def test_forks_of_a_stopped_sandboxd_have_everything_and_of_a_killed_one_their_files(stacking: Daemon) -> None:
+def test_forks_keep_files_and_shell_after_a_stop_of_sandboxd_and_files_after_a_kill(stacking: Daemon) -> None:
     with stacking.client() as client:
         name = client.open("acme", "parent")
         run_script(client, name, FILL)
@@ -222,7 +222,7 @@ def test_forks_of_a_stopped_sandboxd_have_everything_and_of_a_killed_one_their_f
     close_all(stacking)
 
 
-def test_a_tree_grows_while_its_sandboxd_is_killed(stacking: Daemon) -> None:
+def test_a_growing_tree_of_forks_survives_kills_of_sandboxd(stacking: Daemon) -> None:
     """Every session has the files of its line, and only those; and nothing is left at the end."""
     tree = Tree(stacking, random.Random(1))
     tree.plant()
@@ -233,7 +233,7 @@ def test_a_tree_grows_while_its_sandboxd_is_killed(stacking: Daemon) -> None:
     close_all(stacking)
 
 
-async def test_items_of_a_batch_begin_with_a_fork(client: ToolClient, session: Session, tmp_path: Path) -> None:
+async def test_batch_items_start_with_a_fork_of_a_session(client: ToolClient, session: Session, tmp_path: Path) -> None:
     await session.call("bash_tool", {"command": "echo base > file; cd /tmp"})
     arguments = {"command": "pwd; cat /workspace/file; echo more >> /workspace/file"}
     lines = [{"id": f"i{number}", "tool": "bash_tool", "arguments": arguments, "fork": session.id} for number in (1, 2)]
@@ -250,7 +250,9 @@ async def test_items_of_a_batch_begin_with_a_fork(client: ToolClient, session: S
     assert (await session.call("bash_tool", {"command": "cat /workspace/file"})).metadata["stdout"] == "base\n"
 
 
-async def test_forks_are_sessions_of_the_pool(client: ToolClient, session: Session) -> None:
+async def test_forks_are_listed_attached_forked_and_closed_like_other_sessions(
+    client: ToolClient, session: Session
+) -> None:
     await session.call("bash_tool", {"command": "echo base > file; export COLOUR=blue"})
 
     forks = await session.fork(2)

@@ -83,7 +83,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
-def test_the_tasks_are_solved_by_their_solutions_alone(
+def test_harbor_tasks_are_solved_by_their_oracle_and_not_by_an_idle_agent(
     rooted: Stack, tmp_path: Path, agent: str, reward: float
 ) -> None:
     environment = "orchestrator.adapters.harbor:ToolcrewEnvironment"

@@ -18,7 +18,7 @@ NAMES = ("json", "redis", "celery", "structlog", "workers", "orchestrator", "con
     [("doctor", "--json"), ("call", "bash_tool", "command=echo hi", "--json"), ("config", "show")],
     ids=lambda words: words[0],
 )
-def test_nothing_of_the_folder_in_which_a_command_is_called_is_run(
+def test_a_command_runs_no_code_of_the_folder_in_which_it_is_called(
     engine: APIClient, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     for name in NAMES:

@@ -60,7 +60,7 @@ def cached_bytes(daemon: Daemon) -> int:
     return int(daemon.status()["image_cache"]["bytes"])
 
 
-def test_an_image_is_pulled_when_a_session_first_asks_for_it(
+def test_an_image_is_pulled_by_the_first_session_that_uses_it(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n"})
@@ -79,7 +79,7 @@ def test_an_image_is_pulled_when_a_session_first_asks_for_it(
     assert "image_pulled" in daemon.log()
 
 
-def test_eight_sessions_at_once_pull_an_image_once(daemons: Daemons, registry: ImageRegistry) -> None:
+def test_eight_concurrent_sessions_pull_an_image_once(daemons: Daemons, registry: ImageRegistry) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n", "rest": secrets.token_bytes(20 * MIB)})
     daemon = start(daemons, registry)
 
@@ -127,7 +127,7 @@ def test_an_image_that_no_pattern_allows_is_not_pulled(daemons: Daemons, registr
     assert "image_pull_started" not in daemon.log()
 
 
-def test_a_name_without_a_registry_is_never_pulled(daemons: Daemons, registry: ImageRegistry) -> None:
+def test_an_image_name_without_a_registry_is_never_pulled(daemons: Daemons, registry: ImageRegistry) -> None:
     daemon = start(daemons, registry, sandbox_images_allowed='["no-such-image:v1"]')
     with daemon.client() as client, pytest.raises(SandboxUnavailable, match="no image no-such-image:v1: build it"):
         client.open("acme", "s", "no-such-image:v1")
@@ -152,7 +152,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
         assert run_script(client, client.open("acme", "second", image), READ) == "two\n"
 
 
-def test_a_session_learns_that_its_image_was_removed(
+def test_a_session_is_informed_that_its_image_was_removed(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n"})
@@ -169,7 +169,7 @@ def test_a_session_learns_that_its_image_was_removed(
     assert "the version of image" in answer.done["sandbox"]["news"]
 
 
-def test_the_least_recently_used_images_go_and_those_in_use_stay(
+def test_the_least_recently_used_images_are_removed_and_images_in_use_stay(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:
     images = [registry.push(f"tool-{at}:v1", {"mark": secrets.token_bytes(4 * MIB)}) for at in range(4)]
@@ -191,7 +191,7 @@ def test_the_least_recently_used_images_go_and_those_in_use_stay(
     assert cached_bytes(daemon) <= 9 * MIB
 
 
-def test_an_image_of_an_evicted_session_stays_over_a_restart(
+def test_the_image_of_an_evicted_session_stays_across_a_restart(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n"})
@@ -238,9 +238,7 @@ def test_a_sandboxd_that_was_killed_after_the_pull_knows_the_image(
     assert registry.count_pulls(image) == 1
 
 
-def test_a_pull_that_a_kill_interrupted_begins_again(
-    engine: APIClient, daemons: Daemons, registry: ImageRegistry
-) -> None:
+def test_a_pull_interrupted_by_a_kill_is_repeated(engine: APIClient, daemons: Daemons, registry: ImageRegistry) -> None:
     image = registry.push("tool:v1", {"mark": b"one\n", "rest": secrets.token_bytes(60 * MIB)})
     daemon = start(daemons, registry)
 
@@ -279,16 +277,16 @@ async def test_a_client_opens_a_session_with_an_image_that_only_the_registry_has
                 assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
             with pytest.raises(ToolFailure, match=r"is not allowed on any host; allowed: .*/\*"):
                 await client.open_session(image="ghcr.io/other/tool")
-        wait_until(lambda: is_reported(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
+        wait_until(lambda: report_contains(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
 
 
-def is_reported(stack: Stack, text: str) -> bool:
+def report_contains(stack: Stack, text: str) -> bool:
     with stack.open_redis() as redis:
         reports = [redis.get(key) for key in redis.scan_iter(match="*host.*", _type="string")]
     return any(text.encode() in report for report in reports if isinstance(report, bytes))
 
 
-def test_only_the_class_with_a_login_pulls_a_private_image_and_nothing_shows_the_password(
+def test_only_the_class_with_a_login_pulls_a_private_image_and_its_password_stays_hidden(
     engine: APIClient, tmp_path: Path
 ) -> None:
     with open_registry(engine, tmp_path, needs_login=True) as registry, open_daemons(engine) as daemons:

@@ -171,7 +171,7 @@ def require_image(api: APIClient, name: str, is_optional: bool = False) -> str:
     return name
 
 
-def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, image: str) -> None:
+def test_a_shipped_image_has_no_setuid_or_world_writable_files(api: APIClient, image: str) -> None:
     found = look_into(
         api,
         image,
@@ -184,14 +184,14 @@ def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, i
     assert scan_image(image) == []
 
 
-def test_an_image_of_ours_is_small_and_has_a_user(api: APIClient, image: str) -> None:
+def test_a_shipped_image_is_small_and_has_an_unprivileged_user(api: APIClient, image: str) -> None:
     inspected = api.inspect_image(image)
     assert inspected["Size"] < MAX_MB[image] * MB
     assert (inspected["Config"]["User"], inspected["Config"]["WorkingDir"]) == ("1000:1000", "/workspace")
     assert any(re.fullmatch(r".*:[0-9a-f]{12}", tag) for tag in inspected["RepoTags"])
 
 
-async def test_a_new_sandbox_is_attested_clean_and_has_the_workspace_it_was_to_have(host: Host) -> None:
+async def test_a_new_sandbox_is_attested_clean_with_its_workspace(host: Host) -> None:
     found = await attest(await host.make(IMAGE))
     plan = plan_of(IMAGE)
     assert find_dirt(found) == []
@@ -199,15 +199,13 @@ async def test_a_new_sandbox_is_attested_clean_and_has_the_workspace_it_was_to_h
     assert found.workspace_type == "tmpfs"
 
 
-async def test_what_a_session_leaves_anywhere_is_attested(host: Host) -> None:
+async def test_files_left_by_a_session_are_attested(host: Host) -> None:
     sandbox = await host.make(IMAGE)
     await shell(sandbox, "touch /workspace/.a /tmp/b /output/c /dev/shm/d")
     assert len(find_dirt(await attest(sandbox))) == 4
 
 
-async def test_a_sandbox_ends_itself_at_its_maximum_life_and_is_gone(
-    api: APIClient, engine: Engine, tmp_path: Path
-) -> None:
+async def test_a_sandbox_ends_at_its_maximum_life(api: APIClient, engine: Engine, tmp_path: Path) -> None:
     async with open_host(engine, tmp_path, life_s=1.0) as host:
         sandbox = await host.make(IMAGE)
         await wait_until_async(lambda: sandbox.lost, 10, "the sandbox lives on")
@@ -317,12 +315,12 @@ IMAGES: dict[str, tuple[Files, list[str]]] = {
     "30,000 files": ([(f"srv/{number // 300}/{number}", 0o644, b"") for number in range(30_000)], []),
     "setuid programs": ([("usr/bin/rootly", 0o6755, SCRIPT)], []),
     "an entry point that exits": ([("bin/", 0o755, b"")], ['ENTRYPOINT ["/no/such/program"]', 'CMD ["--x"]']),
-    "other people's programs": ([("usr/bin/rg", 0o755, OTHER_MACHINE), ("usr/bin/git", 0o755, OTHER_MACHINE)], []),
+    "programs of another user": ([("usr/bin/rg", 0o755, OTHER_MACHINE), ("usr/bin/git", 0o755, OTHER_MACHINE)], []),
 }
 
 
 @pytest.mark.parametrize(("files", "changes"), IMAGES.values(), ids=IMAGES.keys())
-async def test_any_image_is_a_sandbox_with_all_tools(
+async def test_any_image_works_as_a_sandbox_with_all_tools(
     api: APIClient, either_host: Host, static_program: bytes, files: Files, changes: list[str]
 ) -> None:
     for image in imported(api, build_tree([("usr/bin/sh", 0o755, static_program), *files]), changes):
@@ -360,36 +358,38 @@ async def bash(sandbox: Sandbox, script: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def foreign(api: APIClient, static_program: bytes) -> Iterator[str]:
+def foreign_image(api: APIClient, static_program: bytes) -> Iterator[str]:
     """Yield an image without a guest, with a setuid copy of its only program."""
     files = [("usr/bin/sh", 0o755, static_program), ("usr/bin/rootly", 0o4755, static_program)]
     yield from imported(api, build_tree(files), ["ENV HOME=/root", "ENV OF_THE_IMAGE=1"])
 
 
-async def test_a_setuid_program_of_an_image_gives_no_rights(either_host: Host, foreign: str) -> None:
+async def test_a_setuid_program_of_an_image_gives_no_rights(either_host: Host, foreign_image: str) -> None:
     # Bash drops the rights of a setuid start itself, unless it gets -p.
-    _, output = await run(await either_host.make(foreign), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
+    _, output = await run(await either_host.make(foreign_image), "/usr/bin/rootly", "-p", "-c", "echo $UID $EUID")
     assert output == "1000 1000\n"
 
 
-async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign: str) -> None:
-    _, output = await run(await either_host.make(foreign), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py")
+async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign_image: str) -> None:
+    _, output = await run(
+        await either_host.make(foreign_image), "/usr/bin/sh", "-c", "echo >> /opt/toolcrew/guest/loop.py"
+    )
     assert "Read-only file system" in output or "Permission denied" in output
 
 
-async def test_programs_see_the_environment_of_the_image_but_have_the_home_of_the_session(
-    either_host: Host, foreign: str
+async def test_programs_get_the_environment_of_the_image_and_the_home_of_the_session(
+    either_host: Host, foreign_image: str
 ) -> None:
-    assert await bash(await either_host.make(foreign), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
+    assert await bash(await either_host.make(foreign_image), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
 
 
-async def test_an_image_that_would_be_given_host_disk_without_a_limit_is_refused(api: APIClient, host: Host) -> None:
+async def test_an_image_that_declares_a_volume_is_refused(api: APIClient, host: Host) -> None:
     for image in imported(api, build_tree([("data/x", 0o644, b"")]), ["VOLUME /data"]):
         with pytest.raises(SandboxUnavailable, match=r"declares volumes \(/data\)"):
             await host.make(image)
 
 
-async def test_an_image_that_cannot_be_a_sandbox_is_named_with_the_reason(api: APIClient, host: Host) -> None:
+async def test_an_image_that_cannot_be_a_sandbox_is_refused_with_the_reason(api: APIClient, host: Host) -> None:
     for image in imported(api, build_tree([("workspace", 0o644, b"")])):
         started_at = time.monotonic()
         with pytest.raises(SandboxUnavailable) as caught:

@@ -47,7 +47,7 @@ async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str
     return stack.full_id(container.id)
 
 
-async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
+async def test_the_example_scores_correctly_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
     """The example uses files and a setup script. Inspect puts the files into /tmp, where no program can be started."""
     async with ToolClient.connect(stack.redis_url) as client:
         before = {session.id for session in (await client.sessions()).sessions}
@@ -98,7 +98,7 @@ sys.exit(log.status != "success")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root inside needs the OCI start, which needs root")
-async def test_samples_name_any_image_or_a_file_and_have_root_where_it_says_so(
+async def test_a_sample_names_an_image_or_a_config_file_and_has_root_only_if_configured(
     engine: APIClient, tmp_path: Path
 ) -> None:
     image = f"toolcrew-test-inspect:{secrets.token_hex(4)}"
@@ -132,7 +132,7 @@ async def test_samples_name_any_image_or_a_file_and_have_root_where_it_says_so(
     assert looked == [f"{file} 0 0 hello written", f"{image} 1000 - hello refused"]
 
 
-async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_reported(
+async def test_at_the_limit_all_processes_are_killed_and_the_output_is_reported(
     stack: Stack, sandbox: ToolcrewSandboxEnvironment
 ) -> None:
     container = await container_of(stack, sandbox)
@@ -143,13 +143,13 @@ async def test_at_the_limit_everything_is_killed_and_what_was_printed_is_reporte
     assert await sandbox.read_file("runs") == "x\n", "it was begun once, though timeout_retry is on"
 
 
-async def test_more_output_than_is_kept_is_an_error_with_a_part_of_it(sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_output_above_the_limit_is_an_error_with_a_part_of_it(sandbox: ToolcrewSandboxEnvironment) -> None:
     with pytest.raises(OutputLimitExceededError) as raised:
         await sandbox.exec(["head", "-c", "6000000", "/dev/zero"])
     assert raised.value.truncated_output
 
 
-async def test_a_program_that_is_not_there_is_a_failed_result_and_another_user_is_refused(
+async def test_a_missing_program_is_a_failed_result_and_another_user_is_refused(
     sandbox: ToolcrewSandboxEnvironment,
 ) -> None:
     missing = await sandbox.exec(["no-such-program"])
@@ -160,7 +160,7 @@ async def test_a_program_that_is_not_there_is_a_failed_result_and_another_user_i
         await sandbox.exec(["id", "-u"], user="root")
 
 
-async def test_files_of_the_image_are_read_and_none_is_written_there(sandbox: ToolcrewSandboxEnvironment) -> None:
+async def test_image_files_can_be_read_and_not_written(sandbox: ToolcrewSandboxEnvironment) -> None:
     assert "root:" in await sandbox.read_file("/etc/passwd")
     with pytest.raises(FileNotFoundError):
         await sandbox.read_file("/etc/no-such-file")
@@ -171,7 +171,7 @@ async def test_files_of_the_image_are_read_and_none_is_written_there(sandbox: To
         await sandbox.read_file("bytes")
 
 
-async def test_its_connection_is_a_command_and_ends_with_the_session(
+async def test_the_connection_is_a_command_and_ends_with_the_session(
     stack: Stack, sandbox: ToolcrewSandboxEnvironment
 ) -> None:
     await sandbox.write_file("seen-here", "")
@@ -208,7 +208,7 @@ async def test_an_interrupted_sample_and_the_end_of_a_task_remove_sandboxes(
     assert not stack.has_container(containers[1])
 
 
-async def test_a_sandbox_that_was_left_is_removed_from_the_command_line(
+async def test_a_leftover_sandbox_is_removed_from_the_command_line(
     stack: Stack, sandbox: ToolcrewSandboxEnvironment
 ) -> None:
     container = await container_of(stack, sandbox)
@@ -219,7 +219,7 @@ async def test_a_sandbox_that_was_left_is_removed_from_the_command_line(
     assert not stack.has_container(container)
 
 
-async def test_without_a_pool_the_task_does_not_begin_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_pool_the_task_does_not_start_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     with pytest.raises(PrerequisiteError) as unset:
         await ToolcrewSandboxEnvironment.task_init("test", None)

@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
         yield opened
 
 
-async def call_from(server: Server, secret: str, previous: tuple[str, ...], path: str) -> ToolResult:
+async def call_with_secrets(server: Server, secret: str, previous: tuple[str, ...], path: str) -> ToolResult:
     """Make one call from a sender with these secrets."""
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": secret, "secrets_previous": previous})
     call = ToolCall(id=secrets.token_hex(8), name="append_tool", arguments={"path": path})
@@ -41,18 +41,18 @@ async def call_from(server: Server, secret: str, previous: tuple[str, ...], path
         ((OLD, f'["{NEW}"]'), [(OLD, ()), (OLD, (NEW,)), (NEW, (OLD,))]),
         ((NEW, f'["{OLD}"]'), [(OLD, (NEW,)), (NEW, (OLD,)), (NEW, ())]),
     ],
-    ids=["learned", "signing"],
+    ids=["accepted", "signing"],
 )
-async def test_no_call_is_lost_in_any_order_of_restarts(
+async def test_no_call_is_lost_in_any_order_of_restarts_during_a_key_rotation(
     server: Server, worker: tuple[str, str], senders: list[tuple[str, tuple[str, ...]]]
 ) -> None:
     variables = {"TOOLCREW_SECRET": worker[0], "TOOLCREW_SECRETS_PREVIOUS": worker[1]}
     broker = BrokerSettings.model_validate({"redis_url": server.url(), "secret": worker[0]})
     with server.client() as watch, open_counting_pool(broker, server.url(), watch, environment=variables) as pool:
         for secret, previous in senders:
-            result = await call_from(server, secret, previous, str(pool.marks))
+            result = await call_with_secrets(server, secret, previous, str(pool.marks))
             assert result.success, (secret, previous, result)
-        refused = await call_from(server, "a guess", (OLD, NEW), str(pool.marks))
+        refused = await call_with_secrets(server, "a guess", (OLD, NEW), str(pool.marks))
         assert refused.error_code == "ENVELOPE_REFUSED"
         assert "TOOLCREW_SECRET" in str(refused.error)
         assert len(pool.marks.read_text().split()) == len(senders)

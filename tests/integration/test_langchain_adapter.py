@@ -18,8 +18,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack
+from tests.stack import Stack, commands_in
 from tests.waiting import wait_until, wait_until_async
 
 pytest.importorskip("langchain_core")
@@ -38,14 +37,12 @@ async def tools(client: ToolClient, session: Session) -> dict[str, PoolTool]:
     return {tool.name: tool for tool in await as_langchain_tools(client, session, approver=AutoApprover())}
 
 
-def asked(name: str, **arguments: Any) -> dict[str, Any]:
+def build_tool_call(name: str, **arguments: Any) -> dict[str, Any]:
     """Return a tool call in the format of a model's message."""
     return {"type": "tool_call", "id": "call_1", "name": name, "args": arguments}
 
 
-async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
-    client: ToolClient, tools: dict[str, PoolTool]
-) -> None:
+async def test_every_tool_of_the_tenant_has_its_exact_schema(client: ToolClient, tools: dict[str, PoolTool]) -> None:
     specs = {spec.name: spec for spec in await client.tools()}
     assert tools.keys() == specs.keys()
     assert all(isinstance(tool, BaseTool) for tool in tools.values())
@@ -58,7 +55,7 @@ async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
 
 
 async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(tools: dict[str, PoolTool]) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="echo hello; exit 3"))
+    message = await tools["bash_tool"].ainvoke(build_tool_call("bash_tool", command="echo hello; exit 3"))
     assert isinstance(message, ToolMessage)
     assert (message.status, message.tool_call_id, message.name) == ("success", "call_1", "bash_tool")
     assert str(message.content).splitlines()[:2] == ["hello", "[exit code 3]"]
@@ -67,10 +64,10 @@ async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(to
     json.dumps(message.artifact)
 
 
-async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of_a_run(
+async def test_a_failure_is_a_tool_message_with_status_error_and_the_error_text(
     session: Session, tools: dict[str, PoolTool]
 ) -> None:
-    message = await tools["read_tool"].ainvoke(asked("read_tool", file_path="/workspace/none.txt"))
+    message = await tools["read_tool"].ainvoke(build_tool_call("read_tool", file_path="/workspace/none.txt"))
     ours = await session.call("read_tool", {"file_path": "/workspace/none.txt"})
     assert (message.status, message.content) == ("error", ours.text())
     assert message.artifact["error_code"] == ErrorCode.FILE_NOT_FOUND
@@ -78,16 +75,16 @@ async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of
     assert await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"}) == ours.text()
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
-async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
+@pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["not a number", "invalid JSON"])
+async def test_arguments_that_cannot_be_encoded_are_an_error_for_the_model(
     tools: dict[str, PoolTool], wrong: object
 ) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
+    message = await tools["bash_tool"].ainvoke(build_tool_call("bash_tool", command="true", timeout=wrong))
     assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
     assert "timeout" in message.content
 
 
-async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
+async def test_a_call_that_needs_approval_is_requested_and_a_refusal_is_reported(
     client: ToolClient, session: Session
 ) -> None:
     requests: list[ApprovalRequest] = []
@@ -97,7 +94,7 @@ async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
         return Decision(False, "not on a Monday")
 
     (write,) = await as_langchain_tools(client, session, ["write_tool"], approver=CallbackApprover(refuse))
-    message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
+    message = await write.ainvoke(build_tool_call("write_tool", file_path="/workspace/a.txt", content="x"))
     assert (message.status, message.artifact["error_code"]) == ("error", "PERMISSION_DENIED")
     assert "not on a Monday" in message.content
     assert [request.call.arguments["file_path"] for request in requests] == ["/workspace/a.txt"]
@@ -108,24 +105,25 @@ async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
 async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
     stack: Stack, session: Session, tools: dict[str, PoolTool]
 ) -> None:
-    where = await find_container(stack, session)
+    await session.call("bash_tool", {"command": "true"})
+    container = await stack.container_of(session)
 
     async def give_up() -> None:
         task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
-        await wait_until_async(lambda: is_running(where, "sleep 655"), 20, "the command runs")
+        await wait_until_async(lambda: "sleep 655" in commands_in(container).values(), 20, "the command runs")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     await asyncio.to_thread(lambda: asyncio.run(give_up()))
-    await wait_until_async(lambda: not is_running(where, "sleep 655"), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 655" not in commands_in(container).values(), 10, "the command is gone")
 
 
-async def test_invoke_in_the_clients_own_loop_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
+async def test_invoke_in_the_event_loop_of_the_client_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
     with pytest.raises(RuntimeError, match="use ainvoke"):
         tools["bash_tool"].invoke({"command": "true"})
 
 
-async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClient, session: Session) -> None:
+async def test_names_select_tools_and_an_unknown_name_is_refused(client: ToolClient, session: Session) -> None:
     assert [tool.name for tool in await as_langchain_tools(client, session, ["read_tool", "bash_tool"])] == [
         "bash_tool",
         "read_tool",
@@ -135,7 +133,7 @@ async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClien
     assert "bash_tool" in raised.value.metadata["nearest"]
 
 
-async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, PoolTool]) -> None:
+async def test_a_langgraph_tool_node_runs_the_tools_in_parallel(tools: dict[str, PoolTool]) -> None:
     prebuilt = pytest.importorskip("langgraph.prebuilt")
     graphs = pytest.importorskip("langgraph.graph")
     graph = graphs.StateGraph(graphs.MessagesState)
@@ -153,20 +151,21 @@ async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, 
     assert (third.tool_call_id, third.status, third.artifact["error_code"]) == ("c", "error", "INVALID_ARGUMENTS")
 
 
-def test_a_plain_program_invokes_them_over_a_thread_with_a_loop(stack: Stack) -> None:
+def test_a_program_without_a_loop_invokes_tools_through_a_thread(stack: Stack) -> None:
     with open_in_thread(stack) as (_, tools, _):
-        message = tools["bash_tool"].invoke(asked("bash_tool", command="echo plain"))
+        message = tools["bash_tool"].invoke(build_tool_call("bash_tool", command="echo plain"))
     assert (message.content, message.status) == ("plain\n", "success")
     with pytest.raises(RuntimeError, match="the event loop of its client has ended"):
-        tools["bash_tool"].invoke(asked("bash_tool", command="true"))
+        tools["bash_tool"].invoke(build_tool_call("bash_tool", command="true"))
 
 
-def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
+def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack: Stack) -> None:
     with open_in_thread(stack) as (portal, tools, session):
-        where = portal.call(find_container, stack, session)
+        portal.call(session.call, "bash_tool", {"command": "true"})
+        container = portal.call(stack.container_of, session)
 
         def interrupt() -> None:
-            wait_until(lambda: is_running(where, "sleep 657"), 20, "the command runs")
+            wait_until(lambda: "sleep 657" in commands_in(container).values(), 20, "the command runs")
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupter = threading.Thread(target=interrupt)
@@ -174,7 +173,7 @@ def test_ctrl_c_during_a_plain_invoke_stops_the_call_in_the_sandbox(stack: Stack
         with pytest.raises(KeyboardInterrupt):
             tools["bash_tool"].invoke({"command": "sleep 657"})
         interrupter.join()
-        wait_until(lambda: not is_running(where, "sleep 657"), 10, "the command is gone")
+        wait_until(lambda: "sleep 657" not in commands_in(container).values(), 10, "the command is gone")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from tests.waiting import wait_until_async
 pytestmark = pytest.mark.stack
 
 
-async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> None:
+async def test_a_line_arrives_before_its_command_ends(session: Session) -> None:
     arrived, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
@@ -36,7 +36,7 @@ async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> 
     assert (result.output, "".join(pieces)) == ("begun\nended\n", "begun\nended\n")
 
 
-async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
+async def test_a_watched_call_leaves_no_output_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
     """Only the record of the call's outcome remains. The record contains no output and expires by itself."""
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)
     record = call_key("default", "default", "watched-1")
@@ -46,7 +46,7 @@ async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: 
         assert redis.ttl(record) > 0
 
 
-async def test_more_output_than_a_program_takes_costs_bounded_memory_and_time(stack: Stack, session: Session) -> None:
+async def test_a_slow_output_listener_costs_bounded_memory_and_time(stack: Stack, session: Session) -> None:
     async def slow(_: str, text: str) -> None:
         await asyncio.sleep(0.01)
 
@@ -68,7 +68,7 @@ async def test_a_run_reports_the_output_of_its_calls(client: ToolClient, session
     )
 
 
-def test_the_command_shows_output_on_stderr_and_the_result_once_on_stdout(
+def test_call_live_shows_output_on_stderr_and_the_result_once_on_stdout(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)

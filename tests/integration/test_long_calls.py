@@ -44,7 +44,7 @@ async def start(stack: Stack, session: Session, call_id: str) -> "asyncio.Task[T
     return call
 
 
-async def test_a_call_outlives_the_time_to_live_of_its_session(stack: Stack) -> None:
+async def test_a_call_outlives_the_ttl_of_its_session(stack: Stack) -> None:
     async with ToolClient.connect(stack.redis_url) as client:
         session = await client.open_session(ttl_s=2)
         assert (await session.info()).timeout_s == LONGEST_TIMEOUT_S
@@ -54,7 +54,7 @@ async def test_a_call_outlives_the_time_to_live_of_its_session(stack: Stack) -> 
         assert ended.stdout == b"done\n"
 
 
-async def test_a_call_of_a_day_is_kept_for_longer_and_killed_like_any_other(stack: Stack) -> None:
+async def test_the_records_of_a_day_long_call_live_longer_and_the_call_can_be_killed(stack: Stack) -> None:
     async with ToolClient.connect(stack.redis_url) as client:
         session = await client.open_session(ttl_s=60)
         call = await start(stack, session, "of-a-day")
@@ -73,7 +73,7 @@ async def test_a_call_of_a_day_is_kept_for_longer_and_killed_like_any_other(stac
         assert (await session.call("bash_tool", {"command": "pgrep -c sleep"})).output == "0\n[exit code 1]"
 
 
-async def test_a_call_of_a_day_is_lost_with_its_worker_within_seconds(stack: Stack) -> None:
+async def test_a_day_long_call_is_lost_with_its_worker_within_seconds(stack: Stack) -> None:
     async with ToolClient.connect(stack.redis_url) as client:
         call = await start(stack, await client.open_session(), "to-be-lost")
         os.kill(stack.pid("worker"), signal.SIGKILL)

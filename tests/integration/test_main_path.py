@@ -18,7 +18,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.processes import read_proc
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, all_of, commands_in, is_alive
 from tests.waiting import wait_until_async
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.stack
 MIB = 1024 * 1024
 
 
-async def test_a_bash_result_carries_both_streams_the_exit_code_and_the_folder(session: Session) -> None:
+async def test_a_bash_result_contains_both_streams_the_exit_code_and_the_folder(session: Session) -> None:
     result = await session.call("bash_tool", {"command": "echo out; echo err >&2; exit 3"}, call_id="main-path-1")
 
     assert (result.call_id, result.name, result.success, result.error_code) == ("main-path-1", "bash_tool", True, None)
@@ -36,7 +36,7 @@ async def test_a_bash_result_carries_both_streams_the_exit_code_and_the_folder(s
     assert (result.truncated, result.kill) == (False, None)
 
 
-async def test_the_clocks_are_plausible_and_sum_to_no_more_than_the_wall(session: Session) -> None:
+async def test_the_clocks_of_a_call_add_up_to_at_most_the_wall_time(session: Session) -> None:
     started = time.monotonic()
     result = await session.call("bash_tool", {"command": "sleep 0.5"})
     wall_s = time.monotonic() - started
@@ -73,7 +73,7 @@ async def test_a_file_written_by_a_tool_is_read_by_a_tool_with_line_numbers(sess
     assert read.metadata["aliases_used"] == ["path -> file_path"]
 
 
-async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) -> None:
+async def test_internal_session_operations_are_not_listed_as_tools(client: ToolClient) -> None:
     names = [
         f"{name}_tool" for name in ("bash", "edit", "glob", "grep", "read", "skill", "webfetch", "websearch", "write")
     ]
@@ -81,7 +81,7 @@ async def test_session_verbs_are_not_listed_among_the_tools(client: ToolClient) 
     assert sorted(spec.name for spec in await client.tools()) == sorted(names + shipped)
 
 
-async def test_programs_of_one_session_run_side_by_side(session: Session) -> None:
+async def test_programs_of_one_session_run_in_parallel(session: Session) -> None:
     started = time.monotonic()
     results = await all_of((session.exec(["sh", "-c", f"sleep 1; echo {n}"]) for n in range(3)), 30)
 
@@ -89,7 +89,7 @@ async def test_programs_of_one_session_run_side_by_side(session: Session) -> Non
     assert time.monotonic() - started < sum(result.clocks.run_s for result in results)
 
 
-async def test_commands_of_one_session_run_one_after_the_other_because_they_share_its_state(session: Session) -> None:
+async def test_commands_of_one_session_run_one_after_the_other_and_share_its_state(session: Session) -> None:
     await session.call("bash_tool", {"command": "export n=0"})
     await all_of((session.call("bash_tool", {"command": "m=$n; sleep 0.1; export n=$((m + 1))"}) for _ in range(3)), 30)
 
@@ -107,7 +107,7 @@ async def test_sessions_share_no_files_and_no_container(client: ToolClient) -> N
     assert len({result.sandbox.id for result in results if result.sandbox}) == 3
 
 
-async def test_a_program_gets_and_gives_every_byte(session: Session) -> None:
+async def test_a_program_receives_and_returns_every_byte(session: Session) -> None:
     data = bytes(range(256)) * 1024
 
     result = await session.exec(["cat"], stdin=data)
@@ -117,7 +117,7 @@ async def test_a_program_gets_and_gives_every_byte(session: Session) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 * MIB])
-async def test_a_file_comes_back_as_it_was_written(session: Session, size: int) -> None:
+async def test_a_file_is_read_as_it_was_written(session: Session, size: int) -> None:
     data = os.urandom(size)
 
     await session.write_file("folder/data.bin", b"an earlier and replaced content")
@@ -126,7 +126,7 @@ async def test_a_file_comes_back_as_it_was_written(session: Session, size: int) 
     assert await session.read_file("/workspace/folder/data.bin") == data
 
 
-async def test_content_that_crossed_the_queue_is_not_kept_in_redis(stack: Stack, session: Session) -> None:
+async def test_file_content_is_deleted_from_redis_after_the_call(stack: Stack, session: Session) -> None:
     await session.write_file("data.bin", b"x" * 100_000)
     await session.read_file("data.bin")
     await session.exec(["echo", "done"])
@@ -146,7 +146,7 @@ def build_workspace(folder: Path) -> None:
     (folder / ".hidden").write_bytes(bytes(range(256)))
 
 
-async def test_a_folder_goes_into_the_sandbox_and_comes_back_the_same(client: ToolClient, tmp_path: Path) -> None:
+async def test_a_folder_is_uploaded_and_exported_unchanged(client: ToolClient, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     build_workspace(source)
@@ -178,9 +178,7 @@ def describe(folder: Path) -> dict[str, object]:
     return entries
 
 
-async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outside(
-    session: Session, tmp_path: Path
-) -> None:
+async def test_an_exported_workspace_with_links_writes_nothing_outside(session: Session, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     await session.call("bash_tool", {"command": f"ln -s {outside} escape; ln -s ../outside escape2"})
@@ -192,7 +190,7 @@ async def test_a_link_that_leads_out_does_not_let_a_saved_workspace_write_outsid
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, session: Session) -> None:
+async def test_a_tenant_cannot_use_the_session_id_of_another_tenant(stack: Stack, session: Session) -> None:
     queue = (await session.info()).queue
     await session.write_file("secret.txt", b"the secret")
 
@@ -205,7 +203,7 @@ async def test_a_tenant_with_anothers_session_id_gets_nothing(stack: Stack, sess
             assert "the secret" not in result.model_dump_json()
 
 
-async def test_a_tenant_with_the_key_of_anothers_content_gets_nothing(stack: Stack, client: ToolClient) -> None:
+async def test_a_tenant_cannot_use_the_blob_key_of_another_tenant(stack: Stack, client: ToolClient) -> None:
     key = blob_key("default", "default", "sandbox", "stolen")
     with stack.open_redis() as redis:
         redis.set(key, b"the secret", ex=60)
@@ -220,7 +218,7 @@ async def test_a_tenant_with_the_key_of_anothers_content_gets_nothing(stack: Sta
                 await mine.read_file("loot")
 
 
-async def test_a_closed_session_has_no_container_and_answers_so(stack: Stack, client: ToolClient) -> None:
+async def test_a_closed_session_has_no_container_and_is_not_found(stack: Stack, client: ToolClient) -> None:
     async with await client.open_session() as session:
         result = await session.call("bash_tool", {"command": "true"})
         assert result.sandbox is not None
@@ -246,7 +244,7 @@ async def test_an_unused_session_expires(stack: Stack, client: ToolClient) -> No
     await session.close()
 
 
-async def test_redis_holds_no_password_and_no_output_under_our_own_keys(stack: Stack, session: Session) -> None:
+async def test_keys_in_redis_contain_no_password_and_no_output(stack: Stack, session: Session) -> None:
     await session.call("bash_tool", {"command": "echo only-in-the-result"})
 
     with stack.open_redis() as redis:

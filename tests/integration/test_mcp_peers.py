@@ -38,12 +38,12 @@ def _commands(stack: Stack, pattern: str) -> list[str]:
     return [argv for argv in commands if re.search(pattern, argv)]
 
 
-def _left(stack: Stack) -> list[str]:
+def _find_leftovers(stack: Stack) -> list[str]:
     """Return the leftovers of servers that should have ended."""
     return _commands(stack, "^sleep 4321|(hangs|dies|forges|leaves)$")
 
 
-async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_only_themselves(
+async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fail_alone(
     engine: APIClient, tmp_path: Path
 ) -> None:
     file = tmp_path / "servers.json"
@@ -95,14 +95,14 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                 }
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
                 assert (await session.call("mcp__idles__echo", {"text": "x"})).success
-                await wait_until_async(lambda: not _left(stack), 30, lambda: str(_left(stack)))
+                await wait_until_async(lambda: not _find_leftovers(stack), 30, lambda: str(_find_leftovers(stack)))
                 assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
                 assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()
 
 
-async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_began(
+async def test_a_session_keeps_its_mcp_servers_and_a_cancelled_call_ends_its_own(
     engine: APIClient, tmp_path: Path
 ) -> None:
     file, began, closed = tmp_path / "servers.json", threading.Event(), threading.Event()
@@ -176,9 +176,7 @@ def _build_waiter(began: threading.Event, closed: threading.Event) -> Callable[[
     return wait
 
 
-async def test_servers_that_come_later_and_change_are_taken_over_while_everything_runs(
-    engine: APIClient, tmp_path: Path
-) -> None:
+async def test_mcp_servers_that_appear_or_change_are_adopted_at_run_time(engine: APIClient, tmp_path: Path) -> None:
     file, source = tmp_path / "servers.json", {"tools": [TOOL]}
     with open_raw_peer(lambda request: modern(request, tools=source["tools"])) as web:
         down = web.replies.pop("*")
@@ -192,18 +190,18 @@ async def test_servers_that_come_later_and_change_are_taken_over_while_everythin
                 assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is not None
 
                 web.replies["*"] = down
-                await _until_offered(client, {"mcp__web__echo"})
+                await _wait_until_offered(client, {"mcp__web__echo"})
                 assert "\nnow\n" in (await session.call("mcp__web__echo", {"text": "now"})).text()
 
                 source["tools"] = [{**TOOL, "name": "other"}]
-                await _until_offered(client, {"mcp__web__other"})
+                await _wait_until_offered(client, {"mcp__web__other"})
                 for text in ("one", "two", "three"):
                     assert f"\n{text}\n" in (await session.call("mcp__web__other", {"text": text})).text()
                 assert (await session.call("mcp__web__echo", {"text": "x"})).error_code is ErrorCode.TOOL_NOT_FOUND
                 assert stack.log("worker").count("mcp_server_without_tools") > 1
 
 
-async def _until_offered(client: ToolClient, names: set[str]) -> None:
+async def _wait_until_offered(client: ToolClient, names: set[str]) -> None:
     """Wait until exactly these tools of servers are offered."""
 
     async def list_offered() -> set[str]:

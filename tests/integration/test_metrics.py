@@ -15,7 +15,7 @@ from orchestrator.metrics.page import render_metrics
 from orchestrator.sdk.client import ToolClient
 from store.connection import open_redis
 from store.metrics import metrics_key
-from tests.metric_harness import Key, counted, key, read_page
+from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.stack import UP_S, Stack, open_stack
 from tests.unit.test_metric_files import promtool
 from tests.waiting import wait_until_async
@@ -65,7 +65,7 @@ async def scrape_until(
 
 def calls(page: Mapping[Key, float], before: Mapping[Key, float]) -> dict[tuple[str, ...], float]:
     """Return the new tool calls by (code, status, tool)."""
-    now, then = counted(page, "toolcrew_tool_calls_total"), counted(before, "toolcrew_tool_calls_total")
+    now, then = nonzero_samples(page, "toolcrew_tool_calls_total"), nonzero_samples(before, "toolcrew_tool_calls_total")
     return {
         labels: number - then.get(labels, 0)
         for labels, number in now.items()
@@ -79,7 +79,7 @@ def starts(stack: Stack) -> float:
         return float(sandboxd.status()["counts"]["starts"]["count"])
 
 
-async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, session: Session) -> None:
+async def test_every_call_is_counted_once_by_its_result(stack: Stack, session: Session) -> None:
     before = await scrape(stack)
     for _ in range(3):
         assert (await session.call("bash_tool", {"command": "echo hi"})).success
@@ -90,8 +90,10 @@ async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, s
     assert not (await session.call("no_such_tool", {})).success
 
     def has_all(page: Mapping[Key, float]) -> bool:
-        kills = counted(page, "toolcrew_sandbox_kills_total")
-        has_ours = kills != counted(before, "toolcrew_sandbox_kills_total") and counted(page, "toolcrew_host_sandboxes")
+        kills = nonzero_samples(page, "toolcrew_sandbox_kills_total")
+        has_ours = kills != nonzero_samples(before, "toolcrew_sandbox_kills_total") and nonzero_samples(
+            page, "toolcrew_host_sandboxes"
+        )
         return sum(calls(page, before).values()) >= 7 and bool(has_ours)
 
     page = await scrape_until(stack, has_all, "all are counted")
@@ -102,15 +104,15 @@ async def test_every_call_is_counted_once_with_what_became_of_it(stack: Stack, s
         ("SECURITY_REFUSED", "error", "bash_tool"): 1,
         ("TOOL_NOT_FOUND", "error", "other"): 1,
     }
-    assert counted(page, "toolcrew_security_refusals_total") == {("SECURITY_REFUSED",): 1}
+    assert nonzero_samples(page, "toolcrew_security_refusals_total") == {("SECURITY_REFUSED",): 1}
     assert page[key("toolcrew_tool_duration_seconds_count", tool="bash_tool")] == 4
     assert page[key("toolcrew_sandbox_start_seconds_count")] >= 1
-    assert sum(counted(page, "toolcrew_sandbox_kills_total").values()) == 1
-    assert list(counted(page, "toolcrew_host_sandboxes").values()) == [1]
+    assert sum(nonzero_samples(page, "toolcrew_sandbox_kills_total").values()) == 1
+    assert list(nonzero_samples(page, "toolcrew_host_sandboxes").values()) == [1]
     assert page[key("toolcrew_redis_memory_used_bytes")] > 0
 
 
-async def test_two_programs_that_end_at_once_have_counted_all_of_theirs(stack: Stack) -> None:
+async def test_calls_of_two_clients_that_close_at_once_are_all_counted(stack: Stack) -> None:
     before = await scrape(stack)
 
     async def work() -> None:
@@ -121,7 +123,7 @@ async def test_two_programs_that_end_at_once_have_counted_all_of_theirs(stack: S
     assert calls(await scrape(stack), before) == {("", "ok", "glob_tool"): 10}
 
 
-async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twice(stack: Stack) -> None:
+async def test_a_restarted_worker_counts_no_start_of_its_sandboxd_twice(stack: Stack) -> None:
     await scrape_until(stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over")
     pid = stack.pid("worker")
     os.kill(pid, signal.SIGKILL)
@@ -136,7 +138,7 @@ async def test_a_worker_that_is_started_again_counts_nothing_of_its_sandboxd_twi
     assert page[STARTS] == result
 
 
-async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: Stack) -> None:
+async def test_a_restarted_sandboxd_adds_to_the_previous_counts(stack: Stack) -> None:
     before = await scrape_until(
         stack, lambda page: page[STARTS] == starts(stack), "what sandboxd counted is taken over"
     )
@@ -154,7 +156,7 @@ async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: 
     assert went_back == {}
 
 
-async def test_promtool_takes_the_page(stack: Stack) -> None:
+async def test_promtool_accepts_the_page(stack: Stack) -> None:
     client = open_redis(stack.broker)
     try:
         promtool("check", "metrics", text=await render_metrics(client, stack.broker.deployment))

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 AT = "2030-01-31T12:00:00+00:00"
 
 
-def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_what_it_lost(daemons: Daemons) -> None:
+def test_a_session_of_a_killed_sandboxd_continues_elsewhere_and_reports_what_was_lost(daemons: Daemons) -> None:
     store = str(daemons.folder / "store")
     one, two = (
         daemons.start(name, workspace_store=store, sandbox_workspace="tmpfs", pool_size="0") for name in ("one", "two")
@@ -46,7 +46,7 @@ def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_
         assert client.status()["sandboxes"] == 1
 
 
-def test_what_status_reports_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
+def test_the_status_of_a_host_contains_what_placement_needs(daemons: Daemons) -> None:
     classes = '{"apart": {"pids": 64, "images": ["other:1"], "largest": {"pids": 128}}}'
     daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_size="0")
     status = daemon.status()

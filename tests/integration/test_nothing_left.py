@@ -15,7 +15,7 @@ ROUNDS = 20
 SOON_S = 30.0
 
 
-def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
+def test_twenty_rounds_of_every_kind_of_end_leave_nothing_and_leak_no_resources(
     daemons: Daemons, engine: APIClient
 ) -> None:
     daemon = daemons.start(sandbox_workspace="auto")
@@ -38,7 +38,7 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
     assert after.rss - before.rss < 16 * 2**20, (before, after)
 
 
-def test_a_sandboxd_killed_among_starts_and_calls_leaves_nothing_once_the_next_has_ended(
+def test_a_sandboxd_killed_during_starts_and_calls_leaves_nothing_after_the_next_one(
     daemons: Daemons, engine: APIClient
 ) -> None:
     daemon = daemons.start(sandbox_workspace="auto", pool_size="2", idle_pause_s="0.3")

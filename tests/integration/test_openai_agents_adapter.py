@@ -10,8 +10,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.sandbox_commands import find_container, is_running
-from tests.stack import Stack
+from tests.stack import Stack, commands_in
 from tests.waiting import wait_until_async
 
 pytest.importorskip("agents")
@@ -52,9 +51,7 @@ def read_by_model(agent: "Agent[None]") -> list[str]:
     ]
 
 
-async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
-    client: ToolClient, session: Session
-) -> None:
+async def test_every_tool_of_the_tenant_has_its_exact_schema(client: ToolClient, session: Session) -> None:
     specs = {spec.name: spec for spec in await client.tools()}
     tools = await as_agents_tools(client, session)
     assert [tool.name for tool in tools] == sorted(specs)
@@ -67,7 +64,7 @@ async def test_every_tool_of_the_tenant_comes_with_its_schema_word_for_word(
         assert tool.strict_json_schema is False
 
 
-def test_a_schema_counts_as_strict_only_as_it_stands() -> None:
+def test_a_schema_is_strict_only_if_it_meets_all_rules() -> None:
     strict = {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -92,9 +89,7 @@ async def test_a_run_of_the_sdk_calls_tools_in_the_sandbox_and_keeps_their_metad
     json.dumps(item.custom_data)
 
 
-async def test_failures_are_reported_in_the_words_of_a_run_and_the_agent_goes_on(
-    client: ToolClient, session: Session
-) -> None:
+async def test_failures_are_reported_to_the_model_and_the_agent_continues(client: ToolClient, session: Session) -> None:
     calls = [
         ("read_tool", {"file_path": "/workspace/none"}),
         ("bash_tool", {"comand": "ls"}),
@@ -111,7 +106,7 @@ async def test_failures_are_reported_in_the_words_of_a_run_and_the_agent_goes_on
     assert result.final_output == "done"
 
 
-async def test_an_approver_of_ours_decides_where_one_is_given(client: ToolClient, session: Session) -> None:
+async def test_a_configured_approver_decides(client: ToolClient, session: Session) -> None:
     refuse = CallbackApprover(lambda request: Decision(False, "not on a Monday"))
     agent = play(await as_agents_tools(client, session, ["write_tool"], approver=refuse), ("write_tool", WRITE))
     await run(agent)
@@ -121,7 +116,7 @@ async def test_an_approver_of_ours_decides_where_one_is_given(client: ToolClient
     assert await session.read_file("/workspace/a.txt") == b"written"
 
 
-async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
+async def test_a_run_with_sdk_approvals_stops_and_continues_after_an_approval(
     client: ToolClient, session: Session
 ) -> None:
     agent = play(
@@ -140,9 +135,7 @@ async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
     assert (result.final_output, await session.read_file("/workspace/a.txt")) == ("done", b"written")
 
 
-async def test_no_question_is_asked_about_a_call_that_is_refused_in_any_case(
-    client: ToolClient, session: Session
-) -> None:
+async def test_no_approval_is_requested_for_a_call_that_is_refused_anyway(client: ToolClient, session: Session) -> None:
     agent = play(
         await as_agents_tools(client, session, asks_by_run=True),
         ("bash_tool", {"command": "rm -rf /"}),
@@ -156,7 +149,7 @@ async def test_no_question_is_asked_about_a_call_that_is_refused_in_any_case(
     ]
 
 
-async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient, session: Session) -> None:
+async def test_a_call_without_an_approval_of_the_run_is_refused(client: ToolClient, session: Session) -> None:
     """The attacker's aim: run a tool whose approval question was removed on the way."""
     (write,) = await as_agents_tools(client, session, ["write_tool"], asks_by_run=True)
     write.needs_approval = False
@@ -168,17 +161,18 @@ async def test_a_call_that_the_run_has_no_yes_for_is_refused(client: ToolClient,
 async def test_cancelling_the_run_stops_the_call_in_the_sandbox(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
-    where = await find_container(stack, session)
+    await session.call("bash_tool", {"command": "true"})
+    container = await stack.container_of(session)
     task = asyncio.create_task(
         run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"})))
     )
-    await wait_until_async(lambda: is_running(where, "sleep 656"), 20, "the command runs")
+    await wait_until_async(lambda: "sleep 656" in commands_in(container).values(), 20, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await wait_until_async(lambda: not is_running(where, "sleep 656"), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 656" not in commands_in(container).values(), 10, "the command is gone")
 
 
-async def test_two_kinds_of_approval_at_once_are_refused(client: ToolClient, session: Session) -> None:
+async def test_an_approver_together_with_sdk_approvals_is_refused(client: ToolClient, session: Session) -> None:
     with pytest.raises(ConfigError, match="asks_by_run"):
         await as_agents_tools(client, session, approver=AutoApprover(), asks_by_run=True)

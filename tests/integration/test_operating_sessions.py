@@ -29,7 +29,7 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture
-async def other(stack: Stack) -> AsyncIterator[ToolClient]:
+async def other_client(stack: Stack) -> AsyncIterator[ToolClient]:
     """Yield a second program on the same pool."""
     async with ToolClient.connect(stack.redis_url) as connected:
         yield connected
@@ -47,7 +47,7 @@ def state_of(stack: Stack, tenant: str, call_id: str) -> str:
         return result.decode() if result else ""
 
 
-async def known_life(client: ToolClient, call_id: str) -> CallLife:
+async def read_lifetime(client: ToolClient, call_id: str) -> CallLife:
     """Return the life of a call that has just started, as soon as its record exists."""
     async with asyncio.timeout(30):
         while True:
@@ -62,7 +62,7 @@ def start(session: Session, command: str, call_id: str) -> "asyncio.Task[ToolRes
     return asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id, timeout_s=120))
 
 
-def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
+def test_a_session_is_used_by_successive_commands_and_outlives_each(stack: Stack, tmp_path: Path) -> None:
     """A command opens the session. Other commands fill, use, read and close the session."""
 
     def run(*arguments: str, text: str = "") -> Result:
@@ -101,11 +101,11 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
     assert (closed.exit_code, "there is no such session" in closed.stderr) == (125, True)
 
 
-async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(
-    client: ToolClient, other: ToolClient
+async def test_output_of_a_program_is_shown_live_in_a_session_of_another_process(
+    client: ToolClient, other_client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
-        attached, shown, first = await other.session(session.id), list[tuple[str, str]](), asyncio.Event()
+        attached, shown, first = await other_client.session(session.id), list[tuple[str, str]](), asyncio.Event()
 
         def show(stream: str, text: str) -> None:
             shown.append((stream, text))
@@ -126,7 +126,7 @@ async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_anothe
     assert "".join(text for stream, text in shown if stream == "stderr") == "two\n"
 
 
-async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, client: ToolClient) -> None:
+async def test_sessions_of_other_tenants_cannot_be_attached(stack: Stack, client: ToolClient) -> None:
     """The aim: enter another tenant's session by its id. A tenant that stops its work leaves the session open."""
     async with await client.open_session() as session, ToolClient.connect(stack.redis_url, tenant="mallory") as foreign:
         with pytest.raises(ToolFailure) as refused:
@@ -138,8 +138,8 @@ async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, clie
         assert (await session.call("bash_tool", {"command": "true"})).success
 
 
-async def test_a_running_command_is_killed_with_all_it_started_by_another_process(
-    stack: Stack, session: Session, other: ToolClient
+async def test_another_process_kills_a_running_command_with_all_its_child_processes(
+    stack: Stack, session: Session, other_client: ToolClient
 ) -> None:
     container, call_id = await stack.container_of(session), f"kill-{secrets.token_hex(4)}"
     call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
@@ -162,7 +162,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
-    reply = (await other.call_history(call_id)).model_dump(mode="json")
+    reply = (await other_client.call_history(call_id)).model_dump(mode="json")
     assert (reply["state"], reply["error_code"], reply["session"], reply["location"]["state"]) == (
         "done",
         "CANCELLED",
@@ -173,11 +173,11 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
 
 
-async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(
-    stack: Stack, other: ToolClient
+async def test_calls_of_a_paused_tenant_wait_and_a_waiting_call_can_be_killed(
+    stack: Stack, other_client: ToolClient
 ) -> None:
     tenant = f"t{secrets.token_hex(4)}"
-    tenants = other._pool.tenants
+    tenants = other_client._pool.tenants
     async with ToolClient.connect(stack.redis_url, tenant=tenant) as client, await client.open_session() as session:
         await tenants.pause("default", "the bill is open")
         try:
@@ -187,7 +187,7 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
             doomed = start(session, "touch never", "doomed")
             await asyncio.sleep(0.2)
             assert [state_of(stack, tenant, call) for call in ("waits", "doomed")] == ["", ""]
-            killed = await other.kill_call("doomed", tenant=tenant, reason="not now")
+            killed = await other_client.kill_call("doomed", tenant=tenant, reason="not now")
             assert (killed.record.state.value, (await doomed).error_code) == ("forbidden", ErrorCode.CANCELLED)
         finally:
             resumed = time.monotonic()
@@ -199,8 +199,8 @@ async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_ca
         assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
 
 
-async def test_a_call_that_its_host_has_not_begun_never_begins(
-    stack: Stack, session: Session, other: ToolClient
+async def test_a_killed_call_that_its_host_has_not_started_never_runs(
+    stack: Stack, session: Session, other_client: ToolClient
 ) -> None:
     """The host's slots are occupied. The call lies in the queue, or waits for a slot, and can still be ended."""
     queue = (await session.info()).queue
@@ -216,14 +216,14 @@ async def test_a_call_that_its_host_has_not_begun_never_begins(
     try:
         for name in names:
             # Each of these calls comes before the call of this test.
-            await known_life(other, name)
+            await read_lifetime(other_client, name)
         await wait_until_async(
             lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}"
         )
         call = start(session, "touch never", f"late-{session.id[:8]}")
-        life = await known_life(other, f"late-{session.id[:8]}")
+        life = await read_lifetime(other_client, f"late-{session.id[:8]}")
         assert (life.state in ("waiting", "queued"), life.waiting is not None) == (True, True)
-        killed = await other.kill_call(f"late-{session.id[:8]}")
+        killed = await other_client.kill_call(f"late-{session.id[:8]}")
         assert (killed.record.state.value, (await call).error_code) == ("forbidden", ErrorCode.CANCELLED)
     finally:
         for task in busy:

@@ -12,7 +12,7 @@ import pytest
 from contract.extras import EXTRAS, explain_missing
 from tests.conftest import RedisProcess
 from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
-from tests.log_lines import read_last_words
+from tests.log_lines import read_start_error
 
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
     "packages"
@@ -82,7 +82,7 @@ def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
     return fields
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = set(source_files())
@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
     assert {"contract/py.typed", "workers/sandboxd/runtime/seccomp.json", "store/runs.lua"} <= held
 
 
-def test_every_module_is_content_with_the_extra_that_it_asks_for(
+def test_every_module_imports_with_the_extra_that_its_error_names(
     unpacked: Path, bare: Installed, tmp_path: Path
 ) -> None:
     modules = sorted(
@@ -122,7 +122,7 @@ def test_every_module_is_content_with_the_extra_that_it_asks_for(
     assert lacking == ({} if sys.version_info >= (3, 12) else {"orchestrator.adapters.harbor": "harbor"})
 
 
-def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+def test_all_extras_are_installed_together_from_the_wheel(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
     extras = tuple(read_extras().keys() - {"verifiers"})
     installed = make_environment(tmp_path / "venv", unpacked, extras, is_installed=False)
     pip = (sys.executable, "-m", "pip", "--python", installed.python, "--disable-pip-version-check")
@@ -136,17 +136,15 @@ def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unp
 
 
 @pytest.mark.parametrize("program", ["workers.sandboxd", "workers"], ids=["sandboxd", "web"])
-def test_a_program_without_its_extra_says_which_one_it_needs(
-    bare: Installed, redis_server: RedisProcess, program: str
-) -> None:
+def test_a_program_without_its_extra_names_the_extra(bare: Installed, redis_server: RedisProcess, program: str) -> None:
     done = bare.run(bare.python, "-m", program, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
-    last_line = read_last_words(done.stderr).strip()
+    last_line = read_start_error(done.stderr).strip()
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert last_line.startswith("the package '")
     assert last_line.endswith("is not installed: pip install 'toolcrew[worker]'")
 
 
-def test_without_extras_every_command_has_its_help_and_a_stack_says_what_it_needs(bare: Installed) -> None:
+def test_without_extras_help_works_and_a_stack_names_its_extras(bare: Installed) -> None:
     toolcrew = (bare.python, "-m", "orchestrator")
     shown = bare.run(*toolcrew, "--help")
     assert (shown.returncode, "Start here:" in shown.stdout) == (0, True), shown.stderr
@@ -155,12 +153,12 @@ def test_without_extras_every_command_has_its_help_and_a_stack_says_what_it_need
         assert (done.returncode, "pip install 'toolcrew[worker,ops]'" in done.stderr) == (1, True), done.stderr
 
 
-def test_a_package_of_no_extra_is_a_bug_and_stays_one() -> None:
+def test_a_missing_module_of_the_project_is_raised_unchanged() -> None:
     bug = ModuleNotFoundError("x", name="orchestrator.no_such_module")
     with pytest.raises(ModuleNotFoundError) as raised:
         explain_missing(bug)
     assert raised.value is bug
 
 
-def test_the_extras_that_are_named_are_those_that_there_are() -> None:
+def test_the_named_extras_are_those_of_pyproject() -> None:
     assert set(EXTRAS) == set(read_extras())

@@ -32,13 +32,14 @@ from store.audit import local_actor
 from store.call_messages import ResultHub
 from store.connection import open_redis
 from tests.builders import build_attempt
-from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
-from tests.stack import ROOT, Footprint, Stack, children_of, end_process, is_alive, open_footprint, open_redis_server
+from tests.raw_queue import make_envelope, open_dispatcher
+from tests.service_process import run_program
+from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
-ROUTE = ("acme", None, "a queue without workers")
+UNUSED_QUEUE_ROUTE = ("acme", None, "a queue without workers")
 
 
 @dataclass
@@ -58,31 +59,15 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with (
-        open_redis_server() as server,
-        open_footprint() as footprint,
-        open(footprint.folder / "worker.log", "wb") as log,
-    ):
+    argv = [sys.executable, "-m", "tests.tool_worker"]
+    with open_redis_server() as server, open_footprint() as footprint:
         settings = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_CONCURRENCY": "2", "TOOLCREW_WORKER_KIND": "web"}
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool_worker"],
-            cwd=ROOT,
-            env=footprint.environment(settings),
-            stdout=log,
-            stderr=log,
-        )
-        try:
+        with run_program(footprint, "worker", argv, settings) as worker:
             opened = Pool(BrokerSettings.model_validate({"redis_url": server.url}), worker, footprint)
+            log = footprint.folder / "worker.log"
             with opened.open_redis() as store:
-                log_file = footprint.folder / "worker.log"
-                wait_until(
-                    lambda: store.exists(catalog_key("default", "web")),
-                    60,
-                    lambda: log_file.read_text(errors="replace"),
-                )
+                wait_until(lambda: store.exists(catalog_key("default", "web")), 60, log.read_text)
             yield opened
-        finally:
-            end_process(worker)
         assert worker.returncode == 0
 
 
@@ -96,22 +81,24 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(id=os.urandom(8).hex(), name=name, arguments=arguments)
 
 
-async def where(dispatcher: Dispatcher) -> ToolResult:
-    return await dispatcher.dispatch(Request(call("where_tool"), *ROUTE))
+async def call_where_tool(dispatcher: Dispatcher) -> ToolResult:
+    return await dispatcher.dispatch(Request(call("where_tool"), *UNUSED_QUEUE_ROUTE))
 
 
-async def has(path: Path) -> None:
+async def wait_for_file(path: Path) -> None:
     await wait_until_async(path.exists, 10, f"{path.name} is there")
 
 
-async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
+async def cancel_and_wait(running: "asyncio.Task[ToolResult]") -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
 
 
 @pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
-async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispatcher: Dispatcher, tool: str) -> None:
+async def test_a_call_runs_in_the_pool_of_its_tool_with_tenant_session_and_limit(
+    dispatcher: Dispatcher, tool: str
+) -> None:
     result = await dispatcher.dispatch(Request(call(tool), "acme", "s1", "a queue without workers", timeout_s=7))
 
     fields = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
@@ -119,8 +106,8 @@ async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispa
     assert result.sandbox is None
 
 
-async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher: Dispatcher) -> None:
-    result = await dispatcher.dispatch(Request(call("grasping_tool"), *ROUTE))
+async def test_a_tool_that_needs_a_sandbox_is_refused_in_a_pool_without_sandboxes(dispatcher: Dispatcher) -> None:
+    result = await dispatcher.dispatch(Request(call("grasping_tool"), *UNUSED_QUEUE_ROUTE))
 
     assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (
         ErrorCode.SANDBOX_UNAVAILABLE,
@@ -128,9 +115,9 @@ async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher:
     )
 
 
-async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_call_at_its_limit_can_clean_up_and_its_process_continues(pool: Pool, dispatcher: Dispatcher) -> None:
     mark, started = pool.mark("limited"), time.monotonic()
-    result = await dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE, timeout_s=0.5))
+    result = await dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *UNUSED_QUEUE_ROUTE, timeout_s=0.5))
 
     assert (result.error_code, result.error) == (
         ErrorCode.TIMEOUT,
@@ -142,20 +129,20 @@ async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Po
     assert is_alive(int(mark.with_suffix(".began").read_text()))
 
 
-async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(
+async def test_an_unstoppable_call_is_killed_at_its_limit_or_on_cancel_and_its_process_replaced(
     pool: Pool, dispatcher: Dispatcher
 ) -> None:
     limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
     first = asyncio.create_task(
-        dispatcher.dispatch(Request(call("stubborn_tool", path=str(limited)), *ROUTE, timeout_s=0.3))
+        dispatcher.dispatch(Request(call("stubborn_tool", path=str(limited)), *UNUSED_QUEUE_ROUTE, timeout_s=0.3))
     )
     cancelled_call = call("stubborn_tool", path=str(dropped))
-    second = asyncio.create_task(dispatcher.dispatch(Request(cancelled_call, *ROUTE)))
-    await has(limited.with_suffix(".began"))
-    await has(dropped.with_suffix(".began"))
+    second = asyncio.create_task(dispatcher.dispatch(Request(cancelled_call, *UNUSED_QUEUE_ROUTE)))
+    await wait_for_file(limited.with_suffix(".began"))
+    await wait_for_file(dropped.with_suffix(".began"))
     pids = {int(mark.with_suffix(".began").read_text()) for mark in (limited, dropped)}
 
-    await cancelled(second)
+    await cancel_and_wait(second)
     result = await first
     await wait_until_async(lambda: not any(map(is_alive, pids)), POOL_GRACE_S + 5, "both are gone")
 
@@ -164,21 +151,21 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
     with pool.open_redis() as store:
         key = call_key("default", "acme", cancelled_call.id)
         await wait_until_async(lambda: store.hget(key, "state") == b"lost", 10, "no record says `running`")
-    served = {(await where(dispatcher)).metadata["pid"] for _ in range(3)}
+    served = {(await call_where_tool(dispatcher)).metadata["pid"] for _ in range(3)}
     assert served
     assert served & pids == set()
 
 
-async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_cancelled_call_ends_at_once_and_can_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("cancelled")
-    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
-    await has(mark.with_suffix(".began"))
+    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *UNUSED_QUEUE_ROUTE)))
+    await wait_for_file(mark.with_suffix(".began"))
 
-    await cancelled(running)
+    await cancel_and_wait(running)
 
-    await has(mark.with_suffix(".cleaned"))
+    await wait_for_file(mark.with_suffix(".cleaned"))
     assert is_alive(int(mark.with_suffix(".began").read_text()))
-    assert (await where(dispatcher)).success
+    assert (await call_where_tool(dispatcher)).success
 
 
 @dataclass
@@ -189,11 +176,11 @@ class Program:
     dispatcher: Dispatcher
 
 
-async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_call_is_killed_by_another_program_and_can_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("killed-elsewhere")
     one = call("wait_tool", path=str(mark))
-    running = asyncio.create_task(dispatcher.dispatch(Request(one, *ROUTE)))
-    await has(mark.with_suffix(".began"))
+    running = asyncio.create_task(dispatcher.dispatch(Request(one, *UNUSED_QUEUE_ROUTE)))
+    await wait_for_file(mark.with_suffix(".began"))
     client = open_redis(pool.broker)
     try:
         control = CallControl(Program(client, dispatcher), "default")  # type: ignore[arg-type]
@@ -202,39 +189,46 @@ async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, 
         await client.aclose()
     assert (killed.record.code, killed.already_ended, "enough" in killed.record.killed) == ("CANCELLED", False, True)
     assert (await running).error_code is ErrorCode.CANCELLED
-    await has(mark.with_suffix(".cleaned"))
-    assert (await where(dispatcher)).success
+    await wait_for_file(mark.with_suffix(".cleaned"))
+    assert (await call_where_tool(dispatcher)).success
 
 
 async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, dispatcher: Dispatcher) -> None:
     busy = [pool.mark(f"busy-{number}") for number in range(2)]
     running = [
-        asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE))) for mark in busy
+        asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *UNUSED_QUEUE_ROUTE)))
+        for mark in busy
     ]
     for mark in busy:
-        await has(mark.with_suffix(".began"))
-    queued = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *ROUTE)))
+        await wait_for_file(mark.with_suffix(".began"))
+    queued = asyncio.create_task(
+        dispatcher.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *UNUSED_QUEUE_ROUTE))
+    )
     with pool.open_redis() as store:
         await wait_until_async(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
 
-    await cancelled(queued)
+    await cancel_and_wait(queued)
     with pool.open_redis() as store:
         await wait_until_async(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the cancel was read")
     for task in running:
-        await cancelled(task)
+        await cancel_and_wait(task)
 
-    assert (await where(dispatcher)).success
-    assert (await where(dispatcher)).success
+    assert (await call_where_tool(dispatcher)).success
+    assert (await call_where_tool(dispatcher)).success
     assert not pool.mark("queued").with_suffix(".began").exists()
 
 
-async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, dispatcher: Dispatcher) -> None:
+async def test_a_cancel_of_another_tenant_or_with_a_forged_signature_has_no_effect(
+    pool: Pool, dispatcher: Dispatcher
+) -> None:
     """The attacker's aim: end calls of others."""
     mark, victim = pool.mark("victim"), "victims-call"
     running = asyncio.create_task(
-        dispatcher.dispatch(Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *ROUTE))
+        dispatcher.dispatch(
+            Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *UNUSED_QUEUE_ROUTE)
+        )
     )
-    await has(mark.with_suffix(".began"))
+    await wait_for_file(mark.with_suffix(".began"))
     order = call("session.cancel", call_id=victim)
 
     await dispatcher.send_order(order, "rival", None, POOL_WEB)
@@ -242,29 +236,27 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)
         await wait_until_async(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
-    assert (await where(dispatcher)).success
+    assert (await call_where_tool(dispatcher)).success
 
     assert not mark.with_suffix(".cleaned").exists()
-    await cancelled(running)
-    await has(mark.with_suffix(".cleaned"))
+    await cancel_and_wait(running)
+    await wait_for_file(mark.with_suffix(".cleaned"))
 
 
-async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(
-    pool: Pool, dispatcher: Dispatcher
-) -> None:
+async def test_a_call_whose_process_dies_has_an_unknown_outcome(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("killed")
-    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
-    await has(mark.with_suffix(".began"))
+    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *UNUSED_QUEUE_ROUTE)))
+    await wait_for_file(mark.with_suffix(".began"))
 
     pid = int(mark.with_suffix(".began").read_text())
     assert pid in children_of(pool.worker.pid)
     os.kill(pid, signal.SIGKILL)
 
     assert (await running).error_code is ErrorCode.OUTCOME_UNKNOWN
-    assert (await where(dispatcher)).success
+    assert (await call_where_tool(dispatcher)).success
 
 
-async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
+async def test_a_tool_of_another_pool_is_not_found(pool: Pool) -> None:
     misled = call("bash_tool", command="true")
     envelope = make_envelope(pool.broker, misled, tenant="acme", session="s1")
     client = open_redis(pool.broker)
@@ -288,18 +280,10 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
         )
 
 
-async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:
+async def test_a_session_of_an_embedded_stack_reaches_the_web_pool(stack: Stack, session: Session) -> None:
     web = await session.call("webfetch_tool", {"url": "http://127.0.0.1:9/"})
     command = await session.call("bash_tool", {"command": "echo on"})
 
     assert (web.error_code, web.sandbox) == (ErrorCode.SECURITY_REFUSED, None)
     assert (command.success, command.sandbox is not None) == (True, True)
     assert len(children_of(stack.pid("web"))) == WEB_CONCURRENCY
-
-
-async def test_an_envelope_that_is_not_signed_by_us_does_not_run_here_either(pool: Pool) -> None:
-    forged = make_envelope(pool.broker, call("where_tool"), tenant="acme", session="s1", key=SigningKeys.of("a guess"))
-    task = publish(pool.broker, "tool.where_tool", POOL_WEB, forged)
-    with pool.open_redis() as store:
-        state = await wait_until_async(lambda: stored_state(store, task), 10, "the task has ended")
-    assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")

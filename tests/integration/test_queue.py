@@ -24,7 +24,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from store.calls import CallState, parse_record
 from tests.builders import build_attempt
-from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_result, stored_state
+from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, is_alive
 from tests.waiting import wait_until_async
 
@@ -51,7 +51,7 @@ async def files_of(session: Session) -> str:
     return str((await session.call("bash_tool", {"command": "ls; cat log 2>/dev/null"})).metadata["stdout"])
 
 
-async def ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
+async def wait_ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
     state: dict[str, Any] = await wait_until_async(
         lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}"
     )
@@ -80,7 +80,7 @@ async def test_a_forged_envelope_never_runs_and_is_counted(
         ("tool.bash_tool", {"call": "an object"}),
     ]
 
-    states = [await ended(store, publish(stack.broker, task, queue, envelope)) for task, envelope in forged]
+    states = [await wait_ended(store, publish(stack.broker, task, queue, envelope)) for task, envelope in forged]
 
     assert [state["status"] for state in states] == ["FAILURE"] * len(forged)
     assert {state["result"]["exc_type"] for state in states} == {"EnvelopeRefused"}
@@ -88,7 +88,7 @@ async def test_a_forged_envelope_never_runs_and_is_counted(
     assert refusals(store) - before == Counter({"signature": 4, "version": 1, "wrong_task": 2, "malformed": 2})
 
 
-async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
+async def test_an_unknown_task_is_refused_and_the_worker_continues(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """An orchestrator of another release may send such a task. The refusal is reported and counted, and the call is
@@ -98,7 +98,7 @@ async def test_a_task_that_no_worker_knows_is_refused_and_the_worker_goes_on(
     call = ToolCall(id=os.urandom(8).hex(), name="future_tool", arguments={})
     envelope = make_envelope(stack.broker, call, tenant=session.tenant, session=session.id)
 
-    state = await ended(store, publish(stack.broker, "tool.future_tool", queue, envelope))
+    state = await wait_ended(store, publish(stack.broker, "tool.future_tool", queue, envelope))
 
     assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "NotRegistered")
 
@@ -145,7 +145,7 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
     assert not proof.exists()
 
 
-def wrapped(headers: dict[str, Any], body: str = "W10=") -> bytes:
+def wrap_message(headers: dict[str, Any], body: str = "W10=") -> bytes:
     """Return a message in kombu's format, around content that Celery cannot use."""
     properties = {"delivery_tag": "g", "delivery_info": {"exchange": "", "routing_key": "g"}, "body_encoding": "base64"}
     plain = {
@@ -157,22 +157,30 @@ def wrapped(headers: dict[str, Any], body: str = "W10=") -> bytes:
     return json.dumps({**plain, "body": body}).encode()
 
 
-CHOKING = (
-    wrapped({"task": "tool.bash_tool"}),
-    wrapped({"task": ["tool.bash_tool"], "id": "g"}),
-    wrapped({"task": "tool.bash_tool", "id": "g", "expires": [], "eta": {}}),
-    wrapped({"task": "tool.bash_tool", "id": "g", "timelimit": 5}),
-    wrapped({}),
-    wrapped({"task": "tool.bash_tool", "id": "g"}, body="not base64!"),
+UNUSABLE_MESSAGES = (
+    wrap_message({"task": "tool.bash_tool"}),
+    wrap_message({"task": ["tool.bash_tool"], "id": "g"}),
+    wrap_message({"task": "tool.bash_tool", "id": "g", "expires": [], "eta": {}}),
+    wrap_message({"task": "tool.bash_tool", "id": "g", "timelimit": 5}),
+    wrap_message({}),
+    wrap_message({"task": "tool.bash_tool", "id": "g"}, body="not base64!"),
 )
-GARBAGE = (*CHOKING, b"{}", b'{"body": "eA==", "properties": {}}', b"garbage", b"[]", b"null", b"\xff\xfe\x00")
+INVALID_MESSAGES = (
+    *UNUSABLE_MESSAGES,
+    b"{}",
+    b'{"body": "eA==", "properties": {}}',
+    b"garbage",
+    b"[]",
+    b"null",
+    b"\xff\xfe\x00",
+)
 
 
-async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -> None:
+async def test_malformed_messages_in_the_queue_do_not_stop_the_worker(own_stack: Stack) -> None:
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
         queue = (await session.info()).queue
-        for garbage in GARBAGE:
+        for garbage in INVALID_MESSAGES:
             with own_stack.open_redis() as store:
                 store.lpush(queue, garbage)
                 await wait_until_async(
@@ -189,7 +197,7 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
         await session.close()
 
 
-async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome(
+async def test_a_call_whose_id_was_used_by_another_client_has_an_unknown_outcome(
     stack: Stack, session: Session
 ) -> None:
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -203,7 +211,7 @@ async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stack: Stack, session: Session) -> None:
+async def test_two_concurrent_calls_with_one_id_both_end_and_act_once(stack: Stack, session: Session) -> None:
     command = {"command": "echo ran >> log; sleep 1"}
 
     results = await all_of((session.call("bash_tool", command, call_id="twice-3", timeout_s=5) for _ in range(2)), 15)
@@ -215,7 +223,7 @@ async def test_two_calls_with_one_id_at_the_same_time_both_end_and_act_once(stac
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_once(
+async def test_a_republished_envelope_acts_once_and_is_answered_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """A genuine envelope is taken from the queue and published again."""
@@ -233,7 +241,7 @@ async def test_an_envelope_that_is_published_again_acts_once_and_is_answered_onc
     assert await files_of(session) == "log\nran\n"
 
 
-async def test_a_message_that_redis_gives_out_again_acts_once(
+async def test_a_message_that_redis_delivers_again_acts_once(
     stack: Stack, session: Session, store: "redis.Redis"
 ) -> None:
     """A Redis that comes back without its last second has forgotten, in queue and ledger, that the call runs."""
@@ -249,7 +257,7 @@ async def test_a_message_that_redis_gives_out_again_acts_once(
     for _ in range(2):
         store.delete(call_key("default", session.tenant, call.id))
         store.lpush(queue, message)
-        await ended(store, "forged-again")
+        await wait_ended(store, "forged-again")
     await wait_until_async(
         lambda: refusals(store) - before == Counter({"repeated": 1}), 20, "the repetition was dropped"
     )
@@ -264,7 +272,7 @@ async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Se
     )
 
     task_id = publish(stack.broker, "tool.bash_tool", queue, late)
-    await ended(store, task_id)
+    await wait_ended(store, task_id)
 
     result = stored_result(store, task_id)
     assert result is not None
@@ -272,7 +280,7 @@ async def test_a_call_past_its_deadline_is_not_started(stack: Stack, session: Se
     assert await files_of(session) == ""
 
 
-async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not_run(
+async def test_a_call_that_waited_too_long_in_the_queue_times_out_and_does_not_run(
     stack: Stack, session: Session
 ) -> None:
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -282,7 +290,7 @@ async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not
         os.kill(worker, signal.SIGSTOP)
         try:
             waiting = impatient.dispatch(Request(bash("touch late"), *route))
-            result, _ = await all_of([waiting, _continue_later(worker, 2.5)], 30)
+            result, _ = await all_of([waiting, _resume_after(worker, 2.5)], 30)
         finally:
             os.kill(worker, signal.SIGCONT)
 
@@ -291,12 +299,12 @@ async def test_a_call_that_waited_too_long_in_the_queue_is_a_timeout_and_did_not
     assert await files_of(session) == ""
 
 
-async def _continue_later(pid: int, after_s: float) -> None:
+async def _resume_after(pid: int, after_s: float) -> None:
     await asyncio.sleep(after_s)
     os.kill(pid, signal.SIGCONT)
 
 
-async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack: Stack) -> None:
+async def test_a_call_that_no_worker_takes_times_out_soon(stack: Stack) -> None:
     """The record shows that no worker took the call before its deadline. So the call did not run and never will."""
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:

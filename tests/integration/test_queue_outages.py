@@ -5,7 +5,6 @@ no slot is lost.
 import asyncio
 import contextlib
 import secrets
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -23,8 +22,9 @@ from orchestrator.dispatch.request import Attempt
 from store.call_messages import ResultHub
 from store.connection import open_redis
 from tests.builders import build_attempt
-from tests.queue_by_hand import make_envelope
-from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, open_footprint, open_redis_server
+from tests.raw_queue import make_envelope
+from tests.service_process import run_program
+from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -46,7 +46,7 @@ class Harness:
     def path(self, name: str) -> Path:
         return self.footprint.folder / name
 
-    def acted(self, pool: str) -> Counter[str]:
+    def executions(self, pool: str) -> Counter[str]:
         """Return how often each call was executed."""
         path = self.path(pool)
         return Counter(path.read_text().split()) if path.exists() else Counter()
@@ -57,11 +57,8 @@ def harness() -> Iterator[Harness]:
     with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
         broker = BrokerSettings.model_validate({"redis_url": server.url})
         for pool in POOLS:
-            log = workers.enter_context(open(footprint.folder / f"{pool}.log", "wb"))
-            command = [sys.executable, "-m", "tests.edge_worker", pool, f"q.{pool}", str(SLOTS)]
-            environment = footprint.environment({"TOOLCREW_REDIS_URL": server.url})
-            worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            workers.callback(end_process, worker)
+            argv = [sys.executable, "-m", "tests.tool_worker", pool, f"q.{pool}", str(SLOTS)]
+            workers.enter_context(run_program(footprint, f"{pool}-worker", argv, {"TOOLCREW_REDIS_URL": server.url}))
         yield Harness(server, broker, footprint)
 
 
@@ -77,13 +74,13 @@ async def transport(harness: Harness) -> AsyncIterator[CeleryTransport]:
     await client.aclose()
 
 
-def delivery(harness: Harness, pool: str, tool: str, **arguments: Any) -> Attempt:
+def start_delivery(harness: Harness, pool: str, tool: str, **arguments: Any) -> Attempt:
     call = ToolCall(id=secrets.token_hex(8), name=tool, arguments=arguments)
     envelope = make_envelope(harness.broker, call, tenant="acme", session="s1")
     return build_attempt(tool, queue=f"q.{pool}", call_id=call.id, envelope=envelope, wait_s=90.0)
 
 
-async def test_flower_hears_of_every_call_though_events_come_in_batches(
+async def test_every_call_is_in_the_celery_events_although_events_are_batched(
     harness: Harness, transport: CeleryTransport
 ) -> None:
     app = Celery("ear", broker=harness.server.url, set_as_current=False)
@@ -94,7 +91,9 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
             await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
-            calls = [delivery(harness, pool, "note_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)]
+            calls = [
+                start_delivery(harness, pool, "append_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)
+            ]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
                 lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only received {event_counts}"
@@ -108,17 +107,15 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
     assert (event_counts["task-received"], event_counts["task-started"]) == (len(calls), len(calls))
 
 
-async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
-    harness: Harness, transport: CeleryTransport
-) -> None:
+async def test_calls_in_flight_survive_a_redis_outage_of_seconds(harness: Harness, transport: CeleryTransport) -> None:
     paths = {pool: str(harness.path(pool)) for pool in POOLS}
     sent = {
-        pool: [delivery(harness, pool, "note_tool", path=paths[pool], seconds=1.0) for _ in range(CALLS)]
+        pool: [start_delivery(harness, pool, "append_tool", path=paths[pool], seconds=1.0) for _ in range(CALLS)]
         for pool in POOLS
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
     await wait_until_async(
-        lambda: all(harness.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
+        lambda: all(harness.executions(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
     )
 
     harness.server.kill()
@@ -128,11 +125,11 @@ async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
     for pool in POOLS:
         results = await all_of(awaited[pool], 60)
         assert [result["success"] for result in results] == [True] * CALLS, pool
-        assert harness.acted(pool) == Counter(each.call_id for each in sent[pool]), pool
+        assert harness.executions(pool) == Counter(each.call_id for each in sent[pool]), pool
     for pool in POOLS:
         meeting = harness.path(f"{pool}-meeting")
         meeting.mkdir()
-        together = [delivery(harness, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
+        together = [start_delivery(harness, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
         assert [result["success"] for result in await all_of([transport.deliver(each) for each in together], 60)] == [
             True
         ] * SLOTS

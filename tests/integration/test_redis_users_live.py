@@ -116,8 +116,8 @@ class PoolHarness:
         with urllib.request.urlopen(request, timeout=20) as answered:
             return json.load(answered)
 
-    def last_words(self) -> str:
-        return f"{self.harness.last_words()}\n--- flower\n{self.flower.log()[-1500:]}"
+    def log_tails(self) -> str:
+        return f"{self.harness.log_tails()}\n--- flower\n{self.flower.log()[-1500:]}"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def pool(engine: APIClient) -> Iterator[PoolHarness]:
                 wait_until(
                     lambda: admin.exists(*(catalog_key("default", pool) for pool in ("sandbox", "web", "tools"))) == 3,
                     UP_S,
-                    pool.last_words,
+                    pool.log_tails,
                 )
             yield pool
         finally:
@@ -181,23 +181,25 @@ def _no_call_is_refused(pool: PoolHarness) -> Iterator[None]:
         assert refused == []
 
 
-async def running(pool: PoolHarness, call_id: str) -> None:
+async def wait_until_running(pool: PoolHarness, call_id: str) -> None:
     """Wait until a call runs."""
     with pool.server.client() as admin:
         key = f"toolcrew:default:t:default:call.{call_id}"
         await wait_until_async(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
 
 
-async def cancel_once_it_runs(pool: PoolHarness, session: Session, tool: str, arguments: dict[str, Any]) -> None:
+async def cancel_running_call(pool: PoolHarness, session: Session, tool: str, arguments: dict[str, Any]) -> None:
     call_id = f"cancelled-{secrets.token_hex(4)}"
     call = asyncio.create_task(session.call(tool, arguments, call_id=call_id))
-    await running(pool, call_id)
+    await wait_until_running(pool, call_id)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
 
 
-async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: PoolHarness, tmp_path: Path) -> None:
+async def test_session_calls_files_checkpoints_output_and_cancels_need_no_other_right(
+    pool: PoolHarness, tmp_path: Path
+) -> None:
     pieces = list[str]()
     (tmp_path / "given").write_text("given\n")
     async with pool.client() as client:
@@ -212,13 +214,13 @@ async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: Pool
             await session.export(tmp_path / "out")
             assert (tmp_path / "out" / "given").read_text() == "given\n"
             checkpoint = await session.checkpoint()
-            await cancel_once_it_runs(pool, session, "bash_tool", {"command": "sleep 60"})
+            await cancel_running_call(pool, session, "bash_tool", {"command": "sleep 60"})
         async with await client.open_session(restore=checkpoint) as session:
             assert (await session.call("bash_tool", {"command": "cat given"})).output == "given\n"
         assert await client.delete_checkpoint(checkpoint)
 
 
-async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
+async def test_web_tools_and_operator_tools_need_no_other_right(pool: PoolHarness) -> None:
     def reply(messages: list[Any]) -> Any:
         content = str(messages[-1]["content"])
         return "an answer" if content == "q" else content if messages[-1]["role"] == "tool" else Calls([("ask", {})])
@@ -231,13 +233,13 @@ async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
         assert [(await session.call("count", {})).output for _ in range(2)] == ["1", "2"]
         # Each character takes six characters in the record of the result.
         assert str((await session.call("flood", {})).output).count("\1") * 6 > INLINE_BYTES
-        await cancel_once_it_runs(pool, session, "sleep", {"seconds": 60})
+        await cancel_running_call(pool, session, "sleep", {"seconds": 60})
         assert (
             await client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask"])
         ).answer == "an answer"
 
 
-def test_switches_tenants_and_keys_that_an_operator_sets(pool: PoolHarness) -> None:
+def test_operator_commands_need_no_other_right(pool: PoolHarness) -> None:
     for command in (
         ("tools", "list"),
         ("hosts", "list"),
@@ -249,23 +251,23 @@ def test_switches_tenants_and_keys_that_an_operator_sets(pool: PoolHarness) -> N
     ran = pool.toolcrew("call", "bash_tool", "command=true")
     assert pool.toolcrew("calls", "show", ran["call_id"])["state"] == "done"
     pool.toolcrew("tools", "disable", "glob_tool", "--reason", "a test", user="admin")
-    asyncio.run(until_glob_is_refused(pool.client()))
+    asyncio.run(wait_until_glob_refused(pool.client()))
     pool.toolcrew("tools", "enable", "glob_tool")
     pool.toolcrew("tenants", "add", "acme", "--sandboxes", "1", "--tools", "bash_tool", user="admin")
     key = pool.toolcrew("keys", "create", "acme", user="admin")["key"]
-    asyncio.run(until_glob_is_refused(ToolClient.connect(settings=pool.settings, api_key=key)))
+    asyncio.run(wait_until_glob_refused(ToolClient.connect(settings=pool.settings, api_key=key)))
     pool.toolcrew("keys", "revoke", key.split("_")[1])
     pool.toolcrew("tenants", "remove", "acme")
 
 
-async def until_glob_is_refused(opened: Any) -> None:
+async def wait_until_glob_refused(opened: Any) -> None:
     async with asyncio.timeout(UP_S), opened as client, await client.open_session() as session:
         while (await session.call("glob_tool", {"pattern": "*"})).success:
             pass
         assert (await session.call("bash_tool", {"command": "true"})).success
 
 
-async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(pool: PoolHarness) -> None:
+async def test_two_orchestrators_that_share_a_tenant_limit_need_no_other_right(pool: PoolHarness) -> None:
     redis = open_redis(pool.settings.broker())
     tenants = RedisTenants(redis, "default", pool.settings.broker().signing_keys())
     await tenants.replace("default", TenantPolicy(in_flight=1))
@@ -286,7 +288,7 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(pool: Po
         await redis.aclose()
 
 
-def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(pool: PoolHarness, tmp_path: Path) -> None:
+def test_batch_commands_need_no_other_right(pool: PoolHarness, tmp_path: Path) -> None:
     file, slow, out = tmp_path / "in.jsonl", tmp_path / "slow.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
@@ -299,10 +301,10 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(pool: Po
         'begun"}\n'
     )
     pool.toolcrew("batches", "submit", str(file), "--detach", "--id", "given")
-    asyncio.run(serve(pool, until("given", BatchState.COMPLETED)))
+    asyncio.run(serve(pool, watch_until("given", BatchState.COMPLETED)))
     assert pool.toolcrew("batches", "show", "given")["request_counts"]["completed"] == 3
     pool.toolcrew("batches", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
-    asyncio.run(serve(pool, cancel_once_it_is_worked("stopped")))
+    asyncio.run(serve(pool, cancel_running_batch("stopped")))
     assert pool.toolcrew("batches", "show", "stopped")["failed"] == {"cancelled": 2}
     pool.toolcrew("batches", "export", "given", "--output", str(out))
     assert len(out.read_text().splitlines()) == 3
@@ -327,30 +329,30 @@ async def serve(pool: PoolHarness, watch: Callable[[PoolHarness], Awaitable[None
         service.interrupt()
 
 
-def until(batch: str, state: BatchState) -> Callable[[PoolHarness], Awaitable[None]]:
+def watch_until(batch: str, state: BatchState) -> Callable[[PoolHarness], Awaitable[None]]:
     async def watch(pool: PoolHarness) -> None:
         with pool.server.client() as admin:
             key = f"toolcrew:default:t:default:batch.{batch}"
-            await wait_until_async(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, pool.last_words)
+            await wait_until_async(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, pool.log_tails)
 
     return watch
 
 
-def cancel_once_it_is_worked(batch: str) -> Callable[[PoolHarness], Awaitable[None]]:
+def cancel_running_batch(batch: str) -> Callable[[PoolHarness], Awaitable[None]]:
     async def watch(pool: PoolHarness) -> None:
         with pool.server.client() as admin:
             await wait_until_async(
-                lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, pool.last_words
+                lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, pool.log_tails
             )
         async with pool.client() as client:
             await client.batch_runs().batches.cancel(batch)
-        await until(batch, BatchState.CANCELLED)(pool)
+        await watch_until(batch, BatchState.CANCELLED)(pool)
 
     return watch
 
 
-async def test_flower_and_health_checks_see_the_workers_and_their_calls(pool: PoolHarness) -> None:
-    await wait_until_async(lambda: flower_knows(pool), UP_S, pool.last_words)
+async def test_flower_and_health_checks_need_no_other_right(pool: PoolHarness) -> None:
+    await wait_until_async(lambda: is_in_flower(pool), UP_S, pool.log_tails)
     for user, node in (("worker", "a"), ("web", "web-tools")):
         destination = f"{node}@{os.uname().nodename}"
         with Celery(broker=pool.server.url(user), set_as_current=False) as asking:
@@ -358,7 +360,7 @@ async def test_flower_and_health_checks_see_the_workers_and_their_calls(pool: Po
             assert await asyncio.to_thread(inspector.ping) == {destination: {"ok": "pong"}}
 
 
-def flower_knows(pool: PoolHarness) -> bool:
+def is_in_flower(pool: PoolHarness) -> bool:
     try:
         workers, tasks = pool.ask_flower("/api/workers?refresh=1"), pool.ask_flower("/api/tasks")
     except OSError:
@@ -366,30 +368,30 @@ def flower_knows(pool: PoolHarness) -> bool:
     return len(workers) == 3 and {"tool.bash_tool", "tool.count"} <= {task["name"] for task in tasks.values()}
 
 
-async def test_a_host_that_is_lost_and_one_that_is_drained(pool: PoolHarness) -> None:
+async def test_a_lost_host_and_a_drained_host_need_no_other_right(pool: PoolHarness) -> None:
     async with pool.client() as client, await client.open_session() as session:
         assert (await session.call("bash_tool", {"command": "echo kept > file"})).success
         first = await session.info()
         with pool.server.client() as admin:
             place = location_key("default", "default", session.id)
-            await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, pool.last_words)
-            await lose_worker(pool, first.host, first.queue)
-            await until_it_reads(session, "kept")
+            await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, pool.log_tails)
+            await expire_worker(pool, first.host, first.queue)
+            await wait_until_readable(session, "kept")
             assert admin.exists(tombstone_key("default", first.queue))
             pool.harness.process(f"{first.host}.worker").start()
-            await wait_until_async(lambda: len(pool_queues(admin)) == 3, UP_S, pool.last_words)
+            await wait_until_async(lambda: len(pool_queues(admin)) == 3, UP_S, pool.log_tails)
         second = await session.info()
         assert second.host != first.host
         assert await drain(pool, second.host) == "drained"
-        await until_it_reads(session, "kept")
+        await wait_until_readable(session, "kept")
         assert (await session.info()).host == first.host
     assert await drain(pool, "tools") == "drained"
 
 
-async def lose_worker(pool: PoolHarness, host: str, queue: str) -> None:
+async def expire_worker(pool: PoolHarness, host: str, queue: str) -> None:
     """Expire the worker's report at once, so that the test does not wait."""
     process = pool.harness.process(f"{host}.worker")
-    process.is_kept = False
+    process.is_restarted = False
     process.kill()
     await wait_until_async(lambda: not process.is_running, UP_S, "it is killed")
     with pool.server.client() as admin:
@@ -405,7 +407,7 @@ def pool_queues(admin: "redis.Redis") -> list[bytes]:
     ]
 
 
-async def until_it_reads(session: Session, word: str) -> None:
+async def wait_until_readable(session: Session, word: str) -> None:
     """Wait until the session reads its file on its current host. A call to the previous host may fail, but no call
     may return wrong data.
     """

@@ -18,31 +18,31 @@ from store.call_messages import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.result_harness import SOON_S, SilentRelay, listening, stored
+from tests.result_harness import SOON_S, SilentRelay, build_stored_result, open_hub
 from tests.waiting import until
 
 QUEUE = "host.test.b00t"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RECONNECT_S", (0.02,))
 
 
 @pytest.fixture
-def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.05)
 
 
 @pytest.fixture
-def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 1000.0)
 
 
-async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
-    redis_server: RedisProcess, sweeping: None, caplog: pytest.LogCaptureFixture
+async def test_a_listener_disconnected_for_slowness_receives_all_results(
+    redis_server: RedisProcess, frequent_sweeps: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         names = [hub.task_id(f"c{number}") for number in range(200)]
         with contextlib.ExitStack() as stack:
             futures = [stack.enter_context(hub.expect(name)) for name in names]
@@ -50,7 +50,7 @@ async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
             # The listener uses this thread, so no data is read while the thread writes.
             with redis_server.client() as worker:
                 for name in names:
-                    text = stored(name, result="x" * 60_000)
+                    text = build_stored_result(name, result="x" * 60_000)
                     worker.set(f"celery-task-meta-{name}", text)
                     worker.publish(f"celery-task-meta-{name}", text)
             await asyncio.wait_for(asyncio.gather(*futures), SOON_S)
@@ -58,8 +58,8 @@ async def test_a_listener_that_redis_cuts_for_its_slowness_gets_all_results(
         assert "results_connection_lost" in caplog.text
 
 
-async def test_a_subscription_that_died_without_a_word_is_made_anew(
-    redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch
+async def test_a_silently_lost_subscription_is_renewed(
+    redis_server: RedisProcess, no_sweeps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "QUIET_S", 0.05)
     monkeypatch.setattr(results, "SILENCE_S", 0.3)
@@ -110,7 +110,7 @@ class Pool:
 
     async def _answer(self, task_id: str, envelope: str) -> None:
         await self.may_answer.wait()
-        text = stored(task_id, result=envelope)
+        text = build_stored_result(task_id, result=envelope)
         while True:
             try:
                 async with self._client.pipeline(transaction=True) as pipe:
@@ -122,7 +122,7 @@ class Pool:
                 await asyncio.sleep(0.05)
 
 
-async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_twice(
+async def test_a_redis_outage_with_calls_in_flight_loses_none_and_runs_none_twice(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "SWEEP_EVERY_S", 0.2)
@@ -149,9 +149,7 @@ async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_
     await client.aclose()
 
 
-async def test_calls_that_are_sent_while_redis_restarts_run_once_or_are_said_not_to_have_been_sent(
-    redis_server: RedisProcess, sweeping: None
-) -> None:
+async def test_calls_sent_while_redis_restarts_run_once(redis_server: RedisProcess, frequent_sweeps: None) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
     hub = ResultHub(client)
     await hub.start()

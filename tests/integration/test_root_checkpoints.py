@@ -43,7 +43,7 @@ def pair(daemons: Daemons) -> tuple[Daemon, Daemon]:
     return one, two
 
 
-def test_a_session_that_moves_takes_the_whole_root_file_system_along(pair: tuple[Daemon, Daemon]) -> None:
+def test_a_moved_session_keeps_its_whole_root_file_system(pair: tuple[Daemon, Daemon]) -> None:
     one, two = pair
     with one.client() as client:
         name = client.open("acme", "s1")
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_a_fork_has_the_changes_of_all_its_layers(pair: tuple[Da
         close_all(daemon)
 
 
-def test_a_checkpoint_is_made_while_files_appear_and_disappear(pair: tuple[Daemon, Daemon]) -> None:
+def test_a_checkpoint_can_be_created_while_files_appear_and_disappear(pair: tuple[Daemon, Daemon]) -> None:
     one, _ = pair
     with one.client() as client:
         name = client.open("acme", "s1")
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_made_while_files_appear_and_disappear(pair: tuple[Daemo
     ],
     ids=["without root inside", "started by the engine", "another image"],
 )
-def test_what_cannot_be_restored_is_reported_and_the_workspace_is_restored(
+def test_root_changes_that_cannot_be_restored_are_reported_and_the_workspace_is_restored(
     daemons: Daemons, settings: dict[str, str], opened: dict[str, str]
 ) -> None:
     store = str(daemons.folder / "store")

@@ -69,7 +69,7 @@ def read_sizes(watched: Watched) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("sandbox_start", ["oci", "engine"])
-def test_a_sandbox_has_the_sizes_that_its_session_asks_for(
+def test_a_sandbox_has_the_sizes_that_its_session_requests(
     engine: APIClient, daemons: Daemons, sandbox_start: str
 ) -> None:
     daemon = start(daemons, sandbox_start, CLASSES, pool_size="1")
@@ -113,7 +113,7 @@ def test_a_sandbox_has_the_sizes_that_its_session_asks_for(
         (SandboxPolicy(workspace_bytes=16 * MIB), SandboxOptions(workspace_bytes=32 * MIB)),
     ],
 )
-def test_more_than_class_and_policy_allow_opens_no_session(
+def test_session_options_above_the_class_or_policy_limit_are_refused(
     daemons: Daemons, terms: SandboxPolicy, options: SandboxOptions
 ) -> None:
     daemon = start(daemons, "auto", CLASSES)
@@ -124,7 +124,7 @@ def test_more_than_class_and_policy_allow_opens_no_session(
         assert client.status()["sessions"] == 0
 
 
-def test_a_session_is_root_inside_only_if_it_asks_for_it_and_its_class_allows_it(
+def test_a_session_is_root_inside_only_if_requested_and_allowed_by_its_class(
     engine: APIClient, daemons: Daemons
 ) -> None:
     daemon = start(daemons, "oci", {"default": {"largest": {"user": "root"}}, "plain": {}})

@@ -42,7 +42,7 @@ def is_frozen(daemon: Daemon, container: str) -> bool:
     return daemon.containers().get(container) == "paused"
 
 
-def test_sessions_of_a_killed_sandboxd_go_on_with_their_files(daemons: Daemons) -> None:
+def test_sessions_of_a_killed_sandboxd_keep_their_files(daemons: Daemons) -> None:
     need_images()
     daemon = daemons.start(sandbox_workspace="image", idle_pause_s="0.3")
     with daemon.client() as client:
@@ -75,7 +75,7 @@ def test_sessions_of_a_killed_sandboxd_go_on_with_their_files(daemons: Daemons) 
 
 
 @pytest.mark.parametrize("kind", ["image", "tmpfs"])
-def test_sessions_of_a_sandboxd_that_was_stopped_go_on_with_files_and_shell(daemons: Daemons, kind: str) -> None:
+def test_sessions_of_a_stopped_sandboxd_keep_files_and_shell(daemons: Daemons, kind: str) -> None:
     if kind == "image":
         need_images()
     daemon = daemons.start(sandbox_workspace=kind)
@@ -98,7 +98,7 @@ def test_sessions_of_a_sandboxd_that_was_stopped_go_on_with_files_and_shell(daem
     assert answer.done["sandbox"]["generation"] == 2
 
 
-def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployment_only(daemons: Daemons) -> None:
+def test_a_paused_container_of_a_dead_sandboxd_is_removed_only_within_its_deployment(daemons: Daemons) -> None:
     """A frozen guest cannot notice the loss of its sandboxd, and that daemon is not restarted."""
     killed, neighbour = daemons.start("killed", idle_pause_s="0.3"), daemons.start("neighbour")
     with killed.client() as client:
@@ -117,7 +117,7 @@ def test_a_frozen_container_of_a_killed_sandboxd_goes_by_another_of_the_deployme
     assert its_own in neighbour.containers()
 
 
-def test_two_deployments_with_one_name_on_one_engine_leave_each_other_alone(daemons: Daemons) -> None:
+def test_two_deployments_with_the_same_name_on_one_engine_do_not_interfere(daemons: Daemons) -> None:
     ours = daemons.start("ours")
     with ours.client() as client:
         name = client.open("acme", "s")
@@ -140,7 +140,7 @@ def test_two_deployments_with_one_name_on_one_engine_leave_each_other_alone(daem
         assert full_id(ours, bash(client, name, "true")) == container
 
 
-async def test_sessions_recover_from_an_engine_that_went_away_and_came_back(daemons: Daemons) -> None:
+async def test_sessions_recover_after_an_engine_outage(daemons: Daemons) -> None:
     need_images()
     path = daemons.folder / "engine.sock"
     async with relayed_engine(path):
@@ -175,7 +175,7 @@ def _try_bash(client: SandboxClient, name: str, script: str) -> GuestResponse | 
         return None
 
 
-def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Daemon) -> None:
+def test_a_warm_sandbox_is_clean_and_given_to_one_session_only(pooled: Daemon) -> None:
     look = (
         "ls -A /workspace /tmp /dev/shm; find /output -mindepth 1 -not -path '*/.state*'; set -- /proc/[0-9]*; echo $#"
     )

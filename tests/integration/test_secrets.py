@@ -49,7 +49,7 @@ for _ in range({times}):
 
 
 @dataclass
-class Place:
+class SecretStack:
     stack: Stack
     site: Site
 
@@ -76,7 +76,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(engine: APIClient) -> Iterator[Place]:
+def secret_stack(engine: APIClient) -> Iterator[SecretStack]:
     authority = Authority()
     with open_secret_site(context=authority.find_context("localhost")) as site, tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "authorities.pem"
@@ -89,65 +89,67 @@ def place(engine: APIClient) -> Iterator[Place]:
             "SSL_CERT_FILE": str(bundle),
         }
         with open_stack(engine, environment) as stack:
-            yield Place(stack, site)
+            yield SecretStack(stack, site)
 
 
-async def set_class(place: Place, secrets: tuple[str, ...] | None = None) -> None:
-    client = open_redis(place.settings.broker())
+async def set_class(secret_stack: SecretStack, secrets: tuple[str, ...] | None = None) -> None:
+    client = open_redis(secret_stack.settings.broker())
     try:
-        tenants = RedisTenants(client, "default", place.settings.broker().signing_keys())
+        tenants = RedisTenants(client, "default", secret_stack.settings.broker().signing_keys())
         await tenants.replace("default", TenantPolicy(sandbox=SandboxPolicy(tenant_class="fetching", secrets=secrets)))
     finally:
         await client.aclose()
 
 
-async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place: Place) -> None:
-    await set_class(place)
-    reply = place.command("set", "TOKEN", "--host", f"localhost:{place.site.port}", text=VALUE)
-    async with ToolClient.connect(settings=place.settings) as client:
+async def test_a_secret_is_used_by_a_run_audited_revoked_and_never_exposed(secret_stack: SecretStack) -> None:
+    await set_class(secret_stack)
+    reply = secret_stack.command("set", "TOKEN", "--host", f"localhost:{secret_stack.site.port}", text=VALUE)
+    async with ToolClient.connect(settings=secret_stack.settings) as client:
         async with await client.open_session(options=SandboxOptions(secrets=("TOKEN",))) as session:
-            script = ScriptedModel([Calls([("bash_tool", {"command": place.fetch()})]), "done"])
+            script = ScriptedModel([Calls([("bash_tool", {"command": secret_stack.fetch()})]), "done"])
             result = await client.run("Fetch it.", session=session, model=script, dialect="native")
             outputs = [str(result), str(await session.call("bash_tool", {"command": "env; cat /proc/self/environ"}))]
-            assert f"Bearer {VALUE}".encode() in place.site.requests[0]
+            assert f"Bearer {VALUE}".encode() in secret_stack.site.requests[0]
             assert "tcs_placeholder_" in outputs[1]
-            [use] = await wait_until_async(place.uses, 20, "no use was audited")
+            [use] = await wait_until_async(secret_stack.uses, 20, "no use was audited")
             assert use.target == "TOKEN"
             assert use.details == {
                 "session": session.id,
                 "run": result.run,
-                "host": f"localhost:{place.site.port}",
+                "host": f"localhost:{secret_stack.site.port}",
                 "requests": "1",
             }
-            running = asyncio.ensure_future(session.call("bash_tool", {"command": place.fetch(times=150)}))
-            await wait_until_async(lambda: len(place.site.requests) > 2, 20, "the kept connection carries no request")
-            reply += await asyncio.to_thread(place.command, "revoke", "TOKEN")
-            reply += await asyncio.to_thread(place.command, "list")
+            running = asyncio.ensure_future(session.call("bash_tool", {"command": secret_stack.fetch(times=150)}))
+            await wait_until_async(
+                lambda: len(secret_stack.site.requests) > 2, 20, "the kept connection carries no request"
+            )
+            reply += await asyncio.to_thread(secret_stack.command, "revoke", "TOKEN")
+            reply += await asyncio.to_thread(secret_stack.command, "list")
             ended = await running
             outputs.append(str(ended))
             assert ended.output is not None
             assert ended.output.strip().endswith("cut")
-            again = await session.call("bash_tool", {"command": place.fetch()})
+            again = await session.call("bash_tool", {"command": secret_stack.fetch()})
             outputs.append(str(again))
-            assert VALUE.encode() not in place.site.requests[-1]
+            assert VALUE.encode() not in secret_stack.site.requests[-1]
             checkpoint = await session.checkpoint()
             await session.close()
-        with place.stack.open_redis() as store:
-            everywhere = b"\n".join([dump(store), logs(place.stack), command_lines(), reply.encode()])
+        with secret_stack.stack.open_redis() as store:
+            everywhere = b"\n".join([dump(store), logs(secret_stack.stack), command_lines(), reply.encode()])
         state = b"\n".join(
             path.read_bytes()
-            for path in place.stack.footprint.folder.rglob("*")
+            for path in secret_stack.stack.footprint.folder.rglob("*")
             if path.is_file() and not path.is_symlink()
         )
-        assert checkpoint.id in "".join(str(path) for path in place.stack.footprint.folder.rglob("*"))
+        assert checkpoint.id in "".join(str(path) for path in secret_stack.stack.footprint.folder.rglob("*"))
     assert find_secret(everywhere + "".join(outputs).encode()) == []
     assert VALUE.encode() not in state
 
 
-async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(place: Place) -> None:
-    place.command("set", "GIVEN", "--host", "localhost", text=VALUE)
-    async with ToolClient.connect(settings=place.settings) as client:
-        await set_class(place, ("GIVEN", "MISSING"))
+async def test_a_session_gets_only_existing_secrets_that_the_policy_allows(secret_stack: SecretStack) -> None:
+    secret_stack.command("set", "GIVEN", "--host", "localhost", text=VALUE)
+    async with ToolClient.connect(settings=secret_stack.settings) as client:
+        await set_class(secret_stack, ("GIVEN", "MISSING"))
         for secret in ("MISSING", "OTHER"):
             with pytest.raises(ToolFailure) as refused:
                 await client.open_session(options=SandboxOptions(secrets=(secret,)))

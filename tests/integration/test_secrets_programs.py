@@ -21,8 +21,7 @@ from contract.secrets import build_placeholder
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
-from tests.package_site import build_site
-from tests.private_site import open_private_site
+from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
@@ -38,7 +37,7 @@ _PYTHON = (
 
 
 @dataclass
-class Place:
+class SecretSandboxd:
     client_socket: Path
     port: int
     footprint: Footprint
@@ -66,7 +65,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def sandboxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecretSandboxd]:
     api = require_engine()
     site = build_site(tmp_path_factory.mktemp("site"))
     with contextlib.ExitStack() as stack:
@@ -82,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             **{name: {**fields, "place": "basic"} for name in BASIC},
             **{name: {**fields, "place": "header:Authorization"} for name in HEADER},
         }
-        made = Place(at, port, footprint, harness, values)
+        made = SecretSandboxd(at, port, footprint, harness, values)
         stop = threading.Event()
 
         def confirm() -> None:
@@ -98,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield made
 
 
-def install_python(place: Place) -> None:
+def install_python(sandboxes: SecretSandboxd) -> None:
     """Write the packages of this interpreter that httpx and openai need."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -111,11 +110,11 @@ def install_python(place: Place) -> None:
             archive.add(source, source.name, filter=lambda one: None if "__pycache__" in one.name else one)
             for metadata in source.parent.glob(f"{name}-*.dist-info"):
                 archive.add(metadata, metadata.name)
-    place.write("packages.tgz", packed.getvalue())
-    assert place.run("mkdir -p packages && tar -xzf packages.tgz -C packages").done["exit_code"] == 0
+    sandboxes.write("packages.tgz", packed.getvalue())
+    assert sandboxes.run("mkdir -p packages && tar -xzf packages.tgz -C packages").done["exit_code"] == 0
 
 
-def test_curl(place: Place) -> None:
+def test_curl_uses_a_secret(sandboxes: SecretSandboxd) -> None:
     program = shutil.which("curl")
     assert program is not None
     packed = io.BytesIO()
@@ -126,83 +125,83 @@ def test_curl(place: Place) -> None:
             path = Path(line.split()[2]) if "=>" in line else None
             if path is not None and not path.name.startswith(("libc.", "libresolv.", "libm.")):
                 archive.add(path, f"curl/{path.name}")
-    place.write("curl.tgz", packed.getvalue())
+    sandboxes.write("curl.tgz", packed.getvalue())
     call = (
         "tar -xzf curl.tgz; export LD_LIBRARY_PATH=$PWD/curl; "
-        f'./curl/curl -sS -H "Authorization: Bearer $API_TOKEN" https://{place.host}/echo https://{place.host}/echo'
+        f'./curl/curl -sS -H "Authorization: Bearer $API_TOKEN" https://{sandboxes.host}/echo https://{sandboxes.host}/echo'
     )
-    output = text_of(place.run(call))
+    output = text_of(sandboxes.run(call))
     assert output.count(f"Bearer {'*' * len(TOKEN)}") == 2, output
 
 
-def test_git_clones_over_https_with_a_password(place: Place) -> None:
+def test_git_clones_over_https_with_a_password(sandboxes: SecretSandboxd) -> None:
     script = (
-        f"rm -rf code; git clone -q https://user:$GIT_TOKEN@{place.host}/git/code.git code && "
+        f"rm -rf code; git clone -q https://user:$GIT_TOKEN@{sandboxes.host}/git/code.git code && "
         "git -C code log --format=%s && git -C code pull -q && cat code/.git/config"
     )
-    output = text_of(place.run(script, timeout_s=90))
+    output = text_of(sandboxes.run(script, timeout_s=90))
     assert output.startswith("first\n"), output
     assert TOKEN not in output
 
 
-def test_pip_installs_from_a_private_index(place: Place) -> None:
+def test_pip_installs_from_a_private_index(sandboxes: SecretSandboxd) -> None:
     wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
-    place.write("pip.whl", wheel.read_bytes())
+    sandboxes.write("pip.whl", wheel.read_bytes())
     options = "-q --no-deps --disable-pip-version-check --no-cache-dir --retries 0 --target installed"
     script = (
-        f"python3 pip.whl/pip install {options} --index-url https://user:$PIP_TOKEN@{place.host}/simple/ tiny && "
+        f"python3 pip.whl/pip install {options} --index-url https://user:$PIP_TOKEN@{sandboxes.host}/simple/ tiny && "
         "PYTHONPATH=installed python3 -c 'import tiny; print(tiny.x)'"
     )
-    assert text_of(place.run(script, timeout_s=90)) == "1\n"
+    assert text_of(sandboxes.run(script, timeout_s=90)) == "1\n"
 
 
-def test_npm_installs_from_a_private_registry(place: Place) -> None:
-    with SandboxClient(place.client_socket) as client:
+def test_npm_installs_from_a_private_registry(sandboxes: SecretSandboxd) -> None:
+    with SandboxClient(sandboxes.client_socket) as client:
         client.open("acme", "node", NODE_IMAGE, policy=TERMS, options=SandboxOptions(secrets=("NPM_TOKEN",)))
-    registry = f"{place.host}/npm/"
+    registry = f"{sandboxes.host}/npm/"
     script = (
         f"printf '%s\\n' 'registry=https://{registry}' '//{registry}:_authToken=${{NPM_TOKEN}}' > .npmrc; echo '{{}}' > "
         "package.json; npm install --no-audit --no-fund --no-update-notifier --loglevel=error tiny && "
         "node -p 'require(\"tiny\")' && cat .npmrc"
     )
-    ran = place.run(script, "acme:node", 120)
+    ran = sandboxes.run(script, "acme:node", 120)
     assert "\ntiny\n" in text_of(ran), text_of(ran)
     assert TOKEN not in text_of(ran)
 
 
-def test_httpx_and_the_openai_client(place: Place) -> None:
-    install_python(place)
+def test_httpx_and_the_openai_client_use_a_secret(sandboxes: SecretSandboxd) -> None:
+    install_python(sandboxes)
     script = f"""
 import os, sys
 sys.path.insert(0, "packages")
 import httpx, openai
 with httpx.Client() as client:
     for _ in range(2):
-        print(client.get("https://{place.host}/echo", headers={{"Authorization": "Bearer " + os.environ["API_TOKEN"]}}).text)
-client = openai.OpenAI(base_url="https://{place.host}/v1")
+        print(client.get("https://{sandboxes.host}/echo", headers={{"Authorization": "Bearer " + os.environ["API_TOKEN"]}}).text)
+client = openai.OpenAI(base_url="https://{sandboxes.host}/v1")
 messages = [{{"role": "user", "content": "hi"}}]
 print(client.chat.completions.create(model="m", messages=messages).choices[0].message.content)
 for chunk in client.chat.completions.create(model="m", messages=messages, stream=True):
     print(chunk.choices[0].delta.content, end=" ")
 """
-    place.write("clients.py", script.encode())
-    output = text_of(place.run("python3 clients.py", timeout_s=90))
+    sandboxes.write("clients.py", script.encode())
+    output = text_of(sandboxes.run("python3 clients.py", timeout_s=90))
     assert output.count("Bearer " + "*" * len(TOKEN)) == 2, output
     assert output.endswith("hello\nhel lo "), output
 
 
-def test_a_program_sees_only_placeholders(place: Place) -> None:
+def test_a_program_sees_only_placeholders(sandboxes: SecretSandboxd) -> None:
     script = "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'; grep -ral canary /workspace /tmp /output /skills"
-    output = text_of(place.run(script))
+    output = text_of(sandboxes.run(script))
     assert f"GIT_TOKEN={build_placeholder('acme', 's1', 'GIT_TOKEN')}\n" in output
     assert "canary" not in output
 
 
-def test_a_revoked_secret_stops_at_once_on_new_and_kept_connections(place: Place) -> None:
+def test_a_revoked_secret_stops_working_on_new_and_open_connections(sandboxes: SecretSandboxd) -> None:
     script = f"""
 import http.client, os, sys, time
 connection = http.client.HTTPSConnection("127.0.0.1", 3128)
-connection.set_tunnel("site.example", {place.port})
+connection.set_tunnel("site.example", {sandboxes.port})
 headers = {{"Authorization": "Bearer " + os.environ["API_TOKEN"]}}
 for _ in range(100):
     try:
@@ -215,21 +214,21 @@ for _ in range(100):
         sys.exit()
     time.sleep(0.1)
 """
-    place.write("kept.py", script.encode())
-    value = place.values["API_TOKEN"]
+    sandboxes.write("kept.py", script.encode())
+    value = sandboxes.values["API_TOKEN"]
     outputs: list[str] = []
     running_script = threading.Thread(
-        target=lambda: outputs.append(text_of(place.run("python3 kept.py 2>&1 | tee kept.txt")))
+        target=lambda: outputs.append(text_of(sandboxes.run("python3 kept.py 2>&1 | tee kept.txt")))
     )
     running_script.start()
-    wait_until(place.has_answered, 20, "no request was answered")
-    place.values["API_TOKEN"] = None
-    place.exchange()
+    wait_until(sandboxes.has_answered, 20, "no request was answered")
+    sandboxes.values["API_TOKEN"] = None
+    sandboxes.exchange()
     running_script.join()
     lines = outputs[0].split()
     assert (lines[0], lines[-1], set(lines[1:-1]) <= {"200"}) == ("200", "cut", True), outputs
-    fetch = f"python3 -c \"import urllib.request as u, os; print(u.urlopen(u.Request('https://{place.host}/echo', headers={{'Authorization': 'Bearer ' + os.environ['API_TOKEN']}})).status)\" 2>&1 | tail -1"
-    assert "401" in text_of(place.run(fetch))
-    place.values["API_TOKEN"] = value
-    place.exchange()
-    assert text_of(place.run(fetch)) == "200\n"
+    fetch = f"python3 -c \"import urllib.request as u, os; print(u.urlopen(u.Request('https://{sandboxes.host}/echo', headers={{'Authorization': 'Bearer ' + os.environ['API_TOKEN']}})).status)\" 2>&1 | tail -1"
+    assert "401" in text_of(sandboxes.run(fetch))
+    sandboxes.values["API_TOKEN"] = value
+    sandboxes.exchange()
+    assert text_of(sandboxes.run(fetch)) == "200\n"

@@ -60,7 +60,7 @@ def is_master(server: "redis.Redis") -> bool:
         return False
 
 
-async def test_calls_go_on_when_the_master_dies(harness: Harness) -> None:
+async def test_calls_continue_when_the_master_dies(harness: Harness) -> None:
     async with open_pool(harness.broker, queue_wait_s=10) as opened:
         call_id, result = await call_once(opened.dispatcher, harness.pool)
         assert result.success, result

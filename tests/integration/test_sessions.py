@@ -15,7 +15,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, commands_in, is_alive
 from tests.waiting import wait_until_async
 
@@ -27,13 +27,13 @@ async def assert_only_the_guest_runs(container: str) -> None:
     await wait_until_async(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
 
 
-async def assert_goes_on(session: Session) -> ToolResult:
+async def assert_usable(session: Session) -> ToolResult:
     result = await session.call("bash_tool", {"command": "echo still here"})
     assert result.metadata.get("stdout") == "still here\n", result
     return result
 
 
-async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stack, session: Session) -> None:
+async def test_at_the_limit_all_child_processes_of_a_call_are_killed(stack: Stack, session: Session) -> None:
     """New sessions, double forks and nohup are included. The output until the limit is kept."""
     container = await stack.container_of(session)
     command = (
@@ -56,12 +56,12 @@ async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stac
     assert (result.kill.survivors, result.kill.signalled >= 5) == (0, True)
     assert 1.5 <= time.monotonic() - started < 10
     await assert_only_the_guest_runs(container)
-    after = await assert_goes_on(session)
+    after = await assert_usable(session)
     assert after.sandbox is not None
     assert container.startswith(after.sandbox.id)
 
 
-async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: Session) -> None:
+async def test_a_call_survives_the_kill_of_another_call_in_its_session(stack: Stack, session: Session) -> None:
     neighbour = asyncio.create_task(session.call("bash_tool", {"command": "setsid sleep 3 & wait; echo survived"}))
 
     killed = await session.call("bash_tool", {"command": "setsid sleep 60 & sleep 60"}, timeout_s=1)
@@ -70,7 +70,7 @@ async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: 
     assert (await neighbour).metadata["stdout"] == "survived\n"
 
 
-async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack, session: Session) -> None:
+async def test_leftover_processes_of_a_call_are_killed_and_reported(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "nohup setsid sleep 300 >/dev/null 2>&1 & echo started"})
@@ -81,7 +81,7 @@ async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack
     await assert_only_the_guest_runs(container)
 
 
-async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stack, session: Session) -> None:
+async def test_a_fork_bomb_ends_at_its_limit_and_the_session_continues(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "bomb() { bomb | bomb & }; bomb; sleep 60"}, timeout_s=2)
@@ -93,10 +93,10 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stac
     else:
         assert stack.has_container(container)
         await assert_only_the_guest_runs(container)
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
-async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: Session) -> None:
+async def test_a_command_that_exhausts_memory_reports_out_of_memory(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
     hog = "python3 -c 'held = [bytearray(50_000_000) for _ in range(200)]'"
 
@@ -104,17 +104,17 @@ async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: S
 
     assert result.metadata.get("oom") is True, result
     assert "out of memory" in (result.output or "")
-    await assert_goes_on(session)
+    await assert_usable(session)
     assert stack.has_container(container)
 
 
-async def test_an_output_flood_is_bounded_and_cut_with_a_notice(session: Session) -> None:
+async def test_unlimited_output_is_truncated_with_a_notice(session: Session) -> None:
     result = await session.call("bash_tool", {"command": "yes flood"}, timeout_s=1.5)
 
     assert (result.error_code, result.truncated) == (ErrorCode.TIMEOUT, True)
     assert "omitted" in (result.output or "")
     assert len(result.model_dump_json()) < 300_000
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
 async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
@@ -127,10 +127,10 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
         await call
 
     await assert_only_the_guest_runs(container)
-    await assert_goes_on(session)
+    await assert_usable(session)
 
 
-async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
+async def test_a_call_is_cancelled_at_once_even_if_every_slot_is_busy(stack: Stack, session: Session) -> None:
     """All calls except one bypass admission, because admission would leave a slot for others."""
     container = await stack.container_of(session)
     route = (session.tenant, session.id, (await session.info()).queue)
@@ -168,13 +168,13 @@ async def keeps_files(session: Session) -> bool:
     return (await session.info()).workspace != "tmpfs"
 
 
-async def says_what_is_left(session: Session, result: ToolResult) -> bool:
+async def describes_files(session: Session, result: ToolResult) -> bool:
     """Return whether the result of a call that destroyed the sandbox describes the remaining files."""
     expected = "the files in /workspace are kept" if await keeps_files(session) else "its files are lost"
     return expected in (result.error or "")
 
 
-async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
+async def test_a_container_with_a_stopped_guest_is_removed_two_seconds_after_the_limit(
     stack: Stack, client: ToolClient
 ) -> None:
     """The second line of defence: the guest cannot answer, so sandboxd ends the container and reports the cause."""
@@ -194,8 +194,8 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
         assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
         assert result.kill is not None
         assert (result.kill.method, result.kill.survivors) == ("container", 0)
-        assert await says_what_is_left(session, result)
-        after = await assert_goes_on(session)
+        assert await describes_files(session, result)
+        after = await assert_usable(session)
         assert after.sandbox is not None
         assert (after.sandbox.generation, after.sandbox.rebuilt) == (2, True)
         assert not container.startswith(after.sandbox.id)
@@ -213,7 +213,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         result = await call
 
         assert (result.success, result.error_code) == (False, ErrorCode.SANDBOX_UNAVAILABLE)
-        assert await says_what_is_left(session, result)
+        assert await describes_files(session, result)
         after = await session.call("bash_tool", {"command": "ls"})
         assert (after.success, after.metadata["stdout"]) == (True, "kept.txt\n" if await keeps_files(session) else "")
         assert after.sandbox is not None
@@ -223,7 +223,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         )
 
 
-async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
+async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_call(
     stack: Stack, client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
@@ -242,10 +242,10 @@ async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
                 ErrorCode.SANDBOX_UNAVAILABLE,
                 True,
             )
-        await assert_goes_on(session)
+        await assert_usable(session)
 
 
-async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, client: ToolClient) -> None:
+async def test_a_cancelled_session_open_leaves_no_container(stack: Stack, client: ToolClient) -> None:
     """The program ends while its session is being opened, so no client can close the session."""
     before = set(stack.footprint.containers())
     os.kill(stack.pid("sandboxd"), signal.SIGSTOP)
@@ -273,7 +273,7 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
             stack.api.remove_container(container, force=True)
 
 
-async def test_the_text_of_short_files_is_listed_as_it_is(session: Session) -> None:
+async def test_the_file_list_shows_the_text_of_short_files(session: Session) -> None:
     command = r"""
         printf 'def f(x):\n    return x.split("  ")\n%s' "$(seq 10)" > code.py; seq 13 > long.py; seq 5 > data.txt
         printf '%0401d\n' 0 > wide.txt
@@ -284,7 +284,7 @@ async def test_the_text_of_short_files_is_listed_as_it_is(session: Session) -> N
     assert lines == ["code.py: 11 lines", *code, "data.txt: 5 lines", "long.py: 13 lines", "wide.txt: 1 lines"]
 
 
-async def test_the_files_of_a_session_are_listed_in_few_characters(session: Session) -> None:
+async def test_the_file_list_of_a_session_is_short(session: Session) -> None:
     assert await list_files(session) == ""
     command = r"""
         printf 'name,amount\na,1\n' > t.csv; printf 'one\ntwo\nthree\n' > 'a b.txt'; mkdir folder; touch folder/{1,2,3}

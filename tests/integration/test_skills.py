@@ -74,12 +74,12 @@ NAMES = [
 """The skills of the operator's folders, in order."""
 
 
-def shout(root: Path, name: str, by: str) -> Path:
+def write_shout_skill(root: Path, name: str, by: str) -> Path:
     return write_skill(root, name, files={"scripts/run.py": SHOUT.format(by), SIDECAR_FILE: json.dumps(SHOUT_TOOL)})
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def system_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the operator's folder of the shared stack. The stack also has the shipped skills."""
     folder = tmp_path_factory.mktemp("system")
     echo = write_skill(folder, "echo", files=SCRIPTS)
@@ -88,7 +88,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_skill(folder, "changed", files={"scripts/run.sh": "echo first"})
     write_skill(folder, "broken", front="description: of nothing")
     write_skill(folder, "keep-house", KEEP_HOUSE)
-    shout(folder, "loud", "everybodys")
+    write_shout_skill(folder, "loud", "everybodys")
     write_skill(
         folder,
         "repeat",
@@ -106,16 +106,16 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(engine: APIClient, system: Path) -> Iterator[Stack]:
-    with open_stack(engine, {"TOOLCREW_SKILLS": f"{system}{os.pathsep}{SHIPPED}"}) as opened:
+def stack(engine: APIClient, system_folder: Path) -> Iterator[Stack]:
+    with open_stack(engine, {"TOOLCREW_SKILLS": f"{system_folder}{os.pathsep}{SHIPPED}"}) as opened:
         yield opened
 
 
-async def use(session: Session, **arguments: object) -> ToolResult:
+async def call_skill_tool(session: Session, **arguments: object) -> ToolResult:
     return await session.call("skill_tool", arguments)
 
 
-async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path) -> None:
+async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system_folder: Path) -> None:
     assert "skill_not_loaded" in stack.log("worker")
     listed = run_toolcrew(
         stack.footprint, "skills", "list", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
@@ -127,17 +127,21 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
             "- echo: Does echo." in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
         )
 
-        assert "- word-count: Counts" in (await use(session, action="list")).text()
-        loaded = (await use(session, name="echo")).text()
+        assert "- word-count: Counts" in (await call_skill_tool(session, action="list")).text()
+        loaded = (await call_skill_tool(session, name="echo")).text()
         assert "Do it." in loaded
         assert "- data/word.txt (5 bytes)" in loaded
-        assert (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
+        assert (
+            (await call_skill_tool(session, name="echo", action="read", path="data/word.txt"))
+            .text()
+            .startswith("1\tfound\n")
+        )
 
-        ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
-        reply = json.loads(ran.text())
+        result = await call_skill_tool(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
+        reply = json.loads(result.text())
         assert (reply["args"], reply["cwd"], reply["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
         await session.write_file("a.txt", b"one two two\n")
-        counted = await use(
+        counted = await call_skill_tool(
             session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]}
         )
         assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
@@ -146,7 +150,7 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
         assert json.loads(search.text())["results"][0]["path"] == "notes/roses.md"
         await session.call("bash_tool", {"command": "rm -r notes .toolcrew"})
         # The session cannot change the folder of the skill.
-        folder = json.loads(ran.text())["folder"]
+        folder = json.loads(result.text())["folder"]
         tried = await session.call(
             "bash_tool",
             {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"},
@@ -156,41 +160,41 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
         listing = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
         assert listing.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
 
-        slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
+        slow = await call_skill_tool(session, name="echo", action="run", script="slow.sh", timeout=2)
         assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
-        loud = await use(session, name="echo", action="run", script="loud.sh")
+        loud = await call_skill_tool(session, name="echo", action="run", script="loud.sh")
         assert loud.success
         assert loud.truncated
         assert len(loud.text()) < 40_000
-        failed = await use(session, name="echo", action="run", script="fails.sh")
+        failed = await call_skill_tool(session, name="echo", action="run", script="fails.sh")
         assert failed.output == "no\n[exit code 3]"
-        no_program = await use(session, name="echo", action="run", script="ruby.sh")
+        no_program = await call_skill_tool(session, name="echo", action="run", script="ruby.sh")
         assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (
             ErrorCode.FILE_NOT_FOUND,
             True,
         )
-        plain = await use(session, name="echo", action="run", script="plain")
+        plain = await call_skill_tool(session, name="echo", action="run", script="plain")
         assert (plain.error_code, "no execute permission" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
         # Later changes of the files on the host have no effect, because the content is fixed when the skill is
         # loaded.
-        (system / "echo" / "data" / "word.txt").write_text("later")
+        (system_folder / "echo" / "data" / "word.txt").write_text("later")
         async with await client.open_session() as other:
-            reply = await use(other, name="echo", action="run", script="echo.py")
+            reply = await call_skill_tool(other, name="echo", action="run", script="echo.py")
             assert json.loads(reply.text())["beside"] == "found"
-            (system / "changed" / "scripts" / "run.sh").write_text("echo second")
-            refused = await use(other, name="changed", action="run", script="run.sh")
+            (system_folder / "changed" / "scripts" / "run.sh").write_text("echo second")
+            refused = await call_skill_tool(other, name="changed", action="run", script="run.sh")
             assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
 
 
-async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None:
+async def test_a_skill_with_a_sidecar_file_is_a_tool(stack: Stack) -> None:
     assert "skill_name_taken" in stack.log("worker")
     async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
         specs = {spec.name: spec for spec in await client.tools()}
         assert specs["repeat"].parameters == ECHO_TOOL["parameters"]
         assert specs["bash_tool"].description != "Not ours."
-        ran = await session.call("repeat", {"word": "ü"})
-        assert json.loads(ran.text())["args"] == {"word": "ü"}
+        result = await session.call("repeat", {"word": "ü"})
+        assert json.loads(result.text())["args"] == {"word": "ü"}
         assert (await session.call("say", {"word": "a b"})).text() == "--word=a b\n"
         refused = await session.call("repeat", {"world": "x"})
         assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
@@ -198,14 +202,14 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None
         assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
 
 
-async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(
-    stack: Stack, system: Path
+async def test_tools_allowed_by_a_trusted_skill_need_no_approval_after_the_run_loaded_it(
+    stack: Stack, system_folder: Path
 ) -> None:
-    digest = load_skill(system / "keep-house").summary.digest
-    clean, asked = ("bash_tool", {"command": "git clean -fd"}), list[str]()
+    digest = load_skill(system_folder / "keep-house").summary.digest
+    clean, requested = ("bash_tool", {"command": "git clean -fd"}), list[str]()
 
     def refuse(request: ApprovalRequest) -> bool:
-        asked.append(str(request.call.arguments["command"]))
+        requested.append(str(request.call.arguments["command"]))
         return False
 
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
@@ -220,11 +224,11 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
         result = await client.run("tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"])
         text = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
     assert result.answer == "done"
-    assert asked == ["git clean -fd", "git reset --hard"]
+    assert requested == ["git clean -fd", "git reset --hard"]
     assert "- keep-house: Tidies up." in text
 
 
-async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: Stack, tmp_path: Path) -> None:
+async def test_a_skill_installed_for_a_tenant_is_visible_to_that_tenant_only(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own"
     write_skill(own, "private", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
     write_skill(own, "late", files={"scripts/run.sh": "echo ours"})
@@ -244,14 +248,14 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: St
             "- private: Does private."
             in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
         )
-        reply = json.loads((await use(mine, name="private", **run)).text())
+        reply = json.loads((await call_skill_tool(mine, name="private", **run)).text())
         assert reply["beside"] == "secret of acme"
-        assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+        assert (await call_skill_tool(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
 
-        refused = await use(theirs, name="private", **run)
+        refused = await call_skill_tool(theirs, name="private", **run)
         assert (refused.error_code, "acme" in refused.text()) == (ErrorCode.FILE_NOT_FOUND, False)
-        assert (await use(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
-        assert "private" not in (await use(theirs, action="list")).text()
+        assert (await call_skill_tool(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+        assert "private" not in (await call_skill_tool(theirs, action="list")).text()
         looked = await theirs.call("bash_tool", {"command": "ls /skills; ls -R /skills/*"})
         assert "Permission denied" in looked.text()
         assert "word.txt" not in looked.text()
@@ -262,14 +266,14 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: St
         assert (await acme.run("go", model=model)).answer == "done"
         assert '<skill name="private">' in str(model.requests[-1].messages)
         assert await (await acme.own_skills()).remove("private")
-        missing = await use(mine, name="private", **run)
+        missing = await call_skill_tool(mine, name="private", **run)
         assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
 
-async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stack: Stack, tmp_path: Path) -> None:
+async def test_a_tenant_skill_is_a_tool_and_is_disabled_with_bash(stack: Stack, tmp_path: Path) -> None:
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
     for name in ("shout", "loud", "read_tool"):
-        path = str(shout(tmp_path, name, "ours"))
+        path = str(write_shout_skill(tmp_path, name, "ours"))
         run_toolcrew(stack.footprint, "skills", "install", path, "--tenant", "bolt", environment=environment)
     listed = run_toolcrew(stack.footprint, "skills", "list", "--tenant", "bolt", "--json", environment=environment)
     rows = [row for row in json.loads(listed.stdout) if row["source"] == "tenant"]
@@ -299,9 +303,9 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stac
         assert (missing.error_code, missing.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: shout")
         wrong = await mine.call("shout", {"words": "hi"})
         assert (wrong.error_code, wrong.name) == (ErrorCode.INVALID_ARGUMENTS, "shout")
-        by_tool = await use(mine, name="shout", action="run", args={"text": "hi"})
+        by_tool = await call_skill_tool(mine, name="shout", action="run", args={"text": "hi"})
         assert by_tool.text() == "HI ours\n"
-        wrong = await use(mine, name="shout", action="run", args={"text": 1})
+        wrong = await call_skill_tool(mine, name="shout", action="run", args={"text": 1})
         assert (wrong.error_code, "text" in wrong.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
         # Content of a session is not examined, and replaces no tool.
         await mine.write_file(".skills/shout/SKILL.md", b"---\nname: shout\ndescription: Hijacks.\n---\n")
@@ -320,7 +324,7 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stac
         assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
 
 
-async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -> None:
+async def test_skills_in_the_workspace_of_a_session_take_precedence(stack: Stack) -> None:
     front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"
     async with (
         ToolClient.connect(stack.redis_url) as client,
@@ -334,32 +338,34 @@ async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -
             b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n",
         )
         await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
-        theirs = (await use(other, action="list")).text().splitlines()
-        ours = (await use(mine, action="list")).text().splitlines()
+        theirs = (await call_skill_tool(other, action="list")).text().splitlines()
+        ours = (await call_skill_tool(mine, action="list")).text().splitlines()
         assert [line.split()[1].rstrip(":") for line in theirs] == NAMES
         changes = {"- late: Does late here.", "- own: Does own here."}
         assert (set(ours) - set(theirs), set(theirs) - set(ours)) == (changes, {"- late: Does late."})
-        loaded = await use(mine, name="own")
+        loaded = await call_skill_tool(mine, name="own")
         assert "- scripts/run.py" in loaded.text()
         assert "digest" not in loaded.metadata
-        ran = await use(mine, name="own", action="run", script="run.py", args={"a": 1})
-        assert ran.text() == '/workspace/.skills/own {"a": 1}\n'
-        assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
-        assert (await use(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
-        assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
+        result = await call_skill_tool(mine, name="own", action="run", script="run.py", args={"a": 1})
+        assert result.text() == '/workspace/.skills/own {"a": 1}\n'
+        assert (await call_skill_tool(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+        assert (await call_skill_tool(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+        assert (await call_skill_tool(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
 
         # Only regular files of the folder belong to the skill.
         await mine.call(
             "bash_tool",
             {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"},
         )
-        assert "link" not in (await use(mine, name="own")).text()
-        assert (await use(mine, name="own", action="read", path="link")).error_code is ErrorCode.FILE_NOT_FOUND
+        assert "link" not in (await call_skill_tool(mine, name="own")).text()
+        assert (
+            await call_skill_tool(mine, name="own", action="read", path="link")
+        ).error_code is ErrorCode.FILE_NOT_FOUND
         for name in ("../../etc", "etc", ".", "own/scripts"):
-            assert (await use(mine, name=name)).error_code is ErrorCode.FILE_NOT_FOUND
+            assert (await call_skill_tool(mine, name=name)).error_code is ErrorCode.FILE_NOT_FOUND
         await mine.call("bash_tool", {"command": "head -c 20000000 /dev/zero >.skills/own/big"})
-        large = await use(mine, name="own")
+        large = await call_skill_tool(mine, name="own")
         assert (large.error_code, "larger than the 16 MiB" in large.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
         await mine.write_file(".skills/own/SKILL.md", b"no front matter")
         await mine.call("bash_tool", {"command": "rm .skills/own/big"})
-        assert "is not a valid skill: it has no front matter" in (await use(mine, name="own")).text()
+        assert "is not a valid skill: it has no front matter" in (await call_skill_tool(mine, name="own")).text()

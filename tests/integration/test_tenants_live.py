@@ -17,7 +17,7 @@ from orchestrator.dispatch.sessions import Session
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.tenants import RedisTenants
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack
 
 pytestmark = pytest.mark.stack
@@ -28,7 +28,7 @@ NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", tool="bash_tool", ar
 Call = Callable[[], Awaitable[ToolResult]]
 
 
-class Office:
+class TenantAdmin:
     """Tenants and keys of the stack, with the operations of an administrator."""
 
     def __init__(self, tenants: RedisTenants, keys: ApiKeys) -> None:
@@ -36,7 +36,7 @@ class Office:
         self.keys = keys
 
     @contextlib.asynccontextmanager
-    async def default_has(self, policy: TenantPolicy) -> AsyncIterator[None]:
+    async def set_default_policy(self, policy: TenantPolicy) -> AsyncIterator[None]:
         await self.tenants.replace("default", policy)
         try:
             yield
@@ -45,9 +45,9 @@ class Office:
 
 
 @pytest.fixture
-async def office(stack: Stack) -> AsyncIterator[Office]:
+async def tenant_admin(stack: Stack) -> AsyncIterator[TenantAdmin]:
     client = open_redis(stack.broker)
-    yield Office(
+    yield TenantAdmin(
         RedisTenants(client, stack.broker.deployment, stack.broker.signing_keys()),
         ApiKeys(client, stack.broker.deployment, stack.broker.signing_keys()),
     )
@@ -75,14 +75,14 @@ async def seconds_until_refused(session: Session, message: str, *argv: str) -> f
     return time.monotonic() - started
 
 
-async def past_all_checks(dispatcher: Dispatcher, session: Session, command: str) -> ToolResult:
+async def call_without_checks(dispatcher: Dispatcher, session: Session, command: str) -> ToolResult:
     """Return the result of a command from a worker alone. The dispatcher knows no tenants."""
     call = ToolCall(id=f"tenant-{time.monotonic_ns()}", name="bash_tool", arguments={"command": command})
     return await dispatcher.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
 
 
-async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(
-    stack: Stack, session: Session, office: Office
+async def test_a_policy_takes_effect_on_both_sides_of_the_queue_within_two_seconds(
+    stack: Stack, session: Session, tenant_admin: TenantAdmin
 ) -> None:
     async with open_dispatcher(stack.broker) as dispatcher:
 
@@ -90,11 +90,11 @@ async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds
             return await session.call("bash_tool", {"command": "git push --help || true"})
 
         async def smuggled() -> ToolResult:
-            return await past_all_checks(dispatcher, session, "git push --help || true")
+            return await call_without_checks(dispatcher, session, "git push --help || true")
 
         for call in (smuggled, sent):
             assert await seconds_until(call, None) < SOON_S
-        async with office.default_has(NO_PUSH):
+        async with tenant_admin.set_default_policy(NO_PUSH):
             for call in (smuggled, sent):
                 assert await seconds_until(call, ErrorCode.SECURITY_REFUSED) < SOON_S
             assert (await session.exec(["true"])).returncode == 0
@@ -102,7 +102,7 @@ async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds
             assert (
                 await seconds_until_refused(session, "commands with 'git push' are forbidden", "git", "push") < SOON_S
             )
-            await office.tenants.replace("default", WRITES_ONLY)
+            await tenant_admin.tenants.replace("default", WRITES_ONLY)
             for call in (smuggled, sent):
                 assert await seconds_until(call, ErrorCode.PERMISSION_DENIED) < SOON_S
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success

@@ -15,7 +15,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.queue_by_hand import open_dispatcher
+from tests.raw_queue import open_dispatcher
 from tests.stack import Stack
 
 pytestmark = pytest.mark.stack
@@ -24,7 +24,7 @@ SOON_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
+async def disabled_tool(client: ToolClient, name: str) -> AsyncIterator[None]:
     await client.disable(name, reason="it is being repaired")
     try:
         yield
@@ -46,7 +46,7 @@ async def seconds_until(session: Session, dispatcher: Dispatcher | None, code: E
             return took
 
 
-async def seconds_until_untold(client: ToolClient) -> float:
+async def seconds_until_withdrawn(client: ToolClient) -> float:
     """Return the seconds until bash_tool is no longer offered to a model."""
     started = time.monotonic()
     while "bash_tool" in [spec.name for spec in await client.tools()] and time.monotonic() - started < 2 * SOON_S:  # noqa: ASYNC110
@@ -54,18 +54,18 @@ async def seconds_until_untold(client: ToolClient) -> float:
     return time.monotonic() - started
 
 
-async def test_every_worker_and_every_client_knows_within_two_seconds(
+async def test_a_tool_switch_takes_effect_in_every_worker_and_client_within_two_seconds(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
     async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as dispatcher:
         # All processes know that the tool is on, as late as possible.
         assert await seconds_until(session, None, None) < SOON_S
         assert await seconds_until(session, dispatcher, None) < SOON_S
-        async with turned_off(administrator, "bash_tool"):
+        async with disabled_tool(administrator, "bash_tool"):
             assert await seconds_until(session, dispatcher, ErrorCode.TOOL_DISABLED) < SOON_S
             assert await seconds_until(session, None, ErrorCode.TOOL_DISABLED) < SOON_S
             # The worker may have learned of the switch before this client.
-            assert await seconds_until_untold(client) < SOON_S
+            assert await seconds_until_withdrawn(client) < SOON_S
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
             assert (await session.exec(["true"])).returncode == 0
         assert await seconds_until(session, dispatcher, None) < SOON_S

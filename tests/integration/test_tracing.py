@@ -10,7 +10,7 @@ from contract.traceparent import run_span_id, trace_id_of
 from orchestrator.approvals import AutoApprover
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from tests.otlp_collector import Collected, Collector, assert_one_tree, open_collector
+from tests.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
 from tests.stack import Stack, open_stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
@@ -67,15 +67,15 @@ async def client(traced_stack: Stack, collector: Collector) -> AsyncIterator[Too
         yield connected
 
 
-def below(spans: list[Collected], parent: Collected) -> list[str]:
+def child_names(spans: list[CollectedSpan], parent: CollectedSpan) -> list[str]:
     return sorted(span.name for span in spans if span.parent == parent.id)
 
 
-def of_trace(collector: Collector, trace: str) -> list[Collected]:
+def spans_of_trace(collector: Collector, trace: str) -> list[CollectedSpan]:
     return [span for span in list(collector.spans) if span.trace == trace]
 
 
-async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_every_part_in_its_place(
+async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace(
     traced_stack: Stack, collector: Collector
 ) -> None:
     turns = [Calls([("bash_tool", {"command": "sleep 0.05; echo hi"})]), Calls([("shout", {"text": "hi"})]), "done"]
@@ -87,7 +87,7 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_eve
     root = assert_one_tree(spans)
     assert (root.trace, root.id) == (trace_id_of("default", result.run), run_span_id("default", result.run))
     assert root.name == "invoke_agent toolcrew"
-    assert below(spans, root) == [
+    assert child_names(spans, root) == [
         "chat scripted",
         "chat scripted",
         "chat scripted",
@@ -97,9 +97,9 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_eve
         "session.open",
     ]
     for tool, inside in (("bash_tool", ["sandboxd exec"]), ("shout", [])):
-        assert below(spans, collector.one(f"execute_tool {tool}")) == [f"admission {tool}", f"send {tool}"]
-        assert below(spans, collector.one(f"send {tool}")) == [f"process {tool}"]
-        assert below(spans, collector.one(f"process {tool}")) == inside
+        assert child_names(spans, collector.one(f"execute_tool {tool}")) == [f"admission {tool}", f"send {tool}"]
+        assert child_names(spans, collector.one(f"send {tool}")) == [f"process {tool}"]
+        assert child_names(spans, collector.one(f"process {tool}")) == inside
     guest = collector.one("guest exec")
     assert guest.end - guest.start >= 50_000_000
     assert {span.service for span in spans} == {
@@ -112,7 +112,9 @@ async def test_a_run_with_calls_in_a_sandbox_and_in_a_pool_is_one_trace_with_eve
     assert {span.kind for span in spans if span.name.startswith("chat ")} == {"client"}
 
 
-async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stack: Stack, collector: Collector) -> None:
+async def test_attributes_follow_the_conventions_and_contain_no_content(
+    traced_stack: Stack, collector: Collector
+) -> None:
     turns = [Calls([("bash_tool", {"command": f"echo needle {KEY}"})], "needle"), "needle"]
     async with ToolClient.connect(traced_stack.redis_url, approver=AutoApprover()) as client:
         result = await client.run("find the needle", model=ScriptedModel(turns), tools=["bash_tool"])
@@ -142,7 +144,7 @@ async def test_attributes_follow_the_conventions_and_hold_no_content(traced_stac
     assert KEY not in everything
 
 
-async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
+async def test_recorded_content_is_masked_cleaned_and_truncated(
     traced_stack: Stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp-content")
@@ -160,9 +162,7 @@ async def test_content_that_was_asked_for_is_masked_cleaned_and_cut(
     assert not {"\x1b", "\u202e"} & set(everything)
 
 
-async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_with_a_session(
-    client: ToolClient, collector: Collector
-) -> None:
+async def test_each_call_and_each_session_operation_is_its_own_trace(client: ToolClient, collector: Collector) -> None:
     async with await client.open_session() as session:
         await session.write_file("note", b"kept")
         checkpoint = await session.checkpoint()
@@ -174,11 +174,11 @@ async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_wit
     )
     root = collector.one("execute_tool bash_tool")
     assert root.attributes["toolcrew.session"] == session.id
-    assert assert_one_tree(of_trace(collector, root.trace)) == root
+    assert assert_one_tree(spans_of_trace(collector, root.trace)) == root
     roots = [span.name for span in collector.spans if not span.parent]
     assert {"session.open", "session.write_file", "session.checkpoint", "session.close"} <= set(roots)
     for span in list(collector.spans):
-        assert_one_tree(of_trace(collector, span.trace))
+        assert_one_tree(spans_of_trace(collector, span.trace))
 
 
 async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
@@ -190,10 +190,10 @@ async def test_a_call_whose_process_dies_leaves_a_trace_without_orphans(
     collector.wait_for("execute_tool leave")
     root = collector.one("execute_tool leave")
     assert root.attributes["error.type"] == result.error_code
-    assert assert_one_tree(of_trace(collector, root.trace)) == root
+    assert assert_one_tree(spans_of_trace(collector, root.trace)) == root
 
 
-async def test_a_trace_that_is_not_recorded_costs_workers_nothing(
+async def test_workers_record_no_spans_for_an_unsampled_trace(
     traced_stack: Stack, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")

@@ -57,7 +57,7 @@ async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
     return found
 
 
-def batch_in(harness: Harness, tree: Path, *arguments: str) -> str:
+def run_batch_of(harness: Harness, tree: Path, *arguments: str) -> str:
     """Return the output of a batch command of that tree's release."""
     done = subprocess.run(
         [*COMMAND, "batches" if tree == ROOT else "batch", *arguments],
@@ -72,7 +72,7 @@ def batch_in(harness: Harness, tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_both_releases(
+def test_a_batch_of_an_earlier_orchestrator_runs_on_hosts_of_both_releases(
     harness: Harness, earlier: Path, tmp_path: Path
 ) -> None:
     work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
@@ -87,19 +87,19 @@ def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_bot
     with (tmp_path / "service.log").open("wb") as log:
         serving = subprocess.Popen(service, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
-        batch_in(harness, earlier, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
+        run_batch_of(harness, earlier, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
         with harness.open_redis() as store:
             key = batch_key(harness.deployment, "default", batch)
             wait_until(lambda: store.hget(key, "state") == b"completed", UP_S, (tmp_path / "service.log").read_text)
     finally:
         end_process(serving, UP_S)
-    rows = [json.loads(line) for line in batch_in(harness, ROOT, "export", batch).splitlines()]
+    rows = [json.loads(line) for line in run_batch_of(harness, ROOT, "export", batch).splitlines()]
     assert sorted((row["custom_id"], row["response"]["body"]["output"]) for row in rows) == [
         (f"i{number}", "done\n") for number in range(ITEMS)
     ]
 
 
-async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_under_load(harness: Harness) -> None:
+async def test_sessions_of_an_earlier_host_move_to_a_new_host_when_it_is_drained_under_load(harness: Harness) -> None:
     async with ToolClient.connect(settings=settings_of(harness)) as client:
         homes = await open_on_both(client)
         sessions = [session for held in homes.values() for session in held]
@@ -117,7 +117,7 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
         writing = [asyncio.create_task(write(session)) for session in sessions]
         try:
             await wait_until_async(
-                lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, harness.last_words
+                lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, harness.log_tails
             )
             drain = [TOOLCREW, "hosts", "drain", "old", "--wait", "--json"]
             done = await asyncio.to_thread(
@@ -132,7 +132,7 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert done.returncode == 0, done.stdout + done.stderr
             reached = {name: len(numbers) for name, numbers in written.items()}
             await wait_until_async(
-                lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, harness.last_words
+                lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, harness.log_tails
             )
         finally:
             is_over.set()
@@ -142,4 +142,4 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert (await session.info()).host == "new"
             assert [int(line) for line in (await session.read_file("numbers")).decode().split()] == written[session.id]
             await session.close()
-        await wait_until_async(lambda: harness.process("old.worker").ends[-1:] == [0], UP_S, harness.last_words)
+        await wait_until_async(lambda: harness.process("old.worker").ends[-1:] == [0], UP_S, harness.log_tails)

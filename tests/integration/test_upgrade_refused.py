@@ -21,7 +21,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.batches import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
 from tests.host_harness import Harness, open_harness
-from tests.queue_by_hand import make_envelope, publish, stored_state
+from tests.raw_queue import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process
 from tests.waiting import wait_until
 
@@ -98,22 +98,24 @@ async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: H
     assert_nothing_ran(old_host)
 
 
-def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Harness) -> None:
+def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_release(new_host: Harness) -> None:
     """Such a call lies in a queue when its host is upgraded without a drain."""
     call = ToolCall(id="left-over", name="bash_tool", arguments={"command": "touch $TALLY/ran"})
     with new_host.open_redis() as store:
         queue = store.zrange(hosts_key(new_host.deployment), 0, -1)[0].decode()  # type: ignore[index]
         envelope = make_envelope(new_host.broker, call, tenant="default", session="s1").replace("v3.", "v2.", 1)
         task = publish(new_host.broker, "tool.bash_tool", queue, envelope)
-        state = wait_until(lambda: stored_state(store, task), UP_S, new_host.last_words)
+        state = wait_until(lambda: stored_state(store, task), UP_S, new_host.log_tails)
         assert (state["status"], state["result"]["exc_type"]) == ("FAILURE", "EnvelopeRefused")
         assert "same release" in str(state["result"]["exc_message"])
         assert store.hget(refusals_key(new_host.deployment), "version") == b"1"
     assert_nothing_ran(new_host)
 
 
-@pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
-def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
+@pytest.mark.parametrize(
+    "submits_earlier", [True, False], ids=["submitted by the earlier release", "executed by the earlier release"]
+)
+def test_no_orchestrator_executes_a_batch_on_hosts_of_the_other_release(
     new_host: Harness, old_host: Harness, earlier: Path, tmp_path: Path, submits_earlier: bool
 ) -> None:
     submits, works, harness = (earlier, ROOT, old_host) if submits_earlier else (ROOT, earlier, new_host)

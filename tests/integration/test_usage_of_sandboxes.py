@@ -21,19 +21,19 @@ from workers.sandboxd.metering import UsageReader
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 MIB = 1024 * 1024
-BURN = "i=0; while [ $i -lt {loops}000 ]; do i=$((i+1)); done"
+BUSY_LOOP = "i=0; while [ $i -lt {loops}000 ]; do i=$((i+1)); done"
 SOON_S = 40.0
 
 
 @pytest.fixture(scope="module", params=["oci", "engine"])
-def metered(engine: APIClient, request: pytest.FixtureRequest) -> Iterator[Stack]:
+def metered_stack(engine: APIClient, request: pytest.FixtureRequest) -> Iterator[Stack]:
     with open_stack(engine, {"TOOLCREW_SANDBOX_START": request.param}) as opened:
         yield opened
 
 
 @pytest.fixture
-async def client(metered: Stack) -> AsyncIterator[ToolClient]:
-    async with ToolClient.connect(metered.redis_url) as connected:
+async def client(metered_stack: Stack) -> AsyncIterator[ToolClient]:
+    async with ToolClient.connect(metered_stack.redis_url) as connected:
         yield connected
 
 
@@ -52,14 +52,14 @@ async def bash(session: Session, command: str, call_id: str | None = None) -> fl
     return result.usage.cpu_s
 
 
-async def test_the_sum_over_parallel_calls_is_the_cpu_time_of_the_control_group(
-    metered: Stack, client: ToolClient
+async def test_the_cpu_time_of_parallel_calls_adds_up_to_that_of_the_control_group(
+    metered_stack: Stack, client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
-        reader = await reader_of(metered, session)
+        reader = await reader_of(metered_stack, session)
         await bash(session, "true")
         before = reader.read().cpu_us / 1e6
-        calls = [bash(session, BURN.format(loops=loops)) for loops in (40, 80, 120, 160)]
+        calls = [bash(session, BUSY_LOOP.format(loops=loops)) for loops in (40, 80, 120, 160)]
         used = sum(await all_of([*calls, *(bash(session, "true") for _ in range(6))], SOON_S))
         in_group = reader.read().cpu_us / 1e6 - before
         reader.close()
@@ -67,7 +67,7 @@ async def test_the_sum_over_parallel_calls_is_the_cpu_time_of_the_control_group(
         assert used == pytest.approx(in_group, rel=0.02)
 
 
-async def test_a_result_has_peak_and_bytes(client: ToolClient) -> None:
+async def test_a_result_reports_peak_memory_and_written_bytes(client: ToolClient) -> None:
     async with await client.open_session() as session:
         written = await session.call(
             "bash_tool",
@@ -83,24 +83,24 @@ async def test_a_result_has_peak_and_bytes(client: ToolClient) -> None:
     assert idle.usage.network_bytes == 0
 
 
-async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_worker(
-    metered: Stack, client: ToolClient
+async def test_session_totals_match_the_control_group_with_jobs_and_a_killed_worker(
+    metered_stack: Stack, client: ToolClient
 ) -> None:
     began = time.time()
     session = await client.open_session()
-    reader = await reader_of(metered, session)
-    job = await session.call("bash_tool", {"command": BURN.format(loops=150), "background": True})
+    reader = await reader_of(metered_stack, session)
+    job = await session.call("bash_tool", {"command": BUSY_LOOP.format(loops=150), "background": True})
     assert job.success, job.error
     sandbox = (await session.info()).sandbox
     assert sandbox is not None
-    container, burn = metered.full_id(sandbox.id), BURN.format(loops=9000)
+    container, burn = metered_stack.full_id(sandbox.id), BUSY_LOOP.format(loops=9000)
     lost = asyncio.create_task(session.call("bash_tool", {"command": f"bash -c '{burn}'"}))
     await wait_until_async(lambda: f"bash -c {burn}" in commands_in(container).values(), 10, "the command runs")
-    worker = metered.pid("worker")
+    worker = metered_stack.pid("worker")
     os.kill(worker, signal.SIGKILL)
-    metered.wait_for_another("worker", worker)
+    metered_stack.wait_for_another("worker", worker)
     assert (await lost).error_code is ErrorCode.OUTCOME_UNKNOWN
-    await bash(session, BURN.format(loops=100))
+    await bash(session, BUSY_LOOP.format(loops=100))
     in_group = reader.read().cpu_us / 1e6
     reader.close()
     counted = await client.session_usage(session.id)
@@ -119,10 +119,12 @@ async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_work
     assert sum(row.amounts["cpu_us"] for row in rows) / 1e6 >= in_group * 0.98
 
 
-async def test_a_budget_is_in_force_in_every_process_within_two_seconds(metered: Stack, client: ToolClient) -> None:
+async def test_a_budget_takes_effect_in_every_process_within_two_seconds(
+    metered_stack: Stack, client: ToolClient
+) -> None:
     def set_limit(*options: str) -> None:
-        environment = {"TOOLCREW_REDIS_URL": metered.redis_url}
-        done = run_toolcrew(metered.footprint, "tenants", "set", "default", *options, environment=environment)
+        environment = {"TOOLCREW_REDIS_URL": metered_stack.redis_url}
+        done = run_toolcrew(metered_stack.footprint, "tenants", "set", "default", *options, environment=environment)
         assert done.returncode == 0, done.stderr
 
     session = await client.open_session()

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 START_S = 400
 """vf-eval takes 20 s of processor time to start."""
-RIGHT = {"command": '[ "$(cat "$ARTIFACTS/answer")" = right ]', "artifacts": ["answer"], "timeout_s": 60}
-SCORED = {"command": 'echo \'{"reward": 0.5, "lines": 1}\' > r', "reward_file": "r", "timeout_s": 60}
+PASSING_GRADER = {"command": '[ "$(cat "$ARTIFACTS/answer")" = right ]', "artifacts": ["answer"], "timeout_s": 60}
+SCORING_GRADER = {"command": 'echo \'{"reward": 0.5, "lines": 1}\' > r', "reward_file": "r", "timeout_s": 60}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def read_traces(folder: Path, process: "subprocess.Popen[str]") -> dict[str, dic
     return {trace["task"]["data"]["id"]: trace for episode in episodes for trace in episode["traces"]}
 
 
-def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path) -> None:
+def test_only_a_completed_grader_gives_a_reward(pool: Stack, tmp_path: Path) -> None:
     """The sandbox of one agent is lost while its call runs, and so are all sandboxes of one grader."""
     agent_sleeps, grader_sleeps = "sleep 177.125", "sleep 178.125"
     script = [
@@ -84,13 +84,13 @@ def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path
         {"kind": "rule", "reply": {"text": "done"}},
     ]
     graders = {
-        "right": RIGHT,
-        "wrong": RIGHT,
-        "scored": SCORED,
-        "broken": {**RIGHT, "command": "kill -9 $$"},
-        "denied": RIGHT,
-        "agent-lost": RIGHT,
-        "grader-lost": {**RIGHT, "command": grader_sleeps, "timeout_s": 300},
+        "right": PASSING_GRADER,
+        "wrong": PASSING_GRADER,
+        "scored": SCORING_GRADER,
+        "broken": {**PASSING_GRADER, "command": "kill -9 $$"},
+        "denied": PASSING_GRADER,
+        "agent-lost": PASSING_GRADER,
+        "grader-lost": {**PASSING_GRADER, "command": grader_sleeps, "timeout_s": 300},
     }
     with running_model_server(script) as server, running_eval(pool, server, tmp_path, graders) as process:
         for command in (agent_sleeps, *[grader_sleeps] * TRIES):
@@ -112,10 +112,10 @@ def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_a_limit_of_verifiers_ends_the_agent_and_its_work_is_graded(pool: Stack, tmp_path: Path) -> None:
+def test_a_verifiers_limit_ends_the_agent_and_its_work_is_graded(pool: Stack, tmp_path: Path) -> None:
     with (
         running_model_server([rule("printf right > answer")]) as server,
-        running_eval(pool, server, tmp_path, {"right": RIGHT}, "--env.agent.max-turns", "1") as process,
+        running_eval(pool, server, tmp_path, {"right": PASSING_GRADER}, "--env.agent.max-turns", "1") as process,
     ):
         trace = read_traces(tmp_path, process)["right"]
     assert (trace["ok"], trace["stop_condition"], trace["rewards"]["graded"]["score"]) == (True, "max_turns", 1.0)

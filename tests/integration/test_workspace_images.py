@@ -27,7 +27,7 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
 
 
 @contextlib.contextmanager
-def box_with(api: APIClient, bind: str) -> Iterator[Box]:
+def open_box_with(api: APIClient, bind: str) -> Iterator[Box]:
     """Run a container of the profile with this path as its workspace."""
     host = build_config(api, limits=LIMITS)["HostConfig"]
     mount = {
@@ -42,19 +42,19 @@ def box_with(api: APIClient, bind: str) -> Iterator[Box]:
 
 
 @contextlib.asynccontextmanager
-async def started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
+async def open_started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterator[Box]:
     """Yield a running container that alone has the workspace. The mount of this process is already removed."""
     with contextlib.ExitStack() as stack:
         async with workspace.mounted() as mount:
-            box = stack.enter_context(box_with(api, mount.bind or ""))
+            box = stack.enter_context(open_box_with(api, mount.bind or ""))
         yield box
 
 
-async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_in_the_next_container(
+async def test_a_full_workspace_image_reports_no_space_and_its_files_outlive_the_container(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
-    async with started(engine, workspace) as box:
+    async with open_started(engine, workspace) as box:
         assert mounts_below(tmp_path) == []
         assert is_in_use(tmp_path / "one" / "image")
 
@@ -73,7 +73,7 @@ async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_
         options = box.run("grep ' /workspace ' /proc/self/mountinfo").output
         assert "nosuid,nodev" in options
 
-    async with started(
+    async with open_started(
         engine, workspace
     ) as box:  # at once: the mount waits for the unfinished removal of the first container
         assert box.run("cat /workspace/kept; id -u; ls -A /workspace").output.split() == ["kept", "1000", "kept"]
@@ -82,12 +82,12 @@ async def test_the_sandbox_meets_both_limits_as_a_full_disk_and_its_files_go_on_
     assert not (tmp_path / "one").exists()
 
 
-async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
+async def test_a_workspace_in_use_by_a_container_is_not_mounted_again(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     made = await images.make("one", SIZE)
     again = replace(made, release_s=0.1)
-    async with started(engine, made) as box:
+    async with open_started(engine, made) as box:
         with pytest.raises(SandboxUnavailable, match="still mounted"):
             async with again.mounted():
                 pass
@@ -95,23 +95,21 @@ async def test_a_workspace_that_a_running_container_has_is_not_given_to_another(
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
 
 
-async def test_a_workspace_swept_under_a_running_container_is_gone_with_it(
+async def test_a_workspace_deleted_under_a_running_container_stays_usable_until_its_end(
     engine: APIClient, images: ImageWorkspaces, tmp_path: Path
 ) -> None:
     workspace = await images.make("one", SIZE)
-    async with started(engine, workspace) as box:
+    async with open_started(engine, workspace) as box:
         assert await images.sweep(set()) == 1
 
         assert box.run("echo still > /workspace/file && cat /workspace/file").output.strip() == "still"
 
 
-async def test_a_container_whose_start_missed_the_mount_cannot_write(
-    engine: APIClient, images: ImageWorkspaces
-) -> None:
+async def test_a_container_without_its_workspace_mount_cannot_write(engine: APIClient, images: ImageWorkspaces) -> None:
     """Aim: fill the host's disk from a sandbox whose workspace is not mounted."""
     workspace = await images.make("one", SIZE)
     async with workspace.mounted() as mount:
         bind = mount.bind or ""
 
-    with box_with(engine, bind) as box:
+    with open_box_with(engine, bind) as box:
         assert box.run("echo x > /workspace/file").status != 0

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,27 +15,12 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
+from tests.archives import build_tar
 from tests.unit.test_workspace_sources import git
 
 pytestmark = pytest.mark.stack
 
 MIB = 1024 * 1024
-
-
-def tar_of(*entries: tuple[str, bytes | str | int]) -> bytes:
-    """Return a tar of names with content. A str is a link's target; a number is the size of a file of zeros."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in entries:
-            entry = tarfile.TarInfo(name)
-            if isinstance(content, str):
-                entry.type, entry.linkname = tarfile.SYMTYPE, content
-                archive.addfile(entry)
-                continue
-            data = bytes(content) if isinstance(content, int) else content
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def zip_of(*entries: tuple[str, bytes]) -> bytes:
@@ -53,13 +37,13 @@ async def output(session: Session, command: str) -> str:
     return result.stdout.decode()
 
 
-PLAIN = tar_of(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
+PLAIN = build_tar(("d/a.txt", b"x"), ("-n", b"y"), ("link", "d/a.txt"))
 
 
 @pytest.mark.parametrize(
     "content", [PLAIN, gzip.compress(PLAIN), bz2.compress(PLAIN), lzma.compress(PLAIN)], ids=["tar", "gz", "bz2", "xz"]
 )
-async def test_a_tar_is_unpacked_however_it_is_compressed(content: bytes, client: ToolClient, tmp_path: Path) -> None:
+async def test_a_tar_is_unpacked_with_every_compression(content: bytes, client: ToolClient, tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(content)
     async with await client.open_session(tmp_path / "it") as session:
         assert await output(session, "find . ! -name . | sort; cat link ./-n") == "./-n\n./d\n./d/a.txt\n./link\nxy"
@@ -71,7 +55,9 @@ async def test_a_zip_is_unpacked(client: ToolClient, tmp_path: Path) -> None:
         assert await output(session, "find . -type f | sort") == "./-n\n./d/ä.txt\n"
 
 
-async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client: ToolClient, tmp_path: Path) -> None:
+async def test_a_git_bundle_is_cloned_with_its_branches_and_without_a_remote(
+    client: ToolClient, tmp_path: Path
+) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
     git(repository, "init", "-q", "-b", "trunk")
@@ -89,19 +75,19 @@ async def test_a_bundle_is_cloned_with_its_branches_and_without_a_remote(client:
 
 
 HOSTILE: dict[str, tuple[str, bytes, ErrorCode]] = {
-    "up": ("tar", tar_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "absolute": ("tar", tar_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "through a link": ("tar", tar_of(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
-    "zip up": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "zip absolute": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
-    "zip cut": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
-    "gz cut": ("tar.gz", gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
-    "no tar": ("tar.xz", lzma.compress(b"no tar" * 1000), ErrorCode.INVALID_ARGUMENTS),
-    "no pack": ("bundle", b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
+    "parent path": ("tar", build_tar(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "absolute path": ("tar", build_tar(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "through a link": ("tar", build_tar(("out", "/tmp"), ("out/evil", b"x")), ErrorCode.INVALID_ARGUMENTS),
+    "zip with a parent path": ("zip", zip_of(("../../tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "zip with an absolute path": ("zip", zip_of(("/tmp/evil", b"x")), ErrorCode.PATH_NOT_ALLOWED),
+    "truncated zip": ("zip", zip_of(("a", b"x" * 500))[:60], ErrorCode.INVALID_ARGUMENTS),
+    "truncated gzip": ("tar.gz", gzip.compress(PLAIN)[:-20], ErrorCode.INVALID_ARGUMENTS),
+    "not a tar": ("tar.xz", lzma.compress(b"no tar" * 1000), ErrorCode.INVALID_ARGUMENTS),
+    "unknown format": ("bundle", b"# v2 git bundle\n" + b"0" * 40 + b" HEAD\n\nPACK", ErrorCode.INVALID_ARGUMENTS),
 }
 
 
-async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(session: Session) -> None:
+async def test_a_hostile_or_damaged_archive_is_refused_and_writes_nothing_outside(session: Session) -> None:
     found = {}
     for name, (kind, content, _) in HOSTILE.items():
         await output(session, f"mkdir '/workspace/{name}'")
@@ -117,12 +103,14 @@ async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(sess
 @pytest.mark.parametrize(
     ("kind", "content"),
     [
-        ("tar.gz", lambda: gzip.compress(tar_of(*((f"f{number}", 25 * MIB) for number in range(4))), 1)),
+        ("tar.gz", lambda: gzip.compress(build_tar(*((f"f{number}", 25 * MIB) for number in range(4))), 1)),
         ("zip", lambda: zip_of(("big", bytes(100 * MIB)), ("after", b"x"))),
     ],
     ids=["tar.gz", "zip"],
 )
-async def test_a_bomb_ends_where_the_room_does(kind: str, content: Callable[[], bytes], session: Session) -> None:
+async def test_a_decompression_bomb_ends_when_the_folder_is_full(
+    kind: str, content: Callable[[], bytes], session: Session
+) -> None:
     with pytest.raises(ToolFailure) as refused:
         # /tmp is the smallest writable folder of a sandbox.
         await session._call_verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)

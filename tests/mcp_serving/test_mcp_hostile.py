@@ -43,13 +43,13 @@ async def ask(
     return await line.post(path, json=result, headers={**headers_of(result), **(headers or {})})
 
 
-async def test_a_plain_client_is_answered(line: httpx.AsyncClient) -> None:
+async def test_a_plain_http_client_gets_an_answer(line: httpx.AsyncClient) -> None:
     answer = await ask(line, "tools/call", name="bash_tool", arguments={"command": "echo hi"})
     assert answer.status_code == 200, answer.text
     assert answer.json()["result"]["content"][0]["text"] == "hi\n"
 
 
-async def test_no_request_is_accepted_without_a_valid_key(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
+async def test_a_request_without_a_valid_key_is_answered_401(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     wrong = mcp_stack.keys["acme"][:-1] + ("A" if mcp_stack.keys["acme"][-1] != "A" else "B")
     for value in ("", "Bearer", "Bearer nonsense", f"Bearer {wrong}", f"Basic {mcp_stack.keys['acme']}"):
         answer = await ask(line, "tools/list", headers={"Authorization": value})
@@ -58,9 +58,7 @@ async def test_no_request_is_accepted_without_a_valid_key(mcp_stack: McpStack, l
         assert answer.json()["code"] == "UNAUTHENTICATED"
 
 
-async def test_a_page_of_another_process_may_not_call_with_a_key_it_has_got_hold_of(
-    mcp_stack: McpStack, line: httpx.AsyncClient
-) -> None:
+async def test_a_request_with_a_foreign_origin_or_host_is_refused(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     for origin in (
         "https://evil.example",
         "null",
@@ -77,7 +75,7 @@ async def test_a_page_of_another_process_may_not_call_with_a_key_it_has_got_hold
     assert own.status_code == 200, own.text
 
 
-async def test_a_huge_body_is_refused_and_not_held(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
+async def test_a_huge_body_is_refused_without_using_memory(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     before = mcp_stack.servers[0].memory_bytes()
     huge = await ask(line, "tools/call", name="bash_tool", arguments={"command": "x" * (64 * 1024 * 1024)})
     assert huge.status_code == 413, huge.text
@@ -92,7 +90,7 @@ async def test_a_huge_body_is_refused_and_not_held(mcp_stack: McpStack, line: ht
 
 
 @pytest.mark.parametrize("revision", [REVISION, "2025-11-25", "nonsense", None])
-async def test_what_is_no_message_is_refused_as_the_client_s_fault(
+async def test_an_invalid_message_is_answered_with_a_client_error(
     line: httpx.AsyncClient, revision: str | None
 ) -> None:
     headers = {"Content-Type": "application/json", **({"MCP-Protocol-Version": revision} if revision else {})}
@@ -116,7 +114,7 @@ async def test_what_is_no_message_is_refused_as_the_client_s_fault(
         assert (await line.request(method, "/mcp", headers=headers)).status_code == 405
 
 
-async def test_arguments_that_cannot_be_are_reported(line: httpx.AsyncClient) -> None:
+async def test_invalid_arguments_are_reported(line: httpx.AsyncClient) -> None:
     deep: Any = "x"
     for _ in range(300):
         deep = [deep]
@@ -143,7 +141,7 @@ async def test_arguments_that_cannot_be_are_reported(line: httpx.AsyncClient) ->
     assert "error" in answer.json() or answer.json()["result"]["isError"]
 
 
-async def test_sessions_that_cannot_be_are_reported(line: httpx.AsyncClient) -> None:
+async def test_invalid_session_names_and_paths_are_reported(line: httpx.AsyncClient) -> None:
     for path, status in (("/mcp/..%2fx", 404), ("/mcp/" + "x" * 65, 404), ("/mcp/a/b", 404), ("/other", 404)):
         assert (await ask(line, "tools/list", path)).status_code == status, path
     fields = message("tools/call", name="bash_tool", arguments={"command": "true"})
@@ -156,7 +154,7 @@ async def test_sessions_that_cannot_be_are_reported(line: httpx.AsyncClient) -> 
     assert missing.json()["result"]["structuredContent"]["error_code"] == "SESSION_NOT_FOUND"
 
 
-async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
+async def test_a_client_that_disconnects_ends_its_command(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
     for number, revision in enumerate((REVISION, "2025-11-25")):
         command = f"sleep 735{number}"
         fields = message("tools/call", name="bash_tool", arguments={"command": command})
@@ -165,12 +163,12 @@ async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpS
         calling = asyncio.ensure_future(
             line.post("/mcp", json=fields, headers={**headers_of(fields), "MCP-Protocol-Version": revision})
         )
-        await wait_until_async(lambda: mcp_stack.runs(command), SOON_S, "the command runs")  # noqa: B023  # this round
+        await wait_until_async(lambda: mcp_stack.find_programs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.runs(command), 20, "the command ends")  # noqa: B023
+        await wait_until_async(lambda: not mcp_stack.find_programs(command), 20, "the command ends")  # noqa: B023
 
 
-async def test_a_session_that_was_closed_elsewhere_is_reported_and_forgotten(mcp_stack: McpStack) -> None:
+async def test_a_session_that_was_closed_elsewhere_is_reported_as_not_found(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client, mcp_stack.client(replica=1) as other:
         session = await new_session(client)
         assert text_of(await bash(other, "echo hi", session)) == "hi\n"
@@ -181,21 +179,21 @@ async def test_a_session_that_was_closed_elsewhere_is_reported_and_forgotten(mcp
             assert missing.structured_content["error_code"] == "SESSION_NOT_FOUND"
 
 
-async def test_a_server_that_is_reported_to_stop_ends_what_still_runs_after_a_while(mcp_stack: McpStack) -> None:
+async def test_a_stopping_server_ends_running_calls_after_its_grace_period(mcp_stack: McpStack) -> None:
     with open_mcp_process(mcp_stack.stack) as server:
         fields = message("tools/call", name="bash_tool", arguments={"command": "sleep 7361", "timeout": 500})
         headers = {**headers_of(fields), "Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:
             calling = asyncio.ensure_future(line.post("/mcp", json=fields))
-            await wait_until_async(lambda: mcp_stack.runs("sleep 7361"), SOON_S, "the command runs")
+            await wait_until_async(lambda: mcp_stack.find_programs("sleep 7361"), SOON_S, "the command runs")
             server.process.send_signal(signal.SIGTERM)
             await wait_until_async(lambda: server.process.poll() is not None, SOON_S, server.log)
             await asyncio.gather(calling, return_exceptions=True)
         assert server.process.returncode == 0, server.log()
-        await wait_until_async(lambda: not mcp_stack.runs("sleep 7361"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7361"), 20, "the command ends")
 
 
-async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -> None:
+async def test_pages_of_an_allowed_origin_may_call(mcp_stack: McpStack) -> None:
     with open_mcp_process(mcp_stack.stack, "--origin", "https://chat.example") as server:
         headers = {"Authorization": f"Bearer {mcp_stack.keys['acme']}", "Accept": ACCEPT}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=SOON_S) as line:

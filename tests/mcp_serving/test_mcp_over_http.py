@@ -9,7 +9,17 @@ from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
 from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
-from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, open_mcp_process, text_of
+from tests.mcp_stack import (
+    REVISIONS,
+    SESSION,
+    SOON_S,
+    ElicitingUser,
+    McpStack,
+    bash,
+    new_session,
+    open_mcp_process,
+    text_of,
+)
 from tests.stack import Stack
 from tests.waiting import wait_until_async
 
@@ -26,7 +36,7 @@ def toolcrew(stack: Stack, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_tools_are_listed_with_our_schemas_and_honest_hints(mcp_stack: McpStack, revision: str) -> None:
+async def test_tools_are_listed_with_their_schemas_and_hints(mcp_stack: McpStack, revision: str) -> None:
     async with mcp_stack.client(mode=revision) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
     hints = tools["read_tool"].annotations
@@ -39,7 +49,7 @@ async def test_tools_are_listed_with_our_schemas_and_honest_hints(mcp_stack: Mcp
     assert not [name for name in tools if name.startswith("session.")]
 
 
-async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(mcp_stack: McpStack) -> None:
+async def test_disabled_and_forbidden_tools_are_not_listed_and_calls_explain_why(mcp_stack: McpStack) -> None:
     toolcrew(mcp_stack.stack, "tenants", "add", "narrow", "--tools", "bash_tool,glob_tool")
     key = toolcrew(mcp_stack.stack, "keys", "create", "narrow").split("tc_")[1].split()[0]
     mcp_stack.keys["narrow"] = f"tc_{key}"
@@ -55,7 +65,7 @@ async def test_tools_that_are_off_or_not_the_tenants_are_not_listed_and_say_why(
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_call_answers_with_text_for_models_and_the_whole_result_for_programs(
+async def test_a_call_returns_text_for_models_and_the_whole_result_for_programs(
     mcp_stack: McpStack, revision: str
 ) -> None:
     async with mcp_stack.client(mode=revision) as client:
@@ -67,7 +77,7 @@ async def test_a_call_answers_with_text_for_models_and_the_whole_result_for_prog
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_call_that_fails_is_a_result_with_the_sentence_a_model_gets(mcp_stack: McpStack, revision: str) -> None:
+async def test_a_failed_call_is_a_result_with_the_error_text_for_the_model(mcp_stack: McpStack, revision: str) -> None:
     async with mcp_stack.client(mode=revision) as client:
         unknown = await client.call_tool("bash_toll", {})
         assert unknown.is_error
@@ -85,7 +95,7 @@ async def test_a_call_that_fails_is_a_result_with_the_sentence_a_model_gets(mcp_
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_output_comes_as_progress_while_the_call_runs(mcp_stack: McpStack, revision: str) -> None:
+async def test_output_is_sent_as_progress_while_the_call_runs(mcp_stack: McpStack, revision: str) -> None:
     pieces, has_begun = list[str](), asyncio.Event()
 
     async def on_progress(progress: float, total: float | None, message: str | None) -> None:
@@ -110,18 +120,18 @@ async def test_output_comes_as_progress_while_the_call_runs(mcp_stack: McpStack,
     assert pieces[0] == "first\n"
 
 
-async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack) -> None:
+async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         calling = asyncio.ensure_future(bash(client, "sleep 7341", session))
-        await wait_until_async(lambda: mcp_stack.runs("sleep 7341"), SOON_S, "the command runs")
+        await wait_until_async(lambda: mcp_stack.find_programs("sleep 7341"), SOON_S, "the command runs")
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.runs("sleep 7341"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7341"), 20, "the command ends")
         # The session must still exist.
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"
 
 
-async def test_a_session_is_found_by_address_and_by_meta_on_every_replica(mcp_stack: McpStack) -> None:
+async def test_a_session_is_selected_by_path_or_metadata_on_every_replica(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         await bash(client, "echo kept >file; cd /tmp", session)
@@ -132,7 +142,7 @@ async def test_a_session_is_found_by_address_and_by_meta_on_every_replica(mcp_st
         assert "omit one of them" in text_of(other)
 
 
-async def test_a_tenant_cannot_report_anothers_session_from_one_that_never_was(mcp_stack: McpStack) -> None:
+async def test_a_session_of_another_tenant_looks_like_an_unknown_session(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         await bash(client, "echo secret >file", session)
@@ -145,21 +155,21 @@ async def test_a_tenant_cannot_report_anothers_session_from_one_that_never_was(m
             await rival.list_tools()
 
 
-async def test_what_needs_approval_is_asked_of_the_person_at_the_client_and_runs_once(mcp_stack: McpStack) -> None:
-    person = Person(allow=True)
+async def test_a_call_that_needs_approval_asks_the_user_of_the_client_and_runs_once(mcp_stack: McpStack) -> None:
+    person = ElicitingUser(allow=True)
     async with mcp_stack.client(elicitation_callback=person) as client:
         done = await client.call_tool("bash_tool", {"command": DELETE})
     assert text_of(done) == "gone\n"
-    (question,) = person.asked
+    (question,) = person.questions
     assert "rm -rf /srv/build" in question
     assert "WARNING" in question
 
 
-async def test_a_no_or_a_client_that_cannot_ask_refuses(mcp_stack: McpStack) -> None:
-    for person in (Person(allow=False), Person(), Person(allow="yes")):
+async def test_a_refusal_or_a_client_without_elicitation_refuses_the_call(mcp_stack: McpStack) -> None:
+    for person in (ElicitingUser(allow=False), ElicitingUser(), ElicitingUser(allow="yes")):
         async with mcp_stack.client(elicitation_callback=person) as client:
             assert "was not run: the call was denied" in text_of(await bash(client, DELETE))
-            assert len(person.asked) == 1
+            assert len(person.questions) == 1
     for revision in REVISIONS:
         async with mcp_stack.client(mode=revision) as client:
             assert "TOOLCREW_APPROVALS=queue" in text_of(await bash(client, DELETE))
@@ -169,14 +179,14 @@ async def ask(
     mcp_stack: McpStack, replica: int, command: str = DELETE, **more: Any
 ) -> CallToolResult | InputRequiredResult | MCPError:
     """Run one round of a call that needs a user's approval."""
-    async with mcp_stack.client(replica=replica, elicitation_callback=Person()) as client:
+    async with mcp_stack.client(replica=replica, elicitation_callback=ElicitingUser()) as client:
         try:
             return await client.session.call_tool("bash_tool", {"command": command}, allow_input_required=True, **more)
         except MCPError as error:
             return error
 
 
-async def test_a_yes_holds_for_that_call_alone_once_and_on_any_replica(mcp_stack: McpStack) -> None:
+async def test_an_approval_is_valid_for_one_call_once_on_any_replica(mcp_stack: McpStack) -> None:
     question = await ask(mcp_stack, 0)
     assert isinstance(question, InputRequiredResult)
     yes = {"approval": ElicitResult(action="accept", content={"allow": True})}
@@ -197,7 +207,7 @@ async def test_a_yes_holds_for_that_call_alone_once_and_on_any_replica(mcp_stack
     assert again.is_error, again
 
 
-async def test_a_yes_for_one_session_is_none_for_another(mcp_stack: McpStack) -> None:
+async def test_an_approval_for_one_session_is_refused_in_another(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         one, other = await new_session(client), await new_session(client)
     yes = {"approval": ElicitResult(action="accept", content={"allow": True})}
@@ -208,7 +218,7 @@ async def test_a_yes_for_one_session_is_none_for_another(mcp_stack: McpStack) ->
     assert "differ from the approved ones" in text_of(moved)
 
 
-async def test_no_question_is_asked_if_the_operator_has_set_that(mcp_stack: McpStack) -> None:
+async def test_no_approval_is_requested_when_the_operator_allows_everything(mcp_stack: McpStack) -> None:
     stack = mcp_stack.stack
     with open_mcp_process(stack, environment={"TOOLCREW_APPROVALS": "auto"}) as server:
         alone = McpStack(stack, (server, server), mcp_stack.keys)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.command_server import run_toolcrew
-from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, text_of
+from tests.mcp_stack import REVISIONS, SESSION, SOON_S, ElicitingUser, McpStack, bash, new_session, text_of
 from tests.stack import TOOLCREW, end_process, read_line
 from tests.waiting import wait_until, wait_until_async
 
@@ -52,7 +52,7 @@ def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
     return list(reply["sessions"] if isinstance(reply, dict) else reply)
 
 
-async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) -> None:
+async def test_a_named_session_is_used_and_stays_open(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
         async with mcp_stack.stdio_client("--tenant", "acme", "--session", session) as other:
@@ -61,21 +61,24 @@ async def test_a_session_that_is_named_is_used_and_stays(mcp_stack: McpStack) ->
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
+async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack, revision: str) -> None:
     async with mcp_stack.stdio_client("--tenant", "acme", mode=revision) as client:
         calling = asyncio.ensure_future(bash(client, "sleep 7342"))
-        await wait_until_async(lambda: mcp_stack.runs("sleep 7342"), SOON_S, "the command runs")
+        await wait_until_async(lambda: mcp_stack.find_programs("sleep 7342"), SOON_S, "the command runs")
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.runs("sleep 7342"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7342"), 20, "the command ends")
         assert text_of(await bash(client, "echo alive")) == "alive\n"
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: McpStack, revision: str) -> None:
-    for person, expected in ((Person(allow=True), "gone\n"), (Person(allow=False), "the call was denied")):
+async def test_the_user_of_the_client_is_asked_in_every_protocol_revision(mcp_stack: McpStack, revision: str) -> None:
+    for person, expected in (
+        (ElicitingUser(allow=True), "gone\n"),
+        (ElicitingUser(allow=False), "the call was denied"),
+    ):
         async with mcp_stack.stdio_client("--tenant", "acme", mode=revision, elicitation_callback=person) as client:
             assert expected in text_of(await bash(client, DELETE))
-            assert len(person.asked) == 1
+            assert len(person.questions) == 1
 
 
 # --- Raw messages
@@ -89,19 +92,19 @@ HELLO = {
 }
 
 
-class ByHand:
+class RawClient:
     """A program that serves MCP, and its two pipes."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
 
-    def say(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + b"\n")
         self.process.stdin.flush()
 
     def ask(self, method: str, params: Any, number: int = 2) -> dict[str, Any]:
-        self.say(json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": params}).encode())
+        self.send_line(json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": params}).encode())
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
@@ -109,19 +112,19 @@ class ByHand:
         return reply
 
     def greet(self) -> None:
-        self.say(json.dumps(HELLO).encode())
+        self.send_line(json.dumps(HELLO).encode())
         assert self.answer()["result"]["serverInfo"]["name"] == "toolcrew"
-        self.say(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
+        self.send_line(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
 
 
 @pytest.fixture
-def by_hand(mcp_stack: McpStack) -> Iterator[ByHand]:
-    with open_by_hand(mcp_stack) as opened:
+def raw_client(mcp_stack: McpStack) -> Iterator[RawClient]:
+    with open_raw_client(mcp_stack) as opened:
         yield opened
 
 
 @contextlib.contextmanager
-def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
+def open_raw_client(mcp_stack: McpStack, *arguments: str) -> Iterator[RawClient]:
     process = subprocess.Popen(
         [TOOLCREW, "serve", "mcp", "--tenant", "acme", *arguments],
         env=mcp_stack.stack.footprint.environment({"TOOLCREW_REDIS_URL": mcp_stack.stack.redis_url}),
@@ -131,16 +134,16 @@ def open_by_hand(mcp_stack: McpStack, *arguments: str) -> Iterator[ByHand]:
         start_new_session=True,
     )
     try:
-        yield ByHand(process)
+        yield RawClient(process)
     finally:
         if process.stdin is not None:
             process.stdin.close()
         end_process(process)
 
 
-def test_what_is_no_message_is_reported_and_harms_nothing(by_hand: ByHand) -> None:
-    by_hand.greet()
-    by_hand.say(b"")
+def test_an_invalid_message_is_reported_and_the_connection_continues(raw_client: RawClient) -> None:
+    raw_client.greet()
+    raw_client.send_line(b"")
     for line in (
         b"{",
         b"[]",
@@ -150,44 +153,43 @@ def test_what_is_no_message_is_reported_and_harms_nothing(by_hand: ByHand) -> No
         b"[" * 100_000,
         b'"' + b"x" * (5 * 1024 * 1024) + b'"',
     ):
-        by_hand.say(line)
-        result = by_hand.answer()
+        raw_client.send_line(line)
+        result = raw_client.answer()
         assert (result.get("id"), result["error"]["code"]) == (None, -32700), result
-    assert by_hand.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
+    assert raw_client.ask("ping", {}, 7) == {"jsonrpc": "2.0", "id": 7, "result": {}}
 
 
-def test_the_end_of_stdin_and_a_signal_end_it_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
-    by_hand.greet()
-    call = {"name": "bash_tool", "arguments": {"command": "sleep 7343"}}
-    by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-    wait_until(lambda: mcp_stack.runs("sleep 7343"), SOON_S, "the command runs")
-    # Its stdin stays open. A program that only waits for a line on stdin would not end.
-    os.kill(by_hand.process.pid, signal.SIGTERM)
-    assert by_hand.process.wait(30) == 128 + signal.SIGTERM
-    wait_until(lambda: not mcp_stack.runs("sleep 7343"), 20, "the command ends")
+@pytest.mark.parametrize("is_signal", [True, False], ids=["signal", "closed stdin"])
+def test_a_signal_or_a_closed_stdin_ends_the_server_with_its_command(
+    raw_client: RawClient, mcp_stack: McpStack, is_signal: bool
+) -> None:
+    raw_client.greet()
+    command = f"sleep 734{int(is_signal)}"
+    call = {"name": "bash_tool", "arguments": {"command": command}}
+    raw_client.send_line(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
+    wait_until(lambda: mcp_stack.find_programs(command), SOON_S, "the command runs")
+    if is_signal:
+        # Its stdin stays open. A program that only waits for a line on stdin would not end.
+        os.kill(raw_client.process.pid, signal.SIGTERM)
+    else:
+        assert raw_client.process.stdin is not None
+        raw_client.process.stdin.close()
+    assert raw_client.process.wait(30) == (128 + signal.SIGTERM if is_signal else 0)
+    wait_until(lambda: not mcp_stack.find_programs(command), 20, "the command ends")
 
 
-def test_a_client_that_goes_ends_the_program_with_its_command(by_hand: ByHand, mcp_stack: McpStack) -> None:
-    by_hand.greet()
-    call = {"name": "bash_tool", "arguments": {"command": "sleep 7344"}}
-    by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-    wait_until(lambda: mcp_stack.runs("sleep 7344"), SOON_S, "the command runs")
-    assert by_hand.process.stdin is not None
-    by_hand.process.stdin.close()
-    assert by_hand.process.wait(30) == 0
-    wait_until(lambda: not mcp_stack.runs("sleep 7344"), 20, "the command ends")
-
-
-async def test_in_a_session_that_stays_the_command_ends_with_the_client_too(mcp_stack: McpStack) -> None:
+async def test_a_closed_stdin_ends_the_command_in_a_named_session(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)
-        with open_by_hand(mcp_stack, "--session", session) as by_hand:
-            by_hand.greet()
+        with open_raw_client(mcp_stack, "--session", session) as raw_client:
+            raw_client.greet()
             call = {"name": "bash_tool", "arguments": {"command": "sleep 7345"}}
-            by_hand.say(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode())
-            await wait_until_async(lambda: mcp_stack.runs("sleep 7345"), SOON_S, "the command runs")
-            assert by_hand.process.stdin is not None
-            by_hand.process.stdin.close()
-            await wait_until_async(lambda: by_hand.process.poll() is not None, SOON_S, "the program ends")
-            await wait_until_async(lambda: not mcp_stack.runs("sleep 7345"), 15, "the command ends")
+            raw_client.send_line(
+                json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": call}).encode()
+            )
+            await wait_until_async(lambda: mcp_stack.find_programs("sleep 7345"), SOON_S, "the command runs")
+            assert raw_client.process.stdin is not None
+            raw_client.process.stdin.close()
+            await wait_until_async(lambda: raw_client.process.poll() is not None, SOON_S, "the program ends")
+            await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7345"), 15, "the command ends")
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"

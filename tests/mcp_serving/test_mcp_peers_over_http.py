@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import ToolRegistry
 from tests.guest_exec import open_local_sandbox
-from tests.mcp_peers import TOOL, legacy, modern, open_raw_peer, open_sdk_peer, reach, reply_to
+from tests.mcp_peers import TOOL, build_client, legacy, modern, open_raw_peer, open_sdk_peer, reply_to
 from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
 from workers.mcp.http_tools import build_http_sources
@@ -35,16 +35,16 @@ def peer(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
-    return _found({"peer": HttpEntry(url=url, **{"private": True, **fields})})
+    return _discover({"peer": HttpEntry(url=url, **{"private": True, **fields})})
 
 
-def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
+def _discover(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
     registry: WorkerRegistry = ToolRegistry()
     ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).list_due_servers()
     return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 
-def _soon() -> Deadline:
+def _deadline() -> Deadline:
     return Deadline(20)
 
 
@@ -74,23 +74,23 @@ def test_tools_of_a_server_are_found_and_called(peer: str) -> None:
     assert str(result.output).startswith("[untrusted text of the MCP server peer")
 
 
-def test_a_trusted_servers_hints_are_believed(peer: str) -> None:
+def test_the_hints_of_a_trusted_server_are_used(peer: str) -> None:
     spec = _load(peer, trust="trusted")["mcp__peer__add"].spec
     assert (spec.read_only, spec.idempotent, spec.requires_permission, spec.dangerous) == (True, True, False, False)
 
 
-def test_a_failing_tool_is_a_failure_in_printable_words(peer: str) -> None:
+def test_a_failing_tool_is_a_failure_with_printable_text(peer: str) -> None:
     result = run_tool(_load(peer)["mcp__peer__refuse"])
     assert (result.success, result.error_code) == (False, ErrorCode.HTTP_ERROR)
     assert "no such thing" in str(result.output)
     assert "\x1b" not in str(result.output)
 
 
-def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> None:
+def test_a_server_of_an_earlier_revision_is_initialized_and_its_session_deleted() -> None:
     with open_raw_peer(legacy, session="s-1") as server:
-        way = reach(server.url(host="127.0.0.1"))
-        assert way.list_tools(_soon()) == [TOOL]
-        assert way.call_tool("echo", {"text": "hi"}, _soon())["content"][0]["text"] == "hi"
+        way = build_client(server.url(host="127.0.0.1"))
+        assert way.list_tools(_deadline()) == [TOOL]
+        assert way.call_tool("echo", {"text": "hi"}, _deadline())["content"][0]["text"] == "hi"
         methods = [request.split(" ")[0] for request in server.requests]
         assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], (
             "asked once which revision, greeted for each use"
@@ -98,15 +98,15 @@ def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> N
         assert (server.header("mcp-session-id"), server.header("mcp-protocol-version")) == ("s-1", "2025-06-18")
 
 
-def test_the_sdks_server_is_used_by_its_handshake_as_well(peer: str) -> None:
-    way = reach(peer)
+def test_the_sdk_server_works_with_the_initialize_handshake(peer: str) -> None:
+    way = build_client(peer)
     way.is_sessionless = False
-    assert [tool["name"] for tool in way.list_tools(_soon())] == ["add", "refuse", "show"]
-    assert way.call_tool("add", {"a": 2, "b": 40}, _soon())["content"][0]["text"] == "42"
+    assert [tool["name"] for tool in way.list_tools(_deadline())] == ["add", "refuse", "show"]
+    assert way.call_tool("add", {"a": 2, "b": 40}, _deadline())["content"][0]["text"] == "42"
 
 
 @pytest.mark.parametrize("alone", [None, True, False])
-def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | None) -> None:
+def test_the_sdk_server_works_over_stdio_in_every_revision(alone: bool | None) -> None:
     run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
     entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
     way = SandboxServer("peer", entry, alone)
@@ -120,34 +120,34 @@ def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | Non
         assert box.ops.count("job_start") == 1
 
 
-def test_what_the_file_says_is_sent_with_every_request() -> None:
+def test_configured_headers_are_sent_with_every_request() -> None:
     with open_raw_peer(modern) as server:
-        way = reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer k"})
-        way.call_tool("ech\u00f6", {}, _soon())
+        way = build_client(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer k"})
+        way.call_tool("ech\u00f6", {}, _deadline())
         assert server.header("authorization") == "Bearer k"
         assert server.header("authorization", 0) == "Bearer k"
         assert (server.header("mcp-method"), server.header("mcp-name")) == ("tools/call", "=?base64?ZWNow7Y=?=")
 
 
-def test_a_server_that_comes_after_something_else_answered_in_its_place_is_spoken_to_as_it_is() -> None:
+def test_a_server_that_replaces_a_failing_one_is_probed_again() -> None:
     with open_raw_peer(modern) as server:
-        way, itself = reach(server.url(host="127.0.0.1")), server.replies["*"]
+        way, itself = build_client(server.url(host="127.0.0.1")), server.replies["*"]
         server.replies["*"] = answer("no upstream", 404)
-        _failure(lambda: way.list_tools(_soon()))
+        _failure(lambda: way.list_tools(_deadline()))
         server.replies["*"] = itself
-        assert way.list_tools(_soon()) == [TOOL]
+        assert way.list_tools(_deadline()) == [TOOL]
 
 
 # Bad servers
 
 
-def test_a_server_that_is_away_costs_only_its_own_tools(peer: str) -> None:
+def test_an_unreachable_server_loses_only_its_own_tools(peer: str) -> None:
     entries = {"gone": HttpEntry(url="http://127.0.0.1:9/mcp", private=True), "peer": HttpEntry(url=peer, private=True)}
-    assert [name.split("__")[1] for name in _found(entries)] == ["peer"] * 3
+    assert [name.split("__")[1] for name in _discover(entries)] == ["peer"] * 3
 
 
 @pytest.mark.parametrize("as_stream", [False, True])
-def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
+def test_a_silent_server_is_abandoned_at_the_time_limit(as_stream: bool) -> None:
     head = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n\r\n: still there\n\n" if as_stream else b""
     with open_web_server() as server:
 
@@ -156,14 +156,14 @@ def test_a_silent_server_is_left_at_the_limit(as_stream: bool) -> None:
             server.ending.wait(60)
 
         server.replies["*"] = hang
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
+        failure = _failure(lambda: build_client(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
     assert failure.code is ErrorCode.TIMEOUT
 
 
 @pytest.mark.parametrize(
     "head", [b"", b"HTTP/1.1 200 X\r\nx-", b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\n\r\n"]
 )
-def test_a_server_that_sends_byte_by_byte_is_left_at_the_limit(head: bytes) -> None:
+def test_a_server_that_sends_byte_by_byte_is_abandoned_at_the_time_limit(head: bytes) -> None:
     with open_web_server() as server:
 
         def drip(connection: socket) -> None:
@@ -173,11 +173,11 @@ def test_a_server_that_sends_byte_by_byte_is_left_at_the_limit(head: bytes) -> N
                     connection.sendall(b"H" if not head else b" ")
 
         server.replies["*"] = drip
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
+        failure = _failure(lambda: build_client(server.url(host="127.0.0.1")).list_tools(Deadline(0.5)))
     assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.NETWORK_ERROR)
 
 
-def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:
+def test_a_stream_that_continues_after_the_answer_is_not_waited_for() -> None:
     with open_web_server() as server:
 
         def answer_and_stay(connection: socket) -> None:
@@ -187,13 +187,13 @@ def test_a_stream_that_goes_on_after_the_answer_is_not_waited_for() -> None:
             server.ending.wait(60)
 
         server.replies["*"] = answer_and_stay
-        assert reach(server.url(host="127.0.0.1")).list_tools(Deadline(30)) == [TOOL]
+        assert build_client(server.url(host="127.0.0.1")).list_tools(Deadline(30)) == [TOOL]
 
 
 @pytest.mark.parametrize(
     "line", [b"data: x\n\n", b"x" * 65536, b'data: {"jsonrpc":"2.0","method":"notifications/message"}\n\n']
 )
-def test_a_flood_ends_at_a_bound(line: bytes) -> None:
+def test_an_endless_event_stream_is_cut_at_a_limit(line: bytes) -> None:
     with open_web_server() as server:
 
         def flood(connection: socket) -> None:
@@ -202,16 +202,16 @@ def test_a_flood_ends_at_a_bound(line: bytes) -> None:
                 connection.sendall(line * 100)
 
         server.replies["*"] = flood
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(_soon()))
+        failure = _failure(lambda: build_client(server.url(host="127.0.0.1")).list_tools(_deadline()))
     assert failure.code in (ErrorCode.FILE_TOO_LARGE, ErrorCode.HTTP_ERROR)
 
 
-def test_a_server_that_breaks_off_may_have_acted() -> None:
+def test_a_truncated_answer_is_reported_as_an_unknown_outcome() -> None:
     def call(request: dict[str, Any]) -> bytes:
         return answer(b'{"jsonrpc"', 200, "application/json", content_length="5000")
 
     with open_raw_peer(lambda request: modern(request, call)) as server:
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).call_tool("echo", {}, _soon()))
+        failure = _failure(lambda: build_client(server.url(host="127.0.0.1")).call_tool("echo", {}, _deadline()))
     assert failure.code is ErrorCode.NETWORK_ERROR
     assert "may or may not have acted" in failure.message
 
@@ -232,7 +232,7 @@ def test_a_server_that_breaks_off_may_have_acted() -> None:
         lambda request: reply_to(request, {"resultType": "input_required"}),
     ],
 )
-def test_a_lie_is_a_failure_that_says_so(lie: Any) -> None:
+def test_an_invalid_answer_is_a_failure_that_names_the_server(lie: Any) -> None:
     with open_raw_peer(lambda request: modern(request, lie)) as server:
         tool = _load(server.url(host="127.0.0.1"))["mcp__peer__echo"]
         result = run_tool(tool)
@@ -240,7 +240,7 @@ def test_a_lie_is_a_failure_that_says_so(lie: Any) -> None:
     assert "MCP server peer" in str(result.error)
 
 
-def test_a_tool_that_is_gone_is_reported_in_the_servers_words() -> None:
+def test_the_error_text_of_a_server_is_quoted_in_printable_characters() -> None:
     def gone(request: dict[str, Any]) -> Any:
         return {
             "jsonrpc": "2.0",
@@ -253,7 +253,7 @@ def test_a_tool_that_is_gone_is_reported_in_the_servers_words() -> None:
     assert "refused tools/call: Unknown tool\ufffd[2J: echo" in str(result.error)
 
 
-def test_many_tools_and_endless_pages_are_bounded() -> None:
+def test_tools_and_pages_of_a_list_are_limited() -> None:
     many = [{**TOOL, "name": f"t{n}"} for n in range(500)]
     with open_raw_peer(lambda request: modern(request, tools=many)) as server:
         assert len(_load(server.url(host="127.0.0.1"))) == 200
@@ -270,7 +270,7 @@ def test_many_tools_and_endless_pages_are_bounded() -> None:
         assert len(server.requests) == 21
 
 
-def test_much_text_is_cut_and_said_so() -> None:
+def test_long_text_is_cut_and_marked() -> None:
     def much(request: dict[str, Any]) -> Any:
         return reply_to(
             request,
@@ -285,7 +285,7 @@ def test_much_text_is_cut_and_said_so() -> None:
     assert str(result.output).rstrip().splitlines()[-1].startswith("[Cut: ")
 
 
-def test_an_answer_of_many_bytes_is_refused() -> None:
+def test_an_answer_above_the_size_limit_is_refused() -> None:
     def huge(request: dict[str, Any]) -> Any:
         return reply_to(request, {"content": [{"type": "text", "text": "x" * (ANSWER_BYTES + 1)}]})
 
@@ -299,46 +299,46 @@ def test_an_answer_of_many_bytes_is_refused() -> None:
 
 def test_redirects_are_not_followed() -> None:
     with open_web_server() as secret, open_web_server({"*": redirect(secret.url(host="127.0.0.1"), 307)}) as server:
-        failure = _failure(lambda: reach(server.url(host="127.0.0.1")).list_tools(_soon()))
+        failure = _failure(lambda: build_client(server.url(host="127.0.0.1")).list_tools(_deadline()))
         assert secret.requests == []
     assert "redirects, which is not followed" in failure.message
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1"])
-def test_a_public_name_may_not_lead_to_a_private_address(address: str) -> None:
-    way = reach("https://tools.example/mcp", {"tools.example": [[address]]}, private=False)
-    assert _failure(lambda: way.list_tools(_soon())).code is ErrorCode.SECURITY_REFUSED
+def test_a_public_name_that_resolves_to_a_private_address_is_refused(address: str) -> None:
+    way = build_client("https://tools.example/mcp", {"tools.example": [[address]]}, private=False)
+    assert _failure(lambda: way.list_tools(_deadline())).code is ErrorCode.SECURITY_REFUSED
 
 
-def test_every_request_is_judged_anew_when_the_name_leads_elsewhere() -> None:
-    way = reach("https://tools.example/mcp", {"tools.example": [["198.51.101.1"], ["127.0.0.1"]]}, private=False)
+def test_the_address_of_every_request_is_checked_again() -> None:
+    way = build_client("https://tools.example/mcp", {"tools.example": [["198.51.101.1"], ["127.0.0.1"]]}, private=False)
     way.is_sessionless = True
-    way.resolver.resolve("tools.example", _soon(), 1)
-    assert _failure(lambda: way.call_tool("echo", {}, _soon())).code is ErrorCode.SECURITY_REFUSED
+    way.resolver.resolve("tools.example", _deadline(), 1)
+    assert _failure(lambda: way.call_tool("echo", {}, _deadline())).code is ErrorCode.SECURITY_REFUSED
 
 
-def test_a_key_is_in_no_failure() -> None:
+def test_an_error_message_contains_no_key() -> None:
     with open_raw_peer(lambda request: 401) as server:
         failure = _failure(
-            lambda: reach(server.url(host="127.0.0.1"), headers={"Authorization": "Bearer s3cr3t-key"}).list_tools(
-                _soon()
-            )
+            lambda: build_client(
+                server.url(host="127.0.0.1"), headers={"Authorization": "Bearer s3cr3t-key"}
+            ).list_tools(_deadline())
         )
     assert "s3cr3t" not in f"{failure.message} {failure.metadata}"
     assert "headers in TOOLCREW_MCP_SERVERS" in failure.message
 
 
-def test_an_upgraded_server_is_asked_anew_by_the_next_call() -> None:
+def test_an_upgraded_server_is_probed_again_by_the_next_call() -> None:
     state = {"handler": legacy}
     with open_raw_peer(lambda request: state["handler"](request)) as server:
-        way = reach(server.url(host="127.0.0.1"))
-        way.list_tools(_soon())
-        state["handler"] = _only_modern
-        _failure(lambda: way.call_tool("echo", {}, _soon()))
-        assert way.call_tool("echo", {"text": "new"}, _soon())["content"][0]["text"] == "new"
+        way = build_client(server.url(host="127.0.0.1"))
+        way.list_tools(_deadline())
+        state["handler"] = _reply_modern_only
+        _failure(lambda: way.call_tool("echo", {}, _deadline()))
+        assert way.call_tool("echo", {"text": "new"}, _deadline())["content"][0]["text"] == "new"
 
 
-def _only_modern(request: dict[str, Any]) -> Any:
+def _reply_modern_only(request: dict[str, Any]) -> Any:
     if request["method"] == "initialize":
         return {
             "jsonrpc": "2.0",

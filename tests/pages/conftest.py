@@ -38,5 +38,5 @@ async def world(page_redis: RedisServer, visitors: Visitors) -> AsyncIterator[Wo
     settings = api_settings(page_redis.url)
     async with open_redis(settings.broker()) as client:
         made = World(client, settings)
-        await made.furnish()
+        await made.fill()
         yield made

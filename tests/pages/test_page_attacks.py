@@ -23,7 +23,7 @@ _TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
 
 
 @asynccontextmanager
-async def someone(url: str, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def open_http_client(url: str, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client that sends a browser's requests, from a page of this service unless a test changes this."""
     async with httpx.AsyncClient(verify=False, base_url=url, timeout=60, headers={"Origin": url}) as client:
         if key is not None:
@@ -31,7 +31,7 @@ async def someone(url: str, key: str | None = None) -> AsyncIterator[httpx.Async
         yield client
 
 
-async def token_of(client: httpx.AsyncClient) -> str:
+async def read_form_token(client: httpx.AsyncClient) -> str:
     found = _TOKEN.search((await client.get("/tools")).text)
     assert found is not None
     return found[1]
@@ -48,20 +48,20 @@ async def token_of(client: httpx.AsyncClient) -> str:
         {"Sec-Fetch-Site": "none"},
     ],
 )
-async def test_another_site_cannot_switch_a_tool_with_an_operators_cookie_and_token(
+async def test_a_form_from_another_site_is_refused_even_with_cookie_and_token(
     world: World, visitors: Visitors, headers: dict[str, str]
 ) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
-        form = {"form_token": await token_of(client), "enabled": "no"}
+    async with open_http_client(visitors.api.url, visitors.api.keys["operator"]) as client:
+        form = {"form_token": await read_form_token(client), "enabled": "no"}
         response = await client.post("/tools/read_tool", data=form, headers=headers)
         assert response.status_code == 403
         assert "does not come from a page of this service" in response.text
         assert 'Disable<span class="hidden"> read_tool</span>' in (await client.get("/tools")).text
 
 
-async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["operator"]) as client:
-        form = {"form_token": await token_of(client), "enabled": "no"}
+async def test_a_form_without_an_origin_is_refused(world: World, visitors: Visitors) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["operator"]) as client:
+        form = {"form_token": await read_form_token(client), "enabled": "no"}
         del client.headers["Origin"]
         assert (await client.post("/tools/read_tool", data=form)).status_code == 403
         assert (await client.post("/login", data={"key": visitors.api.keys["acme"]})).status_code == 403
@@ -69,18 +69,21 @@ async def test_what_says_of_no_site_that_it_comes_from_there_is_refused(world: W
 
 async def test_a_form_needs_the_token_of_its_own_login(world: World, visitors: Visitors) -> None:
     keys = visitors.api.keys
-    async with someone(visitors.api.url, keys["operator"]) as client, someone(visitors.api.url, keys["admin"]) as other:
+    async with (
+        open_http_client(visitors.api.url, keys["operator"]) as client,
+        open_http_client(visitors.api.url, keys["admin"]) as other,
+    ):
         for token in (
             "",
             "0" * 64,
-            await token_of(other),
+            await read_form_token(other),
             "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
         ):
             response = await client.post("/tools/read_tool", data={"form_token": token, "enabled": "no"})
             assert (token, response.status_code) == (token, 403)
 
 
-async def test_a_form_from_a_foreign_page_has_no_user(world: World, visitors: Visitors) -> None:
+async def test_a_form_on_another_site_is_sent_without_the_login_cookie(world: World, visitors: Visitors) -> None:
     async def evil(route: Route) -> None:
         form = (
             f'<form method="post" action="{visitors.api.url}/tools/read_tool"><input name="enabled" '
@@ -97,7 +100,9 @@ async def test_a_form_from_a_foreign_page_has_no_user(world: World, visitors: Vi
         assert await visit.page.get_by_role("button", name="Disable read_tool for all tenants").count() == 1
 
 
-async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(world: World, visitors: Visitors) -> None:
+async def test_scripts_cannot_read_the_login_cookie_and_redis_does_not_store_it(
+    world: World, visitors: Visitors
+) -> None:
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/")
         assert await visit.page.evaluate("document.cookie") == ""
@@ -111,34 +116,36 @@ async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(wor
 
 
 @pytest.mark.parametrize("word", ["", "x", "A" * 43, "../" * 14 + "A", "A" * 5000, "\u00e9" * 43])
-async def test_a_guessed_session_cookie_belongs_to_no_user(world: World, visitors: Visitors, word: str) -> None:
-    async with someone(visitors.api.url) as client:
+async def test_a_guessed_login_cookie_is_redirected_to_the_login_page(
+    world: World, visitors: Visitors, word: str
+) -> None:
+    async with open_http_client(visitors.api.url) as client:
         response = await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}".encode("latin-1")})
         assert (response.status_code, response.headers["location"]) == (303, "/login?next=%2Fruns")
 
 
-async def test_logging_out_ends_copied_sessions(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
-        word, token = client.cookies[COOKIE], await token_of(client)
+async def test_logging_out_ends_copied_login_cookies(world: World, visitors: Visitors) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
+        word, token = client.cookies[COOKIE], await read_form_token(client)
         assert (await client.post("/logout", data={"form_token": token})).status_code == 303
         assert (await client.get("/runs", headers={"Cookie": f"{COOKIE}={word}"})).status_code == 303
 
 
-async def test_logging_in_makes_a_new_word_and_ends_the_one_that_was_there(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+async def test_logging_in_creates_a_new_cookie_and_ends_the_previous_login(world: World, visitors: Visitors) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
         before = client.cookies[COOKIE]
         await client.post("/login", data={"key": visitors.api.keys["acme"]})
         assert client.cookies[COOKIE] != before
-    async with someone(visitors.api.url) as thief:
+    async with open_http_client(visitors.api.url) as thief:
         assert (await thief.get("/runs", headers={"Cookie": f"{COOKIE}={before}"})).status_code == 303
 
 
-async def test_wrong_revoked_and_malformed_keys_are_reported_alike(world: World, visitors: Visitors) -> None:
+async def test_wrong_revoked_and_malformed_keys_get_the_same_response(world: World, visitors: Visitors) -> None:
     revoked = await world.add_key("acme")
     await world.revoke_key(revoked)
     right = visitors.api.keys["acme"]
     answers = set()
-    async with someone(visitors.api.url) as client:
+    async with open_http_client(visitors.api.url) as client:
         for key in (
             revoked.text,
             right[:-1] + ("A" if right[-1] != "A" else "B"),
@@ -157,16 +164,16 @@ async def test_wrong_revoked_and_malformed_keys_are_reported_alike(world: World,
 @pytest.mark.parametrize(
     "path", ["/runs/{}", "/runs/{}/transcript", "/runs/{}/stream", "/approvals/{}", "/batches/{}", "/calls/{}"]
 )
-async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, visitors: Visitors, path: str) -> None:
-    assert world.rivals is not None
+async def test_objects_of_another_tenant_look_like_unknown_objects(world: World, visitors: Visitors, path: str) -> None:
+    assert world.rival_question is not None
     theirs = {
         "runs": world.rival_run,
-        "approvals": world.rivals.id,
+        "approvals": world.rival_question.id,
         "batches": "rival-batch",
         "calls": f"{world.rival_run}-1-1",
     }[path.split("/")[1]]
     nothing = "0" * len(theirs)
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
         answers = [await client.get(path.format(name)) for name in (theirs, nothing)]
         assert [answer.status_code for answer in answers] == [404, 404]
         assert answers[0].text == answers[1].text
@@ -176,15 +183,15 @@ async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, v
         assert refused[0].text == refused[1].text
 
 
-async def test_a_rivals_things_cannot_be_changed(world: World, visitors: Visitors) -> None:
-    assert world.rivals is not None
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
-        form = {"form_token": await token_of(client)}
-        decision = {"decision": "allow", "digest": world.rivals.digest}
+async def test_objects_of_another_tenant_cannot_be_changed(world: World, visitors: Visitors) -> None:
+    assert world.rival_question is not None
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
+        form = {"form_token": await read_form_token(client)}
+        decision = {"decision": "allow", "digest": world.rival_question.digest}
         tries = {
             f"/runs/{world.rival_run}/cancel": (form, 404),
             "/batches/rival-batch/cancel": (form, 404),
-            f"/approvals/{world.rivals.id}": ({**form, **decision}, 404),
+            f"/approvals/{world.rival_question.id}": ({**form, **decision}, 404),
             "/tenants/rival/pause": (form, 403),
             "/tenants/acme/pause": (form, 403),
             "/hosts/h1/drain": (form, 403),
@@ -194,10 +201,10 @@ async def test_a_rivals_things_cannot_be_changed(world: World, visitors: Visitor
             assert (path, (await client.post(path, data=sent)).status_code) == (path, status)
 
 
-async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: World, visitors: Visitors) -> None:
+async def test_a_decision_with_a_wrong_digest_or_invalid_arguments_is_refused(world: World, visitors: Visitors) -> None:
     question = await world.ask("make", number=50)
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
-        form = {"form_token": await token_of(client), "decision": "allow", "digest": "0" * 64}
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
+        form = {"form_token": await read_form_token(client), "decision": "allow", "digest": "0" * 64}
         assert (await client.post(f"/approvals/{question.id}", data=form)).status_code == 409
         for text in ("", "[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, '{"a": NaN}'):
             sent = {**form, "decision": "change", "digest": question.digest, "arguments": text}
@@ -221,14 +228,14 @@ async def test_an_answer_to_another_call_than_the_one_shown_is_refused(world: Wo
         "",
     ],
 )
-async def test_logging_in_leads_nowhere_else(world: World, visitors: Visitors, next_: str) -> None:
-    async with someone(visitors.api.url) as client:
+async def test_login_does_not_redirect_to_another_site(world: World, visitors: Visitors, next_: str) -> None:
+    async with open_http_client(visitors.api.url) as client:
         response = await client.post("/login", data={"key": visitors.api.keys["acme"], "next": next_})
         assert (response.status_code, response.headers["location"]) == (303, "/")
 
 
-async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+async def test_every_response_has_the_security_headers(world: World, visitors: Visitors) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
         for path in (
             "/",
             "/login",
@@ -247,23 +254,25 @@ async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -
         assert (await client.get("/login")).headers["content-security-policy"].startswith("default-src 'none'")
 
 
-async def test_a_login_is_no_key_of_the_api_and_a_key_is_no_login(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+async def test_a_login_cookie_is_not_accepted_by_the_api_and_a_key_not_by_the_pages(
+    world: World, visitors: Visitors
+) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
         assert (await client.get("/v1/tools")).status_code == 401
-    async with someone(visitors.api.url) as client:
+    async with open_http_client(visitors.api.url) as client:
         headers = {"Authorization": f"Bearer {visitors.api.keys['acme']}"}
         assert (await client.get("/runs", headers=headers)).status_code == 303
 
 
-async def test_words_in_an_address_are_not_said_by_the_page(world: World, visitors: Visitors) -> None:
-    async with someone(visitors.api.url, visitors.api.keys["acme"]) as client:
+async def test_text_in_a_url_is_not_repeated_on_the_page(world: World, visitors: Visitors) -> None:
+    async with open_http_client(visitors.api.url, visitors.api.keys["acme"]) as client:
         for path in ("/tools?done=call+0800", "/runs?state=call+0800", "/approvals?shown=call+0800"):
             assert "call 0800" not in (await client.get(path)).text
 
 
-async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
+async def test_behind_tls_the_cookie_is_secure_and_host_only() -> None:
     with open_server() as server:
-        async with open_api(server.url(), page_url="https://crew.test") as api, someone(api.url) as client:
+        async with open_api(server.url(), page_url="https://crew.test") as api, open_http_client(api.url) as client:
             response = await client.post(
                 "/login", data={"key": api.keys["acme"]}, headers={"Origin": "https://crew.test"}
             )
@@ -273,9 +282,9 @@ async def test_behind_tls_the_cookie_is_for_tls_alone() -> None:
             assert "Domain" not in cookie
 
 
-async def test_a_dead_redis_is_reported_without_its_address() -> None:
+async def test_an_unreachable_redis_is_reported_without_its_address() -> None:
     with open_server() as server:
-        async with open_api(server.url()) as api, someone(api.url, api.keys["acme"]) as client:
+        async with open_api(server.url()) as api, open_http_client(api.url, api.keys["acme"]) as client:
             server.kill()
             for path in ("/", "/runs", "/tools"):
                 response = await client.get(path)

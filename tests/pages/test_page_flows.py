@@ -14,7 +14,7 @@ from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import LOCAL, Actor, Audit
 from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
 from store.run_log import RunLog
-from tests.batch_story import Attempt
+from tests.batch_events import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -23,7 +23,7 @@ expect.set_options(timeout=30_000)
 ADMIN = Actor(key=LOCAL, role="admin")
 
 
-async def answer_of(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
+async def read_answer(world: World, question: ApprovalQuestion) -> AlreadyAnswered:
     with pytest.raises(AlreadyAnswered) as failure:
         await world.approvals.get(question.id, ADMIN)
     return failure.value
@@ -43,10 +43,10 @@ async def tab_to(page: Page, name: str, most: int = 60) -> None:
     pytest.fail(f"{name} is not reached with the keyboard")
 
 
-async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) -> None:
+async def test_a_running_run_is_shown_live(world: World, visitors: Visitors) -> None:
     async with visitors.visit("acme") as visit:
         page = visit.page
-        async with world.work_run("Watch me") as worked:
+        async with world.open_run("Watch me") as worked:
             await page.goto(f"/runs/{worked.id}")
             await expect(page.get_by_role("heading", level=1)).to_contain_text("running")
             worked.begin_step(1)
@@ -65,7 +65,7 @@ async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) 
         assert await page.evaluate("window.owned") is None
 
 
-async def test_the_tree_of_forks_leads_from_run_to_run(world: World, visitors: Visitors) -> None:
+async def test_the_fork_tree_links_runs_to_each_other(world: World, visitors: Visitors) -> None:
     run = await world.hosted.start("acme", RunBody(instruction="Branch here"))
     source = ForkSource(run=run.id, step=2, attempt=1, entries=0)
     fork = await world.hosted.start(
@@ -102,7 +102,7 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
     assert [(one.target, one.actor.name) for one in entries if one.target == run.id] == [(run.id, "operator")]
 
 
-async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, visitors: Visitors) -> None:
+async def test_an_approval_shows_the_exact_characters_and_is_allowed(world: World, visitors: Visitors) -> None:
     question = await world.ask("rm -rf /data\u202e cu\u0430l x\u200b \n", number=1, warning="it removes files")
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
@@ -119,12 +119,10 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
         await take_picture(visit.page, "approval")
         await visit.page.get_by_role("button", name="Allow this dangerous call").click()
         await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
-    assert (await answer_of(world, question)).answer.is_allowed
+    assert (await read_answer(world, question)).answer.is_allowed
 
 
-async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(
-    world: World, visitors: Visitors
-) -> None:
+async def test_an_approval_with_changed_arguments_keeps_every_other_character(world: World, visitors: Visitors) -> None:
     question = await world.ask("ls \u202e\x00\t\n", number=3)
     async with visitors.visit("acme") as visit:
         await visit.page.goto(f"/approvals/{question.id}")
@@ -136,10 +134,10 @@ async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_
         await box.fill(text.replace("ls ", "ls -l "))
         await visit.page.get_by_role("button", name="Allow with these").click()
         await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
-    assert (await answer_of(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
+    assert (await read_answer(world, question)).answer.arguments == {"command": "ls -l \u202e\x00\t\n"}
 
 
-async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, visitors: Visitors) -> None:
+async def test_a_second_decision_is_refused_and_the_first_one_stays(world: World, visitors: Visitors) -> None:
     question = await world.ask("ls", number=4)
     async with visitors.visit("acme") as first, visitors.visit("operator") as second:
         for visit in (first, second):
@@ -149,10 +147,10 @@ async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, vi
         second.expected = (409,)
         await second.page.get_by_role("button", name="Allow").click()
         await expect(second.page.get_by_role("alert")).to_contain_text("denied by acme")
-    assert not (await answer_of(world, question)).answer.is_allowed
+    assert not (await read_answer(world, question)).answer.is_allowed
 
 
-async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World, visitors: Visitors) -> None:
+async def test_a_tool_is_disabled_for_all_tenants_and_for_one_tenant(world: World, visitors: Visitors) -> None:
     async with visitors.visit("operator") as visit:
         page = visit.page
         await page.goto("/tools")
@@ -173,7 +171,7 @@ async def test_a_tool_is_switched_for_everybody_and_for_one_tenant(world: World,
         assert await visit.page.get_by_role("button", name="able").count() == 0
 
 
-async def test_tools_are_shown_as_the_policy_of_the_tenant_allows_them(world: World, visitors: Visitors) -> None:
+async def test_tools_are_shown_as_the_tenant_policy_allows(world: World, visitors: Visitors) -> None:
     before = await world.tenants.policy("rival")
     await world.tenants.replace("rival", before.model_copy(update={"tools": ("read_tool", "webfetch_tool")}))
     try:
@@ -206,7 +204,7 @@ async def test_a_tenant_is_paused_and_resumed(world: World, visitors: Visitors) 
         await expect(row).to_contain_text("active")
 
 
-async def test_a_host_is_drained_only_when_it_is_marked_that_files_may_be_lost(
+async def test_draining_a_host_requires_the_confirmation_that_files_may_be_lost(
     world: World, visitors: Visitors
 ) -> None:
     await world.report_host("h7", queue="host.h7.b00t")
@@ -233,10 +231,8 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
     assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
 
 
-async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_task(
-    world: World, visitors: Visitors
-) -> None:
-    task = await world.note_call("call-of-a-page")
+async def test_a_call_is_found_by_its_id_and_by_its_celery_task_id(world: World, visitors: Visitors) -> None:
+    task = await world.add_call("call-of-a-page")
     async with visitors.visit("operator") as visit:
         await visit.page.goto("/")
         for word in ("call-of-a-page", task):
@@ -255,10 +251,10 @@ async def test_the_life_of_a_call_is_found_by_its_id_and_by_that_of_its_celery_t
         assert len({await page.text() for page in pages}) == 1
 
 
-async def test_calls_are_listed_and_a_call_that_runs_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
-    await world.note_call("ended-call")
-    await world.note_call("lost-queue", state="queued")
-    await world.note_call("rivals-call", tenant="rival")
+async def test_calls_are_listed_and_a_waiting_call_is_killed_from_the_list(world: World, visitors: Visitors) -> None:
+    await world.add_call("ended-call")
+    await world.add_call("lost-queue", state="queued")
+    await world.add_call("rivals-call", tenant="rival")
     async with visitors.visit("acme") as visit:
         await visit.page.goto("/calls")
         await expect(visit.page.get_by_role("row", name="ended-call")).to_contain_text("TIMEOUT")
@@ -271,7 +267,7 @@ async def test_calls_are_listed_and_a_call_that_runs_is_killed_from_the_list(wor
 
 
 async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visitors: Visitors) -> None:
-    await world.submit_batch("acme", "read-batch", stories=[(name, Attempt()) for name in ("good", "bad", "open")])
+    await world.submit_batch("acme", "read-batch", attempts=[(name, Attempt()) for name in ("good", "bad", "open")])
     claims = {claim.record.item.custom_id: claim for claim in await world.runs.claim(100) if "read-batch" in claim.run}
     for name, failure in (("good", None), ("bad", Failure(kind=FailureKind.MODEL, code="empty", message="no words"))):
         claim = claims[name]
@@ -299,7 +295,7 @@ async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visit
         assert answer.status == 404
 
 
-async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: Visitors) -> None:
+async def test_login_and_approval_work_with_the_keyboard_only(world: World, visitors: Visitors) -> None:
     question = await world.ask("make", number=5)
     async with visitors.visit() as visit:
         page = visit.page
@@ -320,10 +316,10 @@ async def test_all_of_it_can_be_done_with_the_keyboard(world: World, visitors: V
         await tab_to(page, "Deny bash_tool")
         await page.keyboard.press("Enter")
         await page.wait_for_url("**/approvals?*")
-    assert (await answer_of(world, question)).answer.reason == "no"
+    assert (await read_answer(world, question)).answer.reason == "no"
 
 
-async def test_a_login_ends_with_its_key_and_says_so_to_pages_that_are_open(world: World, visitors: Visitors) -> None:
+async def test_a_revoked_key_ends_its_login_and_open_pages_report_it(world: World, visitors: Visitors) -> None:
     key = await world.add_key("acme")
     async with visitors.visit() as visit:
         await log_in(visit.page, key.text)

@@ -63,7 +63,7 @@ class Workers:
         self.specs = [spec for spec in registry.specs() if spec.audience == "model"]
 
 
-async def test_s0_09_calls_of_every_way_in_go_through_one_dispatcher_to_the_executor_of_their_name() -> None:
+async def test_s0_09_calls_of_every_dialect_reach_their_executor_through_one_dispatcher() -> None:
     harness = Harness(
         InProcessTransport({"add": lambda text: f"added {text}", "drop": lambda text: f"dropped {text}"}, KEY),
         build_spec("add"),
@@ -76,7 +76,7 @@ async def test_s0_09_calls_of_every_way_in_go_through_one_dispatcher_to_the_exec
     assert [result.output for result in harness.results] == ["added a", "dropped b", "dropped c"]
 
 
-async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_result_comes_back() -> None:
+async def test_s0_10_a_built_in_tool_is_run_by_its_registry_and_its_result_is_returned() -> None:
     workers = Workers(build_exec_response(b"Linux\n"))
     harness = Harness(workers.transport, *workers.specs)
     model = ScriptedModel([build_tag_call("bash_tool", {"command": "uname -s"}), "It is Linux."])
@@ -91,7 +91,7 @@ async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_re
 
 @pytest.mark.stack
 @pytest.mark.timeout(200)
-async def test_s0_11_the_documents_skill_is_called_through_a_tag_on_a_pool_without_configuration(stack: Stack) -> None:
+async def test_s0_11_the_skill_of_the_document_is_called_through_a_tag_on_an_unconfigured_pool(stack: Stack) -> None:
     tag = '<tool_action name="vector-search">\n  <query value="读取文件" />\n  <limit value="5" />\n</tool_action>'
     model = ScriptedModel([tag, "It is in notes.md."])
     results: list[ToolResult] = []
@@ -110,7 +110,7 @@ async def test_s0_11_the_documents_skill_is_called_through_a_tag_on_a_pool_witho
     assert result.answer == "It is in notes.md."
 
 
-async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_model_reads() -> None:
+async def test_s0_12_an_unknown_tool_is_an_error_result_that_the_model_reads() -> None:
     dispatcher = Dispatcher(
         InProcessTransport({}, KEY), TenantCatalog(StaticCatalog(build_spec("echo"))), KEY, queue_wait_s=1
     )
@@ -125,12 +125,12 @@ async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_mode
     assert result.answer == "There is no such tool."
 
 
-async def test_s0_12_it_is_no_different_for_tools_of_a_program_itself() -> None:
+async def test_s0_12_an_unknown_tool_of_a_local_registry_is_an_error_result() -> None:
     result = await LocalTools().run_call(build_call("vector-search"))
     assert (result.success, result.error) == (False, "Tool not found: vector-search")
 
 
-async def test_s0_13_a_tool_that_takes_too_long_is_interrupted_and_the_loop_goes_on() -> None:
+async def test_s0_13_a_tool_above_its_time_limit_is_interrupted_and_the_loop_continues() -> None:
     interrupted = asyncio.Event()
 
     @tool(timeout_s=0.05)
@@ -150,7 +150,7 @@ async def test_s0_13_a_tool_that_takes_too_long_is_interrupted_and_the_loop_goes
     assert (result.answer, result.steps) == ("It took too long.", 2)
 
 
-async def test_s0_13_a_function_that_is_not_async_is_interrupted_too() -> None:
+async def test_s0_13_a_synchronous_function_above_its_time_limit_is_interrupted() -> None:
     steps: list[int] = []
     interrupted = threading.Event()
 
@@ -171,7 +171,7 @@ async def test_s0_13_a_function_that_is_not_async_is_interrupted_too() -> None:
     assert "still run" not in str(result.error)
 
 
-async def test_s0_13_the_timeout_is_configured_and_a_tool_without_its_own_gets_that() -> None:
+async def test_s0_13_a_tool_without_its_own_timeout_gets_the_configured_one() -> None:
     @tool
     async def crawl() -> str:
         """Never ends."""
@@ -182,7 +182,7 @@ async def test_s0_13_the_timeout_is_configured_and_a_tool_without_its_own_gets_t
     assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
 
 
-async def test_s0_13_the_limit_is_30_seconds_by_default() -> None:
+async def test_s0_13_the_default_timeout_is_30_seconds() -> None:
     def answer(call: ToolCall, _: ToolContext) -> ToolResult:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="")
 

@@ -31,14 +31,14 @@ def example_calls(prompt: str) -> list[TagCall]:
     return [event for event in TagStreamParser().feed(prompt) if isinstance(event, TagCall)]
 
 
-def test_s0_18_the_description_of_the_tools_is_part_of_the_system_prompt() -> None:
+def test_s0_18_the_tool_descriptions_are_part_of_the_system_prompt() -> None:
     specs = [vector_search.spec]
     system = TagsDialect().build_system("你是一个助手。", specs)
     assert system.startswith("你是一个助手。")
     assert generate_tool_prompt(specs) in system
 
 
-def test_s0_19_every_tool_is_there_with_name_description_and_parameters() -> None:
+def test_s0_19_the_prompt_lists_every_tool_with_name_description_and_parameters() -> None:
     prompt = generate_tool_prompt([vector_search, read_tool])
     assert all(
         item in prompt for item in ("vector-search: Search the code base by meaning.", "read_tool: Read one file.")
@@ -49,7 +49,7 @@ def test_s0_19_every_tool_is_there_with_name_description_and_parameters() -> Non
     assert "file_path (string, required)" in lines
 
 
-def test_s0_19_the_example_is_a_tag_that_calls_a_tool_of_the_list() -> None:
+def test_s0_19_the_example_in_the_prompt_is_a_tag_call_of_a_listed_tool() -> None:
     calls = example_calls(generate_tool_prompt([vector_search, read_tool]))
     assert calls
     assert {call.name for call in calls} <= {"vector-search", "read_tool"}
@@ -69,19 +69,19 @@ def test_s0_19_the_example_is_a_tag_that_calls_a_tool_of_the_list() -> None:
     ],
     ids=["tool", "spec", "dict"],
 )
-def test_s0_19_a_tool_is_reported_the_same_however_it_is_written_down(described: object) -> None:
+def test_s0_19_a_tool_is_described_equally_as_object_spec_or_dict(described: object) -> None:
     prompt = generate_tool_prompt([described])  # type: ignore[list-item]
     assert "vector-search: Search the code base by meaning." in prompt
     assert [call.name for call in example_calls(prompt)][:1] == ["vector-search"]
 
 
-def test_s0_20_without_tools_the_model_learns_that_there_are_none_and_nothing_else() -> None:
+def test_s0_20_the_tool_prompt_without_tools_only_says_that_there_are_none() -> None:
     prompt = generate_tool_prompt([])
     assert "No tools are currently available" in prompt
     assert "<tool_action" not in prompt
     assert len(prompt.splitlines()) == 1
 
 
-def test_s0_20_the_system_prompt_without_tools_says_so() -> None:
+def test_s0_20_the_system_prompt_without_tools_says_that_there_are_none() -> None:
     assert "No tools are currently available" in TagsDialect().build_system("", [])
     assert "No tools are currently available" not in TagsDialect().build_system("", [build_spec()])

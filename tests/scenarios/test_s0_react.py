@@ -54,22 +54,22 @@ async def work(
         return await agent.run("搜索")
 
 
-def shown(events: list[RunEvent]) -> str:
+def join_texts(events: list[RunEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextArrived))
 
 
-async def test_s0_14_tags_and_native_calls_work_side_by_side_in_one_run() -> None:
+async def test_s0_14_tags_and_native_calls_work_in_one_run() -> None:
     search, model = Search(), ScriptedModel([NATIVE, TAG, "好了"])
     result = await work(model, NativeDialect(), search)
     assert (search.queries, result.answer, result.steps) == (["native", "读取文件"], "好了", 3)
 
 
-def test_s0_15_parsing_of_tags_is_on_unless_it_is_switched_off() -> None:
+def test_s0_15_tag_parsing_is_on_by_default() -> None:
     assert ReActOptions().enable_tool_action_parsing is True
 
 
 @pytest.mark.parametrize("name", ["tags", "native"])
-async def test_s0_15_a_tag_is_run_its_result_is_a_tool_message_and_the_next_iteration_begins(name: str) -> None:
+async def test_s0_15_a_tag_call_runs_and_its_result_message_starts_the_next_iteration(name: str) -> None:
     search, model = Search(), ScriptedModel([TAG, "好了"])
     result = await work(model, choose_dialect(name), search)
     assert search.queries == ["读取文件"]
@@ -81,21 +81,21 @@ async def test_s0_15_a_tag_is_run_its_result_is_a_tool_message_and_the_next_iter
 
 
 @pytest.mark.parametrize("name", ["tags", "native"])
-async def test_s0_16_switched_off_a_tag_is_ordinary_text(name: str) -> None:
+async def test_s0_16_with_parsing_off_a_tag_is_ordinary_text(name: str) -> None:
     search, model, options = Search(), ScriptedModel([f"看: {TAG}!"]), ReActOptions(enable_tool_action_parsing=False)
     events: list[RunEvent] = []
     result = await work(model, choose_dialect(name), search, options, events)
     assert (search.queries, len(model.requests), result.stop_reason) == ([], 1, StopReason.ANSWERED)
-    assert (result.answer, shown(events)) == (f"看: {TAG}!", f"看: {TAG}!")
+    assert (result.answer, join_texts(events)) == (f"看: {TAG}!", f"看: {TAG}!")
 
 
-async def test_s0_17_native_calls_win_and_the_tags_of_that_reply_are_ordinary_text() -> None:
+async def test_s0_17_native_calls_take_precedence_and_tags_of_that_reply_are_ordinary_text() -> None:
     search = Search()
     events: list[RunEvent] = []
     model = ScriptedModel([Calls(NATIVE.calls, f"前{TAG}后"), "好了"])
     result = await work(model, NativeDialect(), search, events=events)
     assert (search.queries, result.answer) == (["native"], "好了")
-    assert shown(events) == f"前{TAG}后好了"
+    assert join_texts(events) == f"前{TAG}后好了"
     assert sum(isinstance(event, CallStarted) for event in events) == 1
     assert [message["role"] for message in result.transcript][2:] == ["assistant", "tool", "assistant"]
 
@@ -104,7 +104,7 @@ def delta(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-async def test_s0_17_it_does_not_matter_which_of_them_comes_first() -> None:
+async def test_s0_17_native_calls_take_precedence_in_any_order_of_the_stream() -> None:
     call = {
         "index": 0,
         "id": "c1",
@@ -115,4 +115,4 @@ async def test_s0_17_it_does_not_matter_which_of_them_comes_first() -> None:
     events: list[RunEvent] = []
     model = ScriptedModel([Raw([delta(tool_calls=[call]), delta(content=TAG[:30]), delta(content=TAG[30:])]), "好了"])
     await work(model, NativeDialect(), search, events=events)
-    assert (search.queries, shown(events)) == (["native"], f"{TAG}好了")
+    assert (search.queries, join_texts(events)) == (["native"], f"{TAG}好了")

@@ -31,18 +31,18 @@ THREE_CHUNKS = (
 )
 
 
-class Seen:
+class EventRecorder:
     """Records events as they happen, and waits for an event."""
 
     def __init__(self) -> None:
         self.events: list[RunEvent] = []
         self._changed = asyncio.Event()
 
-    def note(self, event: RunEvent) -> None:
+    def record(self, event: RunEvent) -> None:
         self.events.append(event)
         self._changed.set()
 
-    async def until(self, is_it: Callable[["Seen"], bool]) -> None:
+    async def until(self, is_it: Callable[["EventRecorder"], bool]) -> None:
         """Wait until `is_it` holds. Raises TimeoutError if the condition needs more input."""
         async with asyncio.timeout(SOON_S):
             while not is_it(self):
@@ -55,7 +55,7 @@ class Seen:
     def has(self, kind: type[RunEvent]) -> bool:
         return any(isinstance(event, kind) for event in self.events)
 
-    def in_order(self) -> list[str]:
+    def texts_and_calls(self) -> list[str]:
         """Return the texts, with adjacent texts joined, and the marks of calls."""
         messages: list[str] = []
         for event in self.events:
@@ -74,9 +74,9 @@ async def vector_search(query: str, limit: int = 10) -> str:
     return f"{limit} of {query}"
 
 
-async def work(model: Any, observer: Seen | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
+async def work(model: Any, observer: EventRecorder | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
     local = LocalTools(tools)
-    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(observer or Seen()).note)
+    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(observer or EventRecorder()).record)
     async with asyncio.timeout(SOON_S):
         return await agent.run("找一下")
 
@@ -98,7 +98,7 @@ def test_s0_01_a_call_tag_with_parameter_tags_is_a_call() -> None:
     assert parse(raw) == [TagCall("工具名称", {"参数名": "参数值"}, raw)]
 
 
-def test_s0_01_nothing_short_of_the_whole_tag_is_a_call() -> None:
+def test_s0_01_an_incomplete_tag_is_no_call() -> None:
     for end in range(len(SEARCH)):
         assert not any(isinstance(event, TagCall) for event in parse(SEARCH[:end])), SEARCH[:end]
     assert any(isinstance(event, TagCall) for event in parse(SEARCH))
@@ -108,7 +108,7 @@ def test_s0_02_name_and_parameters_are_parsed_as_strings() -> None:
     assert parse(SEARCH) == [TagCall("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
 
 
-async def test_s0_02_the_tool_is_called_and_its_result_obtained() -> None:
+async def test_s0_02_the_tool_is_called_and_its_result_is_returned_to_the_model() -> None:
     model = ScriptedModel([SEARCH, "找到了。"])
     result = await work(model)
     assert (result.answer, result.steps) == ("找到了。", 2)
@@ -140,14 +140,14 @@ async def test_s0_03_several_calls_run_in_order_each_with_its_own_result() -> No
     assert len({message["tool_call_id"] for message in messages}) == 3
 
 
-def test_s0_04_an_unclosed_tag_waits_for_more_and_is_a_call_once_it_is_closed() -> None:
+def test_s0_04_an_unclosed_tag_becomes_a_call_when_it_is_closed() -> None:
     parser = TagStreamParser()
     begun, end = SEARCH[:-1], SEARCH[-1:]
     assert [event for character in begun for event in parser.feed(character)] == []
     assert parser.feed(end) == [TagCall("vector-search", {"query": "读取文件", "limit": "5"}, SEARCH)]
 
 
-async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_model_is_informed() -> None:
+async def test_s0_04_a_tag_that_is_never_closed_is_not_run_or_shown_and_the_model_is_informed() -> None:
     ran: list[str] = []
 
     @tool(name="vector-search")
@@ -156,7 +156,7 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
         ran.append(query)
         return query
 
-    unclosed, observer = '好。<tool_action name="vector-search"><query value="读取文件" />', Seen()
+    unclosed, observer = '好。<tool_action name="vector-search"><query value="读取文件" />', EventRecorder()
     model = ScriptedModel([unclosed, "I stop."])
     result = await work(model, observer, [search])
     assert (ran, result.answer, observer.has(CallStarted)) == ([], "I stop.", False)
@@ -175,14 +175,14 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11, 1000])
-def test_s0_05_a_tag_is_detected_however_the_stream_is_cut(size: int) -> None:
+def test_s0_05_a_tag_is_detected_for_every_chunk_size(size: int) -> None:
     text = f"前 {SEARCH} 后"
     events = parse(*(text[start : start + size] for start in range(0, len(text), size)))
     assert [event for event in events if isinstance(event, TagCall)] == parse(SEARCH)
     assert "".join(event.text for event in events if isinstance(event, Text)) == "前  后"
 
 
-def test_s0_06_the_last_character_of_a_tag_is_what_makes_the_call_and_until_then_it_is_held() -> None:
+def test_s0_06_a_tag_is_held_back_until_its_last_character_completes_the_call() -> None:
     text = f"Let me look. {SEARCH}"
     parser = TagStreamParser()
     out = [parser.feed(character) for character in text]
@@ -192,8 +192,8 @@ def test_s0_06_the_last_character_of_a_tag_is_what_makes_the_call_and_until_then
     assert all(events == [] for events in out[len("Let me look. ") : -1])
 
 
-async def test_s0_06_a_complete_tag_runs_while_the_stream_goes_on() -> None:
-    observer = Seen()
+async def test_s0_06_a_complete_tag_runs_while_the_stream_continues() -> None:
+    observer = EventRecorder()
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
@@ -205,7 +205,10 @@ async def test_s0_06_a_complete_tag_runs_while_the_stream_goes_on() -> None:
         await observer.until(lambda so_far: so_far.has(CallFinished))
 
     result = await work(StreamModel(stream), observer)
-    assert (result.answer, observer.in_order()) == ("好了", ["我看看。", "[CallStarted]", "[CallFinished]", "好了"])
+    assert (result.answer, observer.texts_and_calls()) == (
+        "好了",
+        ["我看看。", "[CallStarted]", "[CallFinished]", "好了"],
+    )
 
 
 def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -> None:
@@ -217,8 +220,8 @@ def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -
     assert third == [TagCall("vector-search", {"query": "test"}, raw), Text("接下来...")]
 
 
-async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_it_after_the_tool() -> None:
-    observer = Seen()
+async def test_s0_07_text_before_the_tag_is_shown_at_once_and_text_after_it_after_the_tool() -> None:
+    observer = EventRecorder()
     entries: list[tuple[str, str]] = []
 
     @tool(name="vector-search")
@@ -239,20 +242,20 @@ async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_
 
     result = await work(StreamModel(stream), observer, [search])
     assert entries == [("test", "思考: 我需要搜索...")]
-    assert observer.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
+    assert observer.texts_and_calls() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
     assert result.answer == "完成"
 
 
 @pytest.mark.parametrize(
     "plain", ["普通文本", "a < b and c > d", "<div>text</div>", "tool_action", "line\n", "<tool_box name="]
 )
-def test_s0_08_a_chunk_without_the_marker_goes_out_as_it_is(plain: str) -> None:
+def test_s0_08_a_chunk_without_the_marker_is_passed_on_unchanged(plain: str) -> None:
     parser = TagStreamParser()
     assert [parser.feed("开头 "), parser.feed(plain)] == [[Text("开头 ")], [Text(plain)]]
 
 
-async def test_s0_08_a_plain_chunk_is_shown_before_the_next_one_comes() -> None:
-    observer, pieces = Seen(), ["你好", ", ", "world", " 1 < 2", "!"]
+async def test_s0_08_a_plain_chunk_is_shown_before_the_next_chunk_arrives() -> None:
+    observer, pieces = EventRecorder(), ["你好", ", ", "world", " 1 < 2", "!"]
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
         for at, word in enumerate(pieces, start=1):
@@ -262,7 +265,7 @@ async def test_s0_08_a_plain_chunk_is_shown_before_the_next_one_comes() -> None:
     assert (await work(StreamModel(stream), observer)).answer == "".join(pieces)
 
 
-def test_s0_08_only_an_end_that_may_begin_the_marker_waits_until_the_next_character_disproves_it() -> None:
+def test_s0_08_only_a_possible_start_of_the_marker_is_held_back() -> None:
     parser = TagStreamParser()
     assert parser.feed("see <tool_") == [Text("see ")]
     assert "".join(event.text for event in parser.feed("box") if isinstance(event, Text)) == "<tool_box"

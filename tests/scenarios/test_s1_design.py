@@ -75,14 +75,14 @@ async def ask(gateway: Gateway, weather: Weather, rounds: int = 5, **parts: Any)
     return await run_tool_loop(ToolLoopDeps(gateway.chat, weather.registry, **parts), "s1", QUESTION, rounds)
 
 
-async def test_s1_01_the_model_decides_on_a_tool_and_its_result_comes_back_to_the_model() -> None:
+async def test_s1_01_the_model_chooses_a_tool_and_receives_its_result() -> None:
     weather, gateway = Weather(), Gateway(CALL, REPLY)
     result = await ask(gateway, weather)
     assert (result.reply, weather.cities) == ("It is 22 degrees in Beijing.", ["Beijing"])
     assert "22" in gateway.requests[1][-1]["content"]
 
 
-async def test_s1_02_the_loop_is_made_of_a_gateway_a_context_engine_an_output_controller_and_a_registry() -> None:
+async def test_s1_02_the_loop_consists_of_gateway_context_engine_output_controller_and_registry() -> None:
     assert {part.name for part in fields(ToolLoopDeps)} == {
         "chat",
         "context_engine",
@@ -102,7 +102,7 @@ async def test_s1_02_the_loop_is_made_of_a_gateway_a_context_engine_an_output_co
     assert gateway.requests[0][0]["content"].startswith("Be brief.")
 
 
-async def test_s1_03_a_tool_is_a_name_a_description_parameters_and_what_executes_it() -> None:
+async def test_s1_03_a_tool_is_a_name_a_description_parameters_and_an_execute_function() -> None:
     weather = Weather()
     made = weather.registry.get("get_weather")
     assert isinstance(made, Tool)
@@ -112,7 +112,7 @@ async def test_s1_03_a_tool_is_a_name_a_description_parameters_and_what_executes
 
 
 @pytest.mark.parametrize("missing", ["name", "execute"])
-def test_s1_03_what_lacks_a_name_or_cannot_be_executed_is_no_tool(missing: str) -> None:
+def test_s1_03_a_tool_without_a_name_or_an_execute_function_is_refused(missing: str) -> None:
     parts: dict[str, Any] = {
         "name": "t",
         "description": "d",
@@ -133,7 +133,7 @@ def test_s1_03_what_lacks_a_name_or_cannot_be_executed_is_no_tool(missing: str) 
     ],
     ids=["json", "native", "tags"],
 )
-async def test_s1_04_the_same_tool_serves_every_way_of_calling(dialect: Callable[[], Dialect], reply: Any) -> None:
+async def test_s1_04_one_tool_serves_every_dialect(dialect: Callable[[], Dialect], reply: Any) -> None:
     weather = Weather()
     model = ScriptedModel([reply, REPLY])
     await Agent(model, dialect(), weather.registry.specs(), weather.registry.run_call).run(QUESTION)
@@ -151,7 +151,7 @@ def test_s1_05_tools_are_registered_in_one_place_and_found_by_name() -> None:
     assert registry.get("get_news") is None
 
 
-def test_s1_06_the_list_serves_a_prompt_and_the_tools_of_an_api() -> None:
+def test_s1_06_the_list_of_tools_serves_a_prompt_and_the_tools_field_of_an_api() -> None:
     registry = Weather().registry
     assert "get_weather: Get current weather for a city" in build_tool_system_prompt(registry.list())
     assert [convert_to_openai_tool(spec) for spec in registry.list()] == [
@@ -166,7 +166,7 @@ def test_s1_06_the_list_serves_a_prompt_and_the_tools_of_an_api() -> None:
     ]
 
 
-async def test_s1_07_the_system_prompt_describes_the_tools_and_wants_json_only() -> None:
+async def test_s1_07_the_system_prompt_describes_the_tools_and_requires_json_only() -> None:
     gateway = Gateway(REPLY)
     await ask(gateway, Weather())
     system = gateway.requests[0][0]
@@ -188,7 +188,7 @@ def test_s1_09_a_decision_without_a_tool_is_a_reply() -> None:
     assert parse_tool_decision('{ "tool": null, "reply": "..." }') == ToolDecisionOutput(None, {}, "...")
 
 
-NO_DECISIONS = [
+INVALID_DECISIONS = [
     "It is warm.",
     "[]",
     '{"tool": 5}',
@@ -200,26 +200,26 @@ NO_DECISIONS = [
 ]
 
 
-@pytest.mark.parametrize("raw", NO_DECISIONS)
-def test_s1_10_the_output_controller_refuses_what_is_no_decision(raw: str) -> None:
+@pytest.mark.parametrize("raw", INVALID_DECISIONS)
+def test_s1_10_the_output_controller_refuses_an_invalid_decision(raw: str) -> None:
     with pytest.raises(ValueError):
         create_output_controller().parse(raw)
 
 
-async def test_s1_10_what_is_no_decision_runs_nothing_and_the_model_may_write_it_again() -> None:
+async def test_s1_10_an_invalid_decision_runs_nothing_and_the_model_may_try_again() -> None:
     weather, gateway = Weather(), Gateway('I call {"tool": "get_weather", "arguments": {"city": "Rome"}}', REPLY)
     result = await ask(gateway, weather)
     assert (weather.cities, result.reply) == ([], "It is 22 degrees in Beijing.")
     assert "Malformed decision" in gateway.requests[1][-1]["content"]
 
 
-async def test_s1_10_a_model_that_never_decides_ends_with_its_words_as_the_reply() -> None:
+async def test_s1_10_repeated_invalid_decisions_end_the_loop_with_the_raw_text_as_the_reply() -> None:
     weather, gateway = Weather(), Gateway("It is warm.")
     result = await ask(gateway, weather)
     assert (weather.cities, result.reply, result.stop_reason) == ([], "It is warm.", StopReason.MALFORMED_REPLY)
 
 
-async def test_s1_11_the_result_is_one_user_message_of_the_session_and_the_model_is_asked_again() -> None:
+async def test_s1_11_the_result_is_a_user_message_and_the_model_is_called_again() -> None:
     engine, gateway = ContextEngine(), Gateway(CALL, REPLY)
     await ask(gateway, Weather(), context_engine=engine)
     assert len(gateway.requests) == 2
@@ -240,7 +240,7 @@ async def test_s1_12_rounds_repeat_until_the_model_calls_no_tool() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
-async def test_s1_12_or_until_the_rounds_are_used_up(rounds: int) -> None:
+async def test_s1_12_rounds_end_at_the_limit(rounds: int) -> None:
     weather, gateway = Weather(), Gateway(CALL)
     result = await ask(gateway, weather, rounds)
     assert (len(gateway.requests), weather.cities, result.rounds) == (rounds, ["Beijing"] * rounds, rounds)
@@ -251,7 +251,7 @@ async def test_s1_12_or_until_the_rounds_are_used_up(rounds: int) -> None:
 # S1-13 to S1-21: the architecture
 
 
-async def test_s1_13_a_tool_that_the_program_registers_can_be_called_from_then_on() -> None:
+async def test_s1_13_a_registered_tool_can_be_called_from_then_on() -> None:
     weather = Weather()
     gateway = Gateway('{"tool": "get_time", "arguments": {}}', REPLY)
     weather.registry.register(TIME)
@@ -259,7 +259,7 @@ async def test_s1_13_a_tool_that_the_program_registers_can_be_called_from_then_o
     assert gateway.requests[1][-1]["content"] == "[Tool result for get_time]\nnoon"
 
 
-async def test_s1_14_what_is_registered_is_what_the_system_prompt_lists() -> None:
+async def test_s1_14_the_system_prompt_lists_the_registered_tools() -> None:
     weather, gateway = Weather(), Gateway(REPLY)
     await ask(gateway, weather)
     weather.registry.register(TIME)
@@ -275,7 +275,7 @@ async def test_s1_15_messages_are_system_user_assistant_and_results_as_user() ->
     assert [message["role"] for message in gateway.requests[1]] == ["system", "user", "assistant", "user"]
 
 
-async def test_s1_15_the_context_engine_adds_what_the_session_has_said_before() -> None:
+async def test_s1_15_the_context_engine_adds_the_history_of_the_session() -> None:
     engine, weather, gateway = ContextEngine(), Weather(), Gateway(CALL, REPLY, '{"tool": null, "reply": "Still 22."}')
     await ask(gateway, weather, context_engine=engine)
     await run_tool_loop(ToolLoopDeps(gateway.chat, weather.registry, engine), "s1", "And now?")
@@ -292,7 +292,7 @@ async def test_s1_15_the_context_engine_adds_what_the_session_has_said_before() 
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
-async def test_s1_16_the_gateway_takes_messages_and_gives_the_raw_content(is_async: bool) -> None:
+async def test_s1_16_the_gateway_takes_messages_and_returns_the_raw_content(is_async: bool) -> None:
     gateway, requests = Gateway(REPLY), []
 
     def chat(messages: list[Message]) -> str:
@@ -305,7 +305,7 @@ async def test_s1_16_the_gateway_takes_messages_and_gives_the_raw_content(is_asy
     assert messages[-1] == {"role": "user", "content": QUESTION}
 
 
-async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_what_counts() -> None:
+async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_used() -> None:
     class Own:
         """Reads `NAME CITY`. Any other text is a reply."""
 
@@ -320,7 +320,7 @@ async def test_s1_17_the_controller_gets_the_raw_content_and_its_decision_is_wha
     assert (weather.cities, result.reply) == (["Oslo"], "Cold.")
 
 
-async def test_s1_18_without_a_tool_the_loop_is_done_and_the_user_gets_the_reply() -> None:
+async def test_s1_18_without_a_tool_call_the_loop_ends_with_the_reply() -> None:
     weather, gateway = Weather(), Gateway(REPLY)
     result = await ask(gateway, weather)
     assert (result.reply, result.rounds, len(gateway.requests), weather.cities) == (
@@ -331,7 +331,7 @@ async def test_s1_18_without_a_tool_the_loop_is_done_and_the_user_gets_the_reply
     )
 
 
-async def test_s1_18_a_reply_is_text_whatever_it_holds() -> None:
+async def test_s1_18_a_tag_inside_a_reply_is_plain_text() -> None:
     weather, tag = Weather(), build_tag_call("get_weather", {"city": "Oslo"})
     result = await ask(Gateway(json.dumps({"tool": None, "reply": tag})), weather)
     assert (result.reply, weather.cities) == (tag, [])
@@ -345,7 +345,7 @@ async def test_s1_19_a_named_tool_is_executed_by_the_registry_with_the_arguments
     assert gateway.requests[1][-1]["content"].endswith(by_hand.text())
 
 
-async def test_s1_19_a_named_tool_that_is_not_there_is_reported_to_the_model() -> None:
+async def test_s1_19_an_unknown_tool_is_reported_to_the_model() -> None:
     gateway = Gateway('{"tool": "get_news", "arguments": {}}', REPLY)
     result = await ask(gateway, Weather())
     assert "Tool not found: get_news" in gateway.requests[1][-1]["content"]
@@ -364,7 +364,7 @@ async def test_s1_19_a_named_tool_that_is_not_there_is_reported_to_the_model() -
     ],
     ids=["object", "text", "error"],
 )
-async def test_s1_20_a_result_is_injected_under_its_header_as_a_user_message(call: str, expected: str) -> None:
+async def test_s1_20_a_result_is_a_user_message_under_its_header(call: str, expected: str) -> None:
     weather, gateway = Weather(), Gateway(call, REPLY)
     weather.registry.register(TIME)
     await ask(gateway, weather)
@@ -372,7 +372,7 @@ async def test_s1_20_a_result_is_injected_under_its_header_as_a_user_message(cal
     assert gateway.requests[1][-1]["content"].startswith(expected)
 
 
-async def test_s1_21_the_next_round_begins_with_all_that_was_said_and_the_result() -> None:
+async def test_s1_21_the_next_round_contains_all_earlier_messages_and_the_result() -> None:
     gateway = Gateway(CALL, CALL.replace("Beijing", "Rome"), REPLY)
     await ask(gateway, Weather())
     first, second, third = gateway.requests

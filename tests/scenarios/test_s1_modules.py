@@ -30,7 +30,7 @@ from orchestrator.sdk.tool_loop import (
 )
 from tests.builders import build_call, build_spec
 
-HOMES = [
+MODULES = [
     ("S1-23", "Tool", "contract.registry"),
     ("S1-24", "ToolCall", "contract.calls"),
     ("S1-25", "ToolResult", "contract.calls"),
@@ -43,7 +43,7 @@ HOMES = [
     ("S1-34", "execute_tool_call", "orchestrator.sdk.tool_loop"),
     ("S1-35", "run_tool_loop", "orchestrator.sdk.tool_loop"),
 ]
-IN_THE_LOOP = [home for home in HOMES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
+LOOP_NAMES = [home for home in MODULES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
 FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}, {"tool": "now"}]
 
 
@@ -56,7 +56,7 @@ def echo() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("row", "name", "home"), HOMES, ids=[f"{row} {name}" for row, name, _ in HOMES])
+@pytest.mark.parametrize(("row", "name", "home"), MODULES, ids=[f"{row} {name}" for row, name, _ in MODULES])
 def test_s1_22_to_35_every_name_is_in_its_module(row: str, name: str, home: str) -> None:
     found = getattr(import_module(home), name)
     assert getattr(found, "__module__", home) == home, row
@@ -67,7 +67,7 @@ def test_s1_22_the_names_of_types_ts_are_types_and_one_schema() -> None:
     assert isinstance(TOOL_DECISION_SCHEMA, dict)
 
 
-def test_s1_23_a_tool_has_a_spec_that_describes_it_and_a_handler_that_runs_it() -> None:
+def test_s1_23_a_tool_has_a_spec_and_a_handler() -> None:
     tool = create_tool_registry([echo()]).get("echo")
     assert isinstance(tool, Tool)
     assert (tool.name, tool.spec.description, callable(tool.handler)) == ("echo", "Say it again", True)
@@ -81,7 +81,7 @@ def test_s1_24_a_tool_call_is_an_id_a_name_and_arguments() -> None:
     }
 
 
-def test_s1_25_a_tool_result_says_which_call_whether_it_worked_and_what_came_out() -> None:
+def test_s1_25_a_tool_result_contains_call_success_and_output() -> None:
     result = ToolResult(call_id="c1", name="echo", success=True, output="a")
     assert (result.call_id, result.name, result.success, result.output, result.error) == ("c1", "echo", True, "a", None)
 
@@ -92,14 +92,14 @@ def test_s1_26_a_decision_is_a_tool_with_arguments_or_a_reply() -> None:
     assert (reply.tool, reply.reply) == (None, "Warm.")
 
 
-def test_s1_27_a_registry_of_the_loop_keeps_its_tools_in_a_tool_registry() -> None:
+def test_s1_27_a_registry_of_the_loop_stores_its_tools_in_a_tool_registry() -> None:
     registry = create_tool_registry([echo()])
     assert isinstance(registry.registry, ToolRegistry)
     assert len(registry.registry) == 1
 
 
 @pytest.mark.parametrize("decision", FORMS, ids=["call", "reply", "call without arguments"])
-def test_s1_28_the_schema_takes_both_forms(decision: dict[str, Any]) -> None:
+def test_s1_28_the_schema_accepts_both_forms(decision: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(TOOL_DECISION_SCHEMA)
     assert Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(decision)
 
@@ -107,11 +107,11 @@ def test_s1_28_the_schema_takes_both_forms(decision: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "other", [{}, {"tool": 5}, {"tool": ""}, {"tool": None}, {"reply": "x"}, {"tool": "a", "arguments": "b"}, "text"]
 )
-def test_s1_28_the_schema_takes_nothing_else(other: Any) -> None:
+def test_s1_28_the_schema_rejects_every_other_value(other: Any) -> None:
     assert not Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(other)
 
 
-def test_s1_29_the_module_of_the_registry_has_its_maker() -> None:
+def test_s1_29_the_registry_module_exports_create_tool_registry() -> None:
     assert "create_tool_registry" in tool_loop.__all__
 
 
@@ -127,8 +127,8 @@ async def test_s1_30_a_registry_registers_gets_lists_and_executes_by_name() -> N
     assert (await registry.execute("nothing", {})).error == "Tool not found: nothing"
 
 
-@pytest.mark.parametrize(("name", "home"), [(name, home) for _, name, home in IN_THE_LOOP])
-def test_s1_31_the_module_of_the_loop_has_all_that_one_needs_to_write_one(name: str, home: str) -> None:
+@pytest.mark.parametrize(("name", "home"), [(name, home) for _, name, home in LOOP_NAMES])
+def test_s1_31_the_loop_module_exports_every_part_of_a_loop(name: str, home: str) -> None:
     assert name in tool_loop.__all__
     assert getattr(tool_loop, name) is getattr(import_module(home), name)
 
@@ -174,7 +174,7 @@ async def test_s1_34_a_parsed_call_is_executed_and_a_failure_is_a_result() -> No
     assert (refused.success, refused.error) == (False, "echo: parameter 'text' must be string, not integer 5")
 
 
-async def test_s1_35_the_loop_chains_gateway_context_engine_and_output_controller() -> None:
+async def test_s1_35_the_loop_connects_gateway_context_engine_and_output_controller() -> None:
     engine = ContextEngine()
     deps = ToolLoopDeps(
         lambda messages: '{"tool": null, "reply": "Warm."}', create_tool_registry(), engine, create_output_controller()

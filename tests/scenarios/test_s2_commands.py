@@ -3,43 +3,21 @@ guest.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
+from contract.calls import ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context
-from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest, needs_namespace, running_guest
-from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.sandboxd.sandbox import build_done, has_stream
+from tests.guest_tools import GuestTools
 from workers.tools.builtin import build_registry
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
-
-
-class GuestClient(SandboxClient):
-    """A guest on pipes in place of sandboxd. Its replies are filtered as in sandboxd."""
-
-    def __init__(self, guest: Guest) -> None:
-        super().__init__("/nonexistent")
-        self.guest = guest
-
-    def call(self, name: str, request: Mapping[str, Any], body: bytes = b"", **_: Any) -> GuestResponse:
-        fields = dict(request)
-        op = str(fields.pop("op"))
-        done = self.guest.request(op, body, **fields)
-        streams = {
-            stream: data
-            for stream in ("stdout", "stderr", "merged", "file")
-            if has_stream(op, stream) and (data := done.bytes_of(stream))
-        }
-        report = {"sandbox": {"id": "c0ffee", "generation": 1, "rebuilt": False}, "sandbox_s": 1000.0}
-        return GuestResponse({**build_done(done.header), **report}, streams)
 
 
 class Agent:
@@ -47,15 +25,11 @@ class Agent:
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
-        self._executor = build_executor(
-            build_registry(), GuestClient(guest), MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "q"}
-        )
-        self._count = 0
+        self._tools = GuestTools(guest)
 
     def bash(self, command: str = "", timeout_s: float = 30, **arguments: Any) -> ToolResult:
-        self._count += 1
-        call = ToolCall(id=f"call-{self._count}", name="bash_tool", arguments={"command": command, **arguments})
-        return self._executor.execute(call, build_context(timeout_s=timeout_s))
+        context = build_context(timeout_s=timeout_s)
+        return self._tools.run("bash_tool", context, command=command, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +43,7 @@ def agent(guest: Guest) -> Agent:
     return Agent(guest)
 
 
-def test_s2_13_an_agent_executes_commands_for_a_complex_task(agent: Agent) -> None:
+def test_s2_13_an_agent_executes_commands_that_build_on_each_other(agent: Agent) -> None:
     """S2-13: several commands, each building on the folder, variables and functions of those before it."""
     steps = (
         "mkdir -p report && cd report && export TITLE='Sales 2026'",
@@ -81,7 +55,7 @@ def test_s2_13_an_agent_executes_commands_for_a_complex_task(agent: Agent) -> No
     assert results[-1].output == "Sales 2026: 7\n"
 
 
-def test_s2_14_a_simple_command_gives_standard_output_and_error(agent: Agent) -> None:
+def test_s2_14_a_simple_command_returns_standard_output_and_error(agent: Agent) -> None:
     """S2-14: `ls -la` of an existing path and of a missing path."""
     (agent.guest.workspace / "seen.txt").write_text("x")
     result = agent.bash("ls -la seen.txt missing.txt", cwd=str(agent.guest.workspace))
@@ -91,7 +65,7 @@ def test_s2_14_a_simple_command_gives_standard_output_and_error(agent: Agent) ->
     assert str(result.output).endswith("\n[exit code 2]")
 
 
-def test_s2_15_a_command_that_runs_too_long_is_ended_with_a_timeout_error(agent: Agent) -> None:
+def test_s2_15_a_command_above_its_time_limit_is_killed_with_a_timeout_error(agent: Agent) -> None:
     """S2-15: the output up to the limit is returned, and no process continues."""
     started = time.monotonic()
     result = agent.bash("echo before; setsid sleep 1000 & sleep 1000", timeout_s=0.3)
@@ -120,21 +94,21 @@ def test_s4_21_the_registry_provides_a_tool_for_shell_commands() -> None:
     assert {"command", "timeout", "cwd", "stdin", "background"} <= set(tool.spec.parameters["properties"])  # type: ignore[arg-type, operator]
 
 
-def test_s4_22_a_command_runs_in_a_shell_and_gives_both_streams_and_the_exit_code(agent: Agent) -> None:
+def test_s4_22_a_command_runs_in_a_shell_and_returns_both_streams_and_the_exit_code(agent: Agent) -> None:
     """S4-22: the shell handles a pipe, a substitution and a redirection."""
     result = agent.bash('printf "%s\\n" a b | wc -l; echo "$((6 * 7))" >&2; exit 3')
     assert result.success
     assert (result.metadata["stdout"], result.metadata["stderr"], result.metadata["exit_code"]) == ("2\n", "42\n", 3)
 
 
-def test_s4_23_the_limit_ends_the_command_and_the_next_one_works(agent: Agent) -> None:
+def test_s4_23_the_limit_ends_the_command_and_the_next_command_works(agent: Agent) -> None:
     """S4-23: even a command that ignores the first signal is ended."""
     result = agent.bash("trap '' TERM; sleep 1000; sleep 1000", timeout_s=0.2)
     assert (result.error_code, "limit of 0.2 s" in str(result.error)) == (ErrorCode.TIMEOUT, True)
     assert agent.bash("echo well").output == "well\n"
 
 
-def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
+def test_s2_13_a_background_job_runs_next_to_other_commands(agent: Agent) -> None:
     """S2-13: a server runs in the background. The agent sends input and queries while other commands run."""
     started = agent.bash("echo up; while read word; do echo got $word; done", background=True)
     job = started.metadata["job_id"]
@@ -148,7 +122,7 @@ def test_s2_13_a_job_runs_beside_other_commands(agent: Agent) -> None:
     assert "[job-1 has ended, exit code" in output
 
 
-def test_s2_14_a_long_output_is_shown_in_part_and_the_rest_is_in_a_file(agent: Agent) -> None:
+def test_s2_14_a_long_output_is_shown_in_part_and_stored_in_a_file(agent: Agent) -> None:
     """S2-14: head and tail in whole lines, and the call that shows the part between them."""
     result = agent.bash("seq 1 50000")
     text = str(result.output)

@@ -30,7 +30,7 @@ def numbered(first: int, last: int) -> list[str]:
     return [f"{number}\tline {number}" for number in range(first, last + 1)]
 
 
-def test_s2_01_files_are_read_and_a_range_of_lines_makes_the_context_smaller(tools: GuestTools) -> None:
+def test_s2_01_reading_a_range_of_lines_returns_less_text_than_the_file(tools: GuestTools) -> None:
     whole = tools.run("read_tool", file_path="src/app.py")
     part = tools.run("read_tool", file_path="src/app.py", offset=10, limit=5)
     assert (whole.success, part.success) == (True, True)
@@ -42,7 +42,7 @@ def test_s2_02_a_complete_file_is_returned(tools: GuestTools) -> None:
     assert str(result.output).split("\n") == [*numbered(1, 100), "[end of file: 100 lines]"]
 
 
-def test_s2_02_at_most_2000_lines_by_default_and_the_cut_is_said(tools: GuestTools) -> None:
+def test_s2_02_at_most_2000_lines_are_read_by_default_and_the_cut_is_marked(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="long.log")
     lines = str(result.output).split("\n")
     assert (len(lines), lines[1999], lines[2000]) == (
@@ -55,40 +55,38 @@ def test_s2_02_at_most_2000_lines_by_default_and_the_cut_is_said(tools: GuestToo
     assert str(rest.output).split("\n")[-1] == "[end of file: 2500 lines]"
 
 
-def test_s2_02_an_explicit_limit_above_2000_is_honoured(tools: GuestTools) -> None:
+def test_s2_02_an_explicit_limit_above_2000_lines_is_honoured(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="long.log", limit=2400)
     assert str(result.output).split("\n")[2399:] == ["2400\t2400", "[lines 1-2400 of 2500; continue with offset=2401]"]
 
 
-def test_s2_03_lines_10_to_50_and_only_they(tools: GuestTools) -> None:
+def test_s2_03_exactly_lines_10_to_50_are_returned(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="src/app.py", offset=10, limit=41)
     assert str(result.output).split("\n") == [*numbered(10, 50), "[lines 10-50 of 100; continue with offset=51]"]
 
 
 @pytest.mark.parametrize("wrong", ["src/ap.py", "app.py", "src/App.py", "scr/app.py", "src/app.ts"])
-def test_s2_04_a_file_that_does_not_exist_is_a_clear_error_with_paths_that_may_be_meant(
-    tools: GuestTools, wrong: str
-) -> None:
+def test_s2_04_a_missing_file_is_an_error_with_suggested_paths(tools: GuestTools, wrong: str) -> None:
     result = tools.run("read_tool", file_path=wrong)
     assert (result.success, result.error_code) == (False, ErrorCode.FILE_NOT_FOUND)
     assert f"/{wrong}: no such file or directory" in str(result.error)
     assert "did you mean src/app.py?" in str(result.error)
 
 
-def test_s2_04_nothing_is_suggested_from_outside_of_the_allowed_paths(guest: Guest, tools: GuestTools) -> None:
+def test_s2_04_paths_outside_the_allowed_folders_are_not_suggested(guest: Guest, tools: GuestTools) -> None:
     (guest.workspace.parent / "secret.txt").write_text("")
     for path in ("secret.txt", "../secret.tx", str(guest.workspace.parent / "secret.tx")):
         assert "secret.txt" not in str(tools.run("read_tool", file_path=path).error).replace(f"/{path}:", "")
     assert tools.run("read_tool", file_path="../secret.txt").error_code is ErrorCode.PATH_NOT_ALLOWED
 
 
-def test_s4_16_there_are_tools_to_read_write_and_edit_files() -> None:
+def test_s4_16_the_registry_has_tools_to_read_write_and_edit_files() -> None:
     registry = build_registry()
     for name in ("read_tool", "write_tool", "edit_tool"):
         assert registry.get(name) is not None
 
 
-def test_s4_17_content_by_path_a_range_by_line_numbers_and_the_error_of_a_missing_file(tools: GuestTools) -> None:
+def test_s4_17_a_file_is_read_by_path_and_range_and_a_missing_file_is_an_error(tools: GuestTools) -> None:
     assert "1\tline 1\n" in str(tools.run("read_tool", file_path="src/app.py").output)
     assert (
         tools.run("read_tool", file_path="src/app.py", offset=100).output == "100\tline 100\n[end of file: 100 lines]"
@@ -96,7 +94,7 @@ def test_s4_17_content_by_path_a_range_by_line_numbers_and_the_error_of_a_missin
     assert tools.run("read_tool", file_path="gone.py").error_code is ErrorCode.FILE_NOT_FOUND
 
 
-def test_s4_17_a_range_behind_the_end_is_an_error_that_reports_the_lines(tools: GuestTools) -> None:
+def test_s4_17_a_range_after_the_end_is_an_error_with_the_number_of_lines(tools: GuestTools) -> None:
     result = tools.run("read_tool", file_path="src/app.py", offset=101)
     assert (result.error_code, "has 100 lines, none at 101" in str(result.error)) == (
         ErrorCode.OFFSET_OUT_OF_RANGE,

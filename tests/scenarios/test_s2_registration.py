@@ -50,15 +50,18 @@ def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
 
 
-def answering(text: str) -> Any:
+def build_answering(text: str) -> Any:
     return lambda *_: Outcome(text)
 
 
 @pytest.fixture
 async def pool(redis_server: RedisProcess) -> SwitchedPool:
-    verb = WorkerTool(build_spec("session.close", audience="session"), answering("closed"))
+    verb = WorkerTool(build_spec("session.close", audience="session"), build_answering("closed"))
     return SwitchedPool(
-        redis_server, WorkerTool(ALPHA, answering("from alpha")), WorkerTool(BETA, answering("from beta")), verb
+        redis_server,
+        WorkerTool(ALPHA, build_answering("from alpha")),
+        WorkerTool(BETA, build_answering("from beta")),
+        verb,
     )
 
 
@@ -81,7 +84,7 @@ def call(name: str) -> Calls:
     return Calls([(name, {})])
 
 
-def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_registry_and_run_from_it(
+def test_s2_24_all_kinds_of_tools_are_registered_in_one_registry_and_run_from_it(
     redis_server: RedisProcess,
 ) -> None:
     @tool
@@ -109,11 +112,11 @@ def test_s2_24_built_in_web_skill_and_operator_tools_are_registered_in_one_regis
 
 
 @pytest.mark.parametrize("off", ["counts", "skill_tool", "bash_tool"])
-async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_the_registry_and_is_switched(
+async def test_s2_24_a_tenant_skill_runs_through_skill_tool_and_can_be_disabled(
     redis_server: RedisProcess, off: str
 ) -> None:
     runner = WorkerTool(build_skill_tool([]).spec, lambda arguments, _: Outcome(f"ran {arguments['name']}"))
-    pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), answering("ran")))
+    pool = SwitchedPool(redis_server, runner, WorkerTool(build_spec("bash_tool"), build_answering("ran")))
     summary = SkillSummary(name="counts", description="Counts.", digest="0" * 64, files=1, bytes=1)
     async with pool.client() as client, redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await SkillStore(opened, "default", KEY).install("acme", summary, b"bundle", build_spec("counts"))
@@ -127,22 +130,20 @@ async def test_s2_24_a_skill_that_a_tenant_installs_runs_through_skill_tool_of_t
         assert (await session.call("counts", {"text": "a"})).error_code is ErrorCode.TOOL_DISABLED
 
 
-def test_s2_25_the_built_in_tools_are_registered_by_themselves_and_enabled() -> None:
+def test_s2_25_the_built_in_tools_are_registered_and_enabled_by_default() -> None:
     states = {state.name: state.state for state in build_registry().describe() if state.spec.audience == "model"}
     assert {"bash_tool", "read_tool", "write_tool", "edit_tool", "glob_tool", "grep_tool"} <= set(states)
     assert set(states.values()) == {"enabled"}
 
 
-def test_s2_25_the_web_tools_are_among_them_without_any_key_of_a_search_service() -> None:
+def test_s2_25_the_web_tools_are_registered_without_a_search_key() -> None:
     """T22: a tool without its key reports the missing key on a call. The tool is listed, and the start succeeds."""
     tools = build_web_tools(WebSettings(), MemoryStore())
     states = {state.name: state.state for state in ToolRegistry(tools).describe()}
     assert states == {"webfetch_tool": "enabled", "websearch_tool": "enabled"}
 
 
-async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and_others_can(
-    pool: SwitchedPool, client: ToolClient
-) -> None:
+async def test_s2_26_a_disabled_tool_cannot_be_called_and_others_can(pool: SwitchedPool, client: ToolClient) -> None:
     async with pool.client() as administrator:
         await administrator.disable("beta_tool", reason="it is being repaired", by="ada")
     session = await client.open_session()
@@ -152,7 +153,7 @@ async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and
     assert (await session.call("alpha_tool", {})).output == "from alpha"
 
 
-async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_result_and_the_loop_goes_on(
+async def test_s2_26_a_tool_disabled_during_a_run_gives_an_error_result_and_the_loop_continues(
     pool: SwitchedPool,
 ) -> None:
     def turn_beta_off(*_: Any) -> Outcome:
@@ -165,7 +166,7 @@ async def test_s2_26_a_tool_turned_off_in_the_middle_of_a_run_gives_an_error_res
     assert [text.split(":")[0] for text in result] == ["from beta", "from alpha", "Error [TOOL_DISABLED]", "from alpha"]
 
 
-async def test_s2_26_an_agent_is_not_reported_a_tool_that_is_off_and_one_that_calls_it_nevertheless_reads_why(
+async def test_s2_26_a_disabled_tool_is_not_offered_to_the_agent_and_a_call_reads_why(
     client: ToolClient,
 ) -> None:
     """T18: the error differs from the error for a missing tool."""
@@ -180,13 +181,13 @@ async def test_s2_26_an_agent_is_not_reported_a_tool_that_is_off_and_one_that_ca
     assert [described["function"]["name"] for described in model.requests[0].tools or ()] == ["alpha_tool"]
 
 
-async def test_s2_26_a_worker_refuses_it_itself_from_any_sender(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_s2_26_a_worker_refuses_a_disabled_tool_from_any_sender(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("beta_tool")
     client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert (await (await client.open_session()).call("beta_tool", {})).error_code is ErrorCode.TOOL_DISABLED
 
 
-async def test_s2_26_a_tool_that_is_turned_on_again_works_again(client: ToolClient) -> None:
+async def test_s2_26_an_enabled_tool_works_again(client: ToolClient) -> None:
     await client.disable("beta_tool")
     state = await client.enable("beta_tool")
     assert state is not None
@@ -194,7 +195,7 @@ async def test_s2_26_a_tool_that_is_turned_on_again_works_again(client: ToolClie
     assert await work(client, call("beta_tool")) == ["from beta"]
 
 
-async def test_s2_26_what_is_not_there_and_what_sessions_need_cannot_be_turned_off(client: ToolClient) -> None:
+async def test_s2_26_unknown_tools_and_session_operations_cannot_be_disabled(client: ToolClient) -> None:
     for name, code in (("beta_tol", ErrorCode.TOOL_NOT_FOUND), ("session.close", ErrorCode.INVALID_ARGUMENTS)):
         with pytest.raises(ToolFailure) as refused:
             await client.disable(name)
@@ -204,7 +205,7 @@ async def test_s2_26_what_is_not_there_and_what_sessions_need_cannot_be_turned_o
     assert "beta_tool" in str(unknown.value.metadata["nearest"])
 
 
-async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_removed(
+async def test_s2_26_the_switch_of_a_tool_without_a_worker_can_be_removed(
     pool: SwitchedPool, client: ToolClient
 ) -> None:
     pool.redis.hset("toolcrew:default:switches", "gone_tool", "{}")
@@ -212,7 +213,7 @@ async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_re
     assert pool.redis.hgetall("toolcrew:default:switches") == {}
 
 
-async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redis_server: RedisProcess) -> None:
+async def test_s2_26_no_approval_is_requested_for_a_disabled_tool(redis_server: RedisProcess) -> None:
     requests: list[str] = []
 
     class Asking:
@@ -224,7 +225,7 @@ async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redi
         pool.redis.hset("toolcrew:default:switches", "risky_tool", "{}")
         return Outcome("from alpha")
 
-    risky = WorkerTool(build_spec("risky_tool", requires_permission=True), answering("ran"))
+    risky = WorkerTool(build_spec("risky_tool", requires_permission=True), build_answering("ran"))
     pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
     async with pool.client() as client:
         client._parts.approver = Asking()
@@ -232,7 +233,7 @@ async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redi
     assert (requests, result[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
 
 
-async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_registry() -> None:
+async def test_s2_26_local_tools_are_disabled_and_enabled_in_their_registry() -> None:
     @tool
     def shout(text: str) -> str:
         """Say it loudly."""

@@ -53,15 +53,15 @@ def test_s2_05_files_are_found_by_glob_patterns(tools: GuestTools) -> None:
     assert search(tools, "glob_tool", pattern="src/*.{py,js}") == ["src/app.js", "src/app.py"]
 
 
-def test_s2_06_all_python_files(tools: GuestTools) -> None:
+def test_s2_06_all_python_files_are_found(tools: GuestTools) -> None:
     assert search(tools, "glob_tool", pattern="**/*.py") == ["src/app.py", "src/deep/util.py", "setup.py"]
 
 
-def test_s2_07_a_directory_is_searched_with_all_that_is_below(tools: GuestTools) -> None:
+def test_s2_07_a_directory_is_searched_recursively(tools: GuestTools) -> None:
     assert search(tools, "glob_tool", pattern="**/*", path="src") == ["src/app.js", "src/app.py", "src/deep/util.py"]
 
 
-def test_s2_08_the_most_recently_modified_file_comes_first_and_the_rest_is_counted(tools: GuestTools) -> None:
+def test_s2_08_the_newest_file_is_listed_first_and_the_rest_is_counted(tools: GuestTools) -> None:
     result = tools.run("glob_tool", pattern="**/*", limit=2)
     assert str(result.output).splitlines() == [
         "README.md",
@@ -86,7 +86,7 @@ def test_s2_11_only_files_of_a_type_are_searched(tools: GuestTools) -> None:
     assert {line.split(":")[0] for line in found} == {"src/app.py", "setup.py"}
 
 
-def test_s2_12_matches_read_path_line_number_text_sorted_by_time(tools: GuestTools) -> None:
+def test_s2_12_a_match_shows_path_line_number_and_text_sorted_by_time(tools: GuestTools) -> None:
     result = tools.run("grep_tool", pattern="function_name")
     assert str(result.output).splitlines() == [
         "README.md:1: call function_name",
@@ -98,7 +98,7 @@ def test_s2_12_matches_read_path_line_number_text_sorted_by_time(tools: GuestToo
     ]
 
 
-def test_s4_26_both_search_tools_are_there_and_only_read() -> None:
+def test_s4_26_both_search_tools_are_registered_as_read_only() -> None:
     specs = [tool.spec for name in ("glob_tool", "grep_tool") if (tool := build_registry().get(name)) is not None]
     assert [(spec.name, spec.read_only, spec.idempotent, spec.requires_permission) for spec in specs] == [
         ("glob_tool", True, True, False),
@@ -107,12 +107,12 @@ def test_s4_26_both_search_tools_are_there_and_only_read() -> None:
 
 
 @pytest.mark.parametrize("names", [{"before": 1, "after": 1}, {"context": 1}, {"-B": 1, "-A": 1}, {"-C": 1}])
-def test_s4_27_context_lines_and_file_types(tools: GuestTools, names: dict[str, int]) -> None:
+def test_s4_27_context_lines_and_file_types_are_supported(tools: GuestTools, names: dict[str, int]) -> None:
     found = search(tools, "grep_tool", pattern="return", type="py", **names)
     assert found == ["src/app.py-4- def function_name(x):", "src/app.py:5:     return x", "src/app.py-6- "]
 
 
-def test_s4_28_a_glob_searches_recursively_and_gives_a_list_of_paths(tools: GuestTools) -> None:
+def test_s4_28_a_glob_searches_recursively_and_returns_a_list_of_paths(tools: GuestTools) -> None:
     assert search(tools, "glob_tool", pattern="util.py") == ["src/deep/util.py"]
     assert tools.run("glob_tool", pattern="*.rs").output == "[0 of 0; newest first]"
 
@@ -149,7 +149,7 @@ def test_s4_29_a_large_code_base_is_searched_in_reasonable_time(guest: Guest, to
     shutil.rmtree(root)
 
 
-def test_s4_29_results_come_while_the_search_goes_on_in_the_order_of_the_whole(guest: Guest) -> None:
+def test_s4_29_results_are_streamed_in_their_final_order(guest: Guest) -> None:
     fields = {"path": ".", "mode": "content", "limit": 100, "max_bytes": 30_000, "max_lines": 2000, "timeout_s": 10}
     request = guest.start("grep", pattern="function_name", **fields)
     pieces = []

@@ -39,13 +39,13 @@ def wait_for_end(web: WebServer) -> None:
     web.ending.wait(5)
 
 
-def test_s2_17_the_web_is_searched_with_what_is_configured(web: WebServer) -> None:
+def test_s2_17_a_web_search_uses_the_configured_provider(web: WebServer) -> None:
     web.replies["/search"] = answer(RESULTS, content_type="application/json")
     result = call(web, "websearch_tool", query="asyncio")
     assert (result.success, result.metadata["provider"], len(web.requests)) == (True, "searxng", 1)
 
 
-def test_s2_18_a_search_for_documentation_gives_links_and_summaries(web: WebServer) -> None:
+def test_s2_18_a_search_for_documentation_returns_links_and_summaries(web: WebServer) -> None:
     web.replies["/search"] = answer(RESULTS, content_type="application/json")
     text = call(web, "websearch_tool", query="python asyncio documentation", include_domains=["docs.python.org"]).text()
     assert (
@@ -55,13 +55,13 @@ def test_s2_18_a_search_for_documentation_gives_links_and_summaries(web: WebServ
     assert "blog.example" not in text
 
 
-def test_s2_19_without_a_key_the_tool_is_there_and_says_that_one_must_be_set(web: WebServer) -> None:
+def test_s2_19_without_a_key_the_search_tool_reports_which_key_to_set(web: WebServer) -> None:
     result = call(web, "websearch_tool", is_configured=False, query="asyncio")
     assert (result.success, result.error_code) == (False, ErrorCode.CONFIG_MISSING)
     assert str(result.error).startswith("websearch_tool needs an API key: set TOOLCREW_TAVILY_API_KEY")
 
 
-def test_s2_20_an_external_resource_can_be_looked_at(web: WebServer) -> None:
+def test_s2_20_an_external_resource_can_be_fetched(web: WebServer) -> None:
     web.replies["/data.json"] = answer('{"name": "toolcrew", "tags": ["agents"]}', content_type="application/json")
     result = call(web, "webfetch_tool", url=web.url("/data.json"))
     assert result.success
@@ -76,7 +76,7 @@ def test_s2_21_the_content_of_a_url_is_fetched_as_text(web: WebServer) -> None:
     assert result.metadata["title"] == "The manual"
 
 
-def test_s2_22_of_html_the_readable_text_is_taken_and_the_tags_are_gone(web: WebServer) -> None:
+def test_s2_22_readable_text_is_extracted_from_html_without_tags(web: WebServer) -> None:
     web.replies["/manual"] = answer(PAGE)
     text = call(web, "webfetch_tool", url=web.url("/manual"), format="text").text()
     for removed in ("<p>", "<h1>", "</", "track()", ".x {}", "Home"):
@@ -91,7 +91,7 @@ def test_s2_22_of_html_the_readable_text_is_taken_and_the_tags_are_gone(web: Web
         ("/inside", ErrorCode.SECURITY_REFUSED, "not public (link-local, where cloud metadata is)"),
     ],
 )
-def test_s2_23_a_fetch_that_fails_says_why(web: WebServer, path: str, code: ErrorCode, reason: str) -> None:
+def test_s2_23_a_failed_fetch_reports_the_reason(web: WebServer, path: str, code: ErrorCode, reason: str) -> None:
     web.replies |= {
         "/broken": b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx",
         "/inside": redirect("http://169.254.169.254/latest/meta-data/"),
@@ -101,12 +101,12 @@ def test_s2_23_a_fetch_that_fails_says_why(web: WebServer, path: str, code: Erro
     assert reason in str(result.error)
 
 
-def test_s2_23_a_fetch_that_takes_too_long_is_interrupted_at_its_limit(web: WebServer) -> None:
+def test_s2_23_a_fetch_above_its_time_limit_is_interrupted(web: WebServer) -> None:
     web.replies["/slow"] = lambda _: wait_for_end(web)
     result = call(web, "webfetch_tool", url=web.url("/slow"), timeout=1)
     assert (result.error_code, "the limit of 1 s passed" in str(result.error)) == (ErrorCode.TIMEOUT, True)
 
 
-def test_s2_23_a_host_that_does_not_exist_is_named(web: WebServer) -> None:
+def test_s2_23_the_error_for_an_unknown_host_names_it(web: WebServer) -> None:
     result = call(web, "webfetch_tool", url="http://nowhere.example/")
     assert (result.error_code, "DNS: nowhere.example" in str(result.error)) == (ErrorCode.NETWORK_ERROR, True)

@@ -16,7 +16,7 @@ from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.model_endpoint import END, HELLO, serving, stream
 
-ASKED: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]
+MESSAGES: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]
 BEIJING = Calls([("get_weather", {"city": "北京"})])
 CALL_TEXT = '{"tool": "get_weather", "arguments": {"city": "北京"}}'
 
@@ -72,10 +72,10 @@ def test_s3_01_a_base_tool_becomes_a_function_schema() -> None:
     assert convert_to_openai_tool(WeatherTool()) == SCHEMA
 
 
-async def test_s3_01_the_sdk_sends_the_schemas_in_the_field_tools_and_not_in_the_system_prompt() -> None:
+async def test_s3_01_the_schemas_are_sent_in_the_field_tools_and_not_in_the_system_prompt() -> None:
     async with serving([stream(HELLO, END)]) as server:
         model = OpenAIModel("m", server.url, "key", 5.0, retries=0)
-        await ToolAgent(model).bind_tools([WeatherTool()])._generate(ASKED)
+        await ToolAgent(model).bind_tools([WeatherTool()])._generate(MESSAGES)
         await model.aclose()
     assert server.bodies[0]["tools"] == [SCHEMA]
     assert server.bodies[0]["messages"] == [
@@ -84,27 +84,27 @@ async def test_s3_01_the_sdk_sends_the_schemas_in_the_field_tools_and_not_in_the
     ]
 
 
-async def test_s3_02_bound_tools_are_kept_as_schemas_and_go_with_the_next_request() -> None:
+async def test_s3_02_bound_tools_are_stored_as_schemas_and_sent_with_the_next_request() -> None:
     model = ScriptedModel(["Warm."])
     agent = ToolAgent(LLMClient(model))
     agent.bind_tools([WeatherTool()])
     assert agent.schemas == [SCHEMA]
-    await agent._generate(ASKED)
+    await agent._generate(MESSAGES)
     assert model.requests[0].tools == [SCHEMA]
     assert system_of(model) == "Be brief."
 
 
-async def test_s3_02_binding_again_replaces_what_was_bound() -> None:
+async def test_s3_02_binding_again_replaces_the_bound_tools() -> None:
     model = ScriptedModel(["Warm."])
     other = {"name": "other", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([other])._generate(ASKED)
+    await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([other])._generate(MESSAGES)
     assert [tool["function"]["name"] for tool in model.requests[0].tools] == ["other"]
 
 
-async def test_s3_03_without_tools_the_field_is_not_sent_at_all_and_the_text_comes_as_ever() -> None:
+async def test_s3_03_without_tools_the_field_is_not_sent_and_the_text_is_unchanged() -> None:
     async with serving([stream(HELLO, END)]) as server:
         model = OpenAIModel("m", server.url, "key", 5.0, retries=0)
-        reply = await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([])._generate(ASKED)
+        reply = await ToolAgent(model).bind_tools([WeatherTool()]).bind_tools([])._generate(MESSAGES)
         await model.aclose()
     assert "tools" not in server.bodies[0]
     assert (reply.content, reply.tool_calls) == ("hé\U0001f600", [])
@@ -117,14 +117,14 @@ async def test_s3_03_without_tools_the_field_is_not_sent_at_all_and_the_text_com
     "text",
     [CALL_TEXT, f"```json\n{CALL_TEXT}\n```", '<tool_action name="get_weather"><city value="北京" /></tool_action>'],
 )
-async def test_s3_04_only_the_field_tool_calls_counts_whatever_the_text_looks_like(text: str) -> None:
-    reply = await ToolAgent(ScriptedModel([text])).bind_tools([WeatherTool()])._generate(ASKED)
+async def test_s3_04_calls_in_the_text_are_ignored_only_the_field_tool_calls_counts(text: str) -> None:
+    reply = await ToolAgent(ScriptedModel([text])).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert (reply.content, reply.tool_calls) == (text, [])
 
 
-async def test_s3_05_calls_of_the_model_come_with_id_name_and_parsed_arguments() -> None:
+async def test_s3_05_model_calls_have_id_name_and_parsed_arguments() -> None:
     model = ScriptedModel([Calls([("get_weather", {"city": "北京"}), ("get_weather", {"city": "上海"})], "我看看。")])
-    reply = await ToolAgent(model).bind_tools([WeatherTool()])._generate(ASKED)
+    reply = await ToolAgent(model).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert isinstance(reply, AIMessage)
     assert (reply.content, reply.finish_reason) == ("我看看。", "tool_calls")
     assert [(call["id"], call["name"], call["arguments"]) for call in reply.tool_calls] == [
@@ -134,7 +134,7 @@ async def test_s3_05_calls_of_the_model_come_with_id_name_and_parsed_arguments()
 
 
 async def test_s3_06_plain_text_is_an_ordinary_message_with_an_empty_list_of_calls() -> None:
-    reply = await ToolAgent(ScriptedModel(["22 度。"])).bind_tools([WeatherTool()])._generate(ASKED)
+    reply = await ToolAgent(ScriptedModel(["22 度。"])).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert isinstance(reply, AIMessage)
     assert (reply.content, reply.tool_calls, reply.finish_reason) == ("22 度。", [], "stop")
 
@@ -143,15 +143,15 @@ BAD_ARGUMENTS = ['{"city": "北京"', "city=北京", '["北京"]', '{"city": NaN
 
 
 @pytest.mark.parametrize("raw", BAD_ARGUMENTS)
-async def test_s3_07_arguments_that_are_no_json_raise_with_the_tools_name_and_the_raw_text(raw: str) -> None:
+async def test_s3_07_invalid_json_arguments_raise_with_the_tool_name_and_the_raw_text(raw: str) -> None:
     agent = ToolAgent(ScriptedModel([Calls([("get_weather", raw)])])).bind_tools([WeatherTool()])
     with pytest.raises(ValueError) as raised:
-        await agent._generate(ASKED)
+        await agent._generate(MESSAGES)
     assert "get_weather" in str(raised.value)
     assert raw in str(raised.value)
 
 
-async def test_s3_07_the_conversation_raises_it_too_and_runs_nothing() -> None:
+async def test_s3_07_invalid_json_arguments_end_the_conversation_before_any_tool_runs() -> None:
     tool = WeatherTool()
     agent = CustomAgent(
         ToolAgent(ScriptedModel([Calls([("get_weather", {"city": "a"}), ("get_weather", "{")])])).bind_tools([tool])
@@ -179,7 +179,7 @@ async def test_s3_08_results_are_tool_messages_of_the_history_until_there_is_a_t
     ]
 
 
-async def test_s3_09_the_result_is_under_the_id_of_its_call_and_the_model_gets_it_in_the_next_round() -> None:
+async def test_s3_09_the_result_has_the_id_of_its_call_and_is_sent_in_the_next_round() -> None:
     model = ScriptedModel([BEIJING, "22 度。"])
     agent = CustomAgent(ToolAgent(model).bind_tools([WeatherTool()]))
     reply = await agent.run("北京天气?")
@@ -195,7 +195,7 @@ async def test_s3_09_the_result_is_under_the_id_of_its_call_and_the_model_gets_i
     assert reply == agent.history[-1]
 
 
-async def test_s3_09_a_tool_that_is_bound_later_is_run_too() -> None:
+async def test_s3_09_a_tool_that_is_bound_later_can_run() -> None:
     tool, model = WeatherTool(), ScriptedModel([BEIJING, "22 度。"])
     tool_agent = ToolAgent(model)
     agent = CustomAgent(tool_agent)
@@ -204,14 +204,14 @@ async def test_s3_09_a_tool_that_is_bound_later_is_run_too() -> None:
     assert tool.cities == ["北京"]
 
 
-async def test_s3_10_a_tool_that_is_not_there_is_reported_too_and_the_loop_goes_on() -> None:
+async def test_s3_10_an_unknown_tool_is_reported_and_the_loop_continues() -> None:
     model = ScriptedModel([Calls([("get_news", {})]), "没有。"])
     agent = CustomAgent(ToolAgent(model).bind_tools([WeatherTool()]))
     assert (await agent.run("新闻?")).content == "没有。"
     assert "Tool not found: get_news" in model.requests[1].messages[-1]["content"]
 
 
-async def test_s3_10_what_a_tool_raises_is_the_content_of_its_message_and_the_loop_goes_on() -> None:
+async def test_s3_10_an_exception_of_a_tool_is_the_content_of_its_message_and_the_loop_continues() -> None:
     model = ScriptedModel([BEIJING, "我不知道。"])
     agent = CustomAgent(ToolAgent(model).bind_tools([WeatherTool(RuntimeError("the station is down"))]))
     reply = await agent.run("北京天气?")
@@ -237,7 +237,7 @@ async def test_s3_11_the_loop_stops_at_its_limit_with_the_last_response_and_a_wa
     assert "event=max_iterations_reached" in warnings_of(caplog)
 
 
-async def test_s3_11_an_answer_within_the_limit_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_s3_11_an_answer_within_the_limit_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     await CustomAgent(ToolAgent(ScriptedModel([BEIJING, "22 度。"])).bind_tools([WeatherTool()]), max_iterations=2).run(
         "北京天气?"
     )
@@ -247,9 +247,7 @@ async def test_s3_11_an_answer_within_the_limit_warns_of_nothing(caplog: pytest.
 # S3-12 to S3-14: the fallback
 
 
-async def test_s3_12_without_function_calling_the_schema_is_in_the_system_prompt_and_calls_are_read_from_the_text() -> (
-    None
-):
+async def test_s3_12_without_function_calling_schemas_are_in_the_prompt_and_calls_in_the_text() -> None:
     tool, model = WeatherTool(), ScriptedModel([f"我查一下: {CALL_TEXT}", "22 度。"])
     agent = CustomAgent(ToolAgent(LLMClient(model, function_calling=False)).bind_tools([tool]), instruction="Be brief.")
     reply = await agent.run("北京天气?")
@@ -261,18 +259,18 @@ async def test_s3_12_without_function_calling_the_schema_is_in_the_system_prompt
     assert "22 degrees in 北京" in model.requests[1].messages[-1]["content"]
 
 
-async def test_s3_13_the_switch_alone_turns_it_on_and_the_log_says_that_it_is_deprecated(
+async def test_s3_13_the_fallback_is_enabled_by_its_switch_only_and_logs_a_deprecation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ScriptedModel(["Warm."])
-    await ToolAgent(LLMClient(model, function_calling=False)).bind_tools([WeatherTool()])._generate(ASKED)
+    await ToolAgent(LLMClient(model, function_calling=False)).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert (model.requests[0].tools, "get_weather" in system_of(model)) == ([], True)
     assert "deprecated" in warnings_of(caplog)
     assert "function_calling=False" in warnings_of(caplog)
 
 
-async def test_s3_13_native_function_calling_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    await ToolAgent(LLMClient(ScriptedModel(["Warm."]))).bind_tools([WeatherTool()])._generate(ASKED)
+async def test_s3_13_native_function_calling_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    await ToolAgent(LLMClient(ScriptedModel(["Warm."]))).bind_tools([WeatherTool()])._generate(MESSAGES)
     assert warnings_of(caplog) == ""
 
 
@@ -289,7 +287,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize("text", NO_CALLS)
-async def test_s3_14_a_text_without_a_legal_call_is_an_ordinary_response(text: str) -> None:
+async def test_s3_14_a_text_without_a_valid_call_is_an_ordinary_response(text: str) -> None:
     tool = WeatherTool()
     reply = await CustomAgent(
         ToolAgent(LLMClient(ScriptedModel([text]), function_calling=False)).bind_tools([tool])
@@ -297,8 +295,8 @@ async def test_s3_14_a_text_without_a_legal_call_is_an_ordinary_response(text: s
     assert (reply.content, reply.tool_calls, tool.cities) == (text, [], [])
 
 
-async def test_s3_14_an_empty_reply_is_no_exception_either() -> None:
+async def test_s3_14_an_empty_reply_is_an_ordinary_response() -> None:
     reply = await ToolAgent(
         LLMClient(ScriptedModel([Raw([chunk("stop", content="")])]), function_calling=False)
-    )._generate(ASKED)
+    )._generate(MESSAGES)
     assert (reply.content, reply.tool_calls) == ("", [])

@@ -46,7 +46,7 @@ async def call(tools: Any, name: str, **arguments: Any) -> Any:
     return json.loads(result.output or "")
 
 
-async def test_s4_02_a_tool_is_one_thing_however_a_program_writes_its_capability() -> None:
+async def test_s4_02_functions_dicts_and_classes_become_the_same_kind_of_tool() -> None:
     def plain(n: int) -> int:
         return n + 1
 
@@ -72,7 +72,7 @@ async def test_s4_02_a_tool_is_one_thing_however_a_program_writes_its_capability
     assert [await call(LocalTools(tools), made.name, n=1) for made in tools] == [2, 2, 2]
 
 
-async def test_s4_12_every_execution_gets_a_context_of_its_own() -> None:
+async def test_s4_12_every_execution_gets_its_own_context() -> None:
     @tool
     async def which(context: CallContext) -> list[str]:
         return [context.call_id, context.tenant]
@@ -104,7 +104,7 @@ async def test_s4_13_a_tool_cannot_change_the_configuration() -> None:
     assert (result.success, "TypeError" in str(result.error)) == (False, True)
 
 
-async def test_s4_14_the_context_contains_the_model_in_use_and_lets_a_tool_ask_it() -> None:
+async def test_s4_14_the_context_contains_the_current_model_and_a_tool_can_call_it() -> None:
     @tool
     async def ask(context: CallContext) -> list[Any]:
         assert isinstance(context.model, ModelAdapter)
@@ -120,7 +120,7 @@ async def test_s4_14_the_context_contains_the_model_in_use_and_lets_a_tool_ask_i
     assert (await tools.run_call(build_call("ask_plainly"))).output == "done"
 
 
-async def test_s4_14_a_run_with_another_model_sees_that_one() -> None:
+async def test_s4_14_a_run_with_another_model_gets_that_model() -> None:
     class Other(FixedModel):
         name = "other"
 
@@ -133,7 +133,7 @@ async def test_s4_14_a_run_with_another_model_sees_that_one() -> None:
     assert [await call(tools, "name"), await call(tools.for_run(model=Other()), "name")] == [["fixed"], ["other"]]
 
 
-async def test_s4_14_a_plain_model_is_handed_on_as_an_adapter_with_a_budget_for_each_call() -> None:
+async def test_s4_14_a_plain_model_is_wrapped_in_an_adapter_with_a_budget_for_each_call() -> None:
     @tool
     async def ask(context: CallContext) -> str:
         assert isinstance(context.model, BudgetedModel)
@@ -184,7 +184,7 @@ def execute(
     return json.loads(result.output or "")
 
 
-def test_s4_12_every_execution_in_a_worker_gets_a_context_of_its_own() -> None:
+def test_s4_12_every_execution_in_a_worker_gets_its_own_context() -> None:
     @tool
     def which(context: CallContext) -> list[Any]:
         return [context.call_id, context.tenant, context.session, context.run]
@@ -199,7 +199,7 @@ def test_s4_12_every_execution_in_a_worker_gets_a_context_of_its_own() -> None:
     ]
 
 
-def test_s4_13_in_a_worker_the_context_contains_the_configuration_and_the_working_directory() -> None:
+def test_s4_13_in_a_worker_the_context_contains_configuration_and_working_directory() -> None:
     @tool
     async def look(context: CallContext) -> list[Any]:
         return [context.config["region"], context.config["shop"], context.cwd]
@@ -209,7 +209,7 @@ def test_s4_13_in_a_worker_the_context_contains_the_configuration_and_the_workin
     assert execute(worker, "look", context=context) == ["north", "ours", "/workspace/orders"]
 
 
-async def test_s4_14_in_a_worker_a_tool_asks_the_model_of_its_callers_run(redis_server: RedisProcess) -> None:
+async def test_s4_14_in_a_worker_a_tool_calls_the_model_of_the_run(redis_server: RedisProcess) -> None:
     @tool
     async def ask(context: CallContext) -> list[Any]:
         assert isinstance(context.model, ModelAdapter)

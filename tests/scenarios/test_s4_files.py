@@ -1,7 +1,5 @@
 """Rows S4-18 to S4-20 of the scenarios: writing a file, editing a file, and forbidden paths."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from contract.calls import ToolCall, ToolResult
@@ -9,25 +7,13 @@ from contract.errors import ErrorCode
 from orchestrator.approvals import ApprovalRequest, CallbackApprover, RefusingApprover, review
 from orchestrator.approvals.policies import ApprovalPolicy
 from tests.builders import build_call
-from tests.guest_harness import Guest, needs_namespace, running_guest
+from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.base import WorkerTool
 from workers.tools.edit import EDIT_TOOL
 from workers.tools.write import WRITE_TOOL
 
 pytestmark = needs_namespace
-
-
-@pytest.fixture(scope="module")
-def guest() -> Iterator[Guest]:
-    with running_guest() as running:
-        yield running
-
-
-@pytest.fixture
-def tools(guest: Guest) -> GuestTools:
-    guest.run("rm -rf ./*")
-    return GuestTools(guest)
 
 
 def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, tools: GuestTools) -> None:
@@ -43,7 +29,9 @@ def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, 
     [(WRITE_TOOL, {"content": "x"}), (EDIT_TOOL, {"old_string": "x", "new_string": "y"})],
     ids=["write", "edit"],
 )
-async def test_s4_18_permission_is_asked_before_a_file_is_changed(tool: WorkerTool, arguments: dict[str, str]) -> None:
+async def test_s4_18_permission_is_requested_before_a_file_is_changed(
+    tool: WorkerTool, arguments: dict[str, str]
+) -> None:
     spec = tool.spec
     call = build_call(spec.name, file_path="f", **arguments)
     requests: list[ApprovalRequest] = []
@@ -67,7 +55,7 @@ def test_s4_19_the_exact_string_is_replaced_and_nothing_else(guest: Guest, tools
     assert (guest.workspace / "f.txt").read_bytes() == b"$1\\0 abc\n\ta+c  \r\nlast"
 
 
-def test_s4_19_a_replacement_that_fails_is_an_error_and_changes_nothing(guest: Guest, tools: GuestTools) -> None:
+def test_s4_19_a_failed_replacement_is_an_error_and_changes_nothing(guest: Guest, tools: GuestTools) -> None:
     tools.run("write_tool", file_path="f.txt", content="one\none\n")
     absent = tools.run("edit_tool", file_path="f.txt", old_string="One", new_string="x")
     assert (absent.success, absent.error_code) == (False, ErrorCode.NO_MATCH)
@@ -86,7 +74,7 @@ def test_s4_19_a_replacement_that_fails_is_an_error_and_changes_nothing(guest: G
     assert (guest.workspace / "f.txt").read_text() == "one\none\n"
 
 
-def test_s4_19_several_places_are_replaced_at_once_or_not_at_all(guest: Guest, tools: GuestTools) -> None:
+def test_s4_19_several_edits_are_all_applied_or_none(guest: Guest, tools: GuestTools) -> None:
     tools.run("write_tool", file_path="f.txt", content="one\none\ntwo\n")
     assert str(
         tools.run("edit_tool", file_path="f.txt", old_string="one", new_string="1", replace_all=True).output
@@ -102,7 +90,9 @@ def test_s4_19_several_places_are_replaced_at_once_or_not_at_all(guest: Guest, t
 @pytest.mark.parametrize(
     "path", ["../f", "/etc/passwd", "d/../../f", "link/f", "out", "/workspace/../etc/passwd", "d/./../../../tmp/f"]
 )
-def test_s4_20_a_path_that_leads_out_is_refused_by_every_file_tool(guest: Guest, tools: GuestTools, path: str) -> None:
+def test_s4_20_a_path_outside_the_roots_is_refused_by_every_file_tool(
+    guest: Guest, tools: GuestTools, path: str
+) -> None:
     guest.run("mkdir d; ln -s .. link; ln -s /etc/passwd out")
     calls: dict[str, dict[str, str]] = {
         "read_tool": {},
@@ -114,7 +104,9 @@ def test_s4_20_a_path_that_leads_out_is_refused_by_every_file_tool(guest: Guest,
     assert not (guest.workspace.parent / "f").exists()
 
 
-def test_s4_20_a_path_that_ends_inside_is_allowed_and_outputs_are_only_read(guest: Guest, tools: GuestTools) -> None:
+def test_s4_20_a_path_that_resolves_inside_is_allowed_and_outputs_are_read_only(
+    guest: Guest, tools: GuestTools
+) -> None:
     guest.run(f"mkdir d; echo kept > {guest.output}/spilled.txt")
     assert tools.run("write_tool", file_path="d/../f", content="x\n").success
     assert tools.run("write_tool", file_path=str(guest.tmp / "f"), content="x\n").success
@@ -127,7 +119,7 @@ def test_s4_20_a_path_that_ends_inside_is_allowed_and_outputs_are_only_read(gues
     )
 
 
-def test_a_file_that_was_read_and_then_changed_by_a_command_is_not_overwritten_at_once(
+def test_a_file_changed_by_a_command_after_it_was_read_is_not_overwritten_at_once(
     guest: Guest, tools: GuestTools
 ) -> None:
     guest.run("seq 1 5 > f")
@@ -139,7 +131,7 @@ def test_a_file_that_was_read_and_then_changed_by_a_command_is_not_overwritten_a
     assert tools.run("write_tool", file_path="f", content="mine\n").success
 
 
-def test_a_miss_after_a_change_of_another_process_is_explained_by_it(guest: Guest, tools: GuestTools) -> None:
+def test_a_missing_old_string_is_explained_by_a_change_of_another_process(guest: Guest, tools: GuestTools) -> None:
     guest.run("seq 1 5 > f")
     tools.run("read_tool", file_path="f")
     guest.run("sed -i s/3/three/ f")

@@ -36,7 +36,7 @@ class McpServer:
 SERVER = McpServer()
 
 
-def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
+def test_s4_34_no_tools_of_mcp_servers_are_loaded_into_a_registry() -> None:
     """Neither a program's registry nor a worker's takes a server as a tool. Workers ask only the servers of the file
     that the operator names (TOOLCREW_MCP_SERVERS), which is a part of its own (docs/add-a-tool.md)."""
     for value in (SERVER, {"type": "mcp", "server_url": "https://tools.example"}):
@@ -99,7 +99,7 @@ async def test_s4_36_calls_of_one_reply_that_change_something_run_one_after_anot
     assert log == [f"{n} {phase}" for n in range(3) for phase in ("begins", "ends")]
 
 
-async def test_s4_36_calls_that_only_read_may_run_side_by_side_and_are_answered_in_order() -> None:
+async def test_s4_36_read_only_calls_may_run_in_parallel_and_are_answered_in_order() -> None:
     both_run = asyncio.Barrier(2)
 
     @tool(read_only=True)
@@ -111,7 +111,7 @@ async def test_s4_36_calls_that_only_read_may_run_side_by_side_and_are_answered_
     assert await run_reply(Calls([("look", {"n": 0}), ("look", {"n": 1})]), look) == ["saw 0", "saw 1"]
 
 
-async def test_s4_37_no_call_is_fed_with_anothers_result_and_no_tool_can_call_another() -> None:
+async def test_s4_37_no_call_gets_the_result_of_another_and_no_tool_can_call_another() -> None:
     @tool
     def tell(text: str) -> str:
         return text

@@ -39,10 +39,10 @@ async def run_agent(
     spec: ToolSpec, argument: str, value: str, approver: Approver, policy: ApprovalPolicy
 ) -> tuple[list[str], ScriptedModel]:
     """Run an agent whose model calls the tool once. Return the tool's runs and the messages that the model received."""
-    ran: list[str] = []
+    executed: list[str] = []
 
     def tool(**arguments: Any) -> str:
-        ran.append(arguments[argument])
+        executed.append(arguments[argument])
         return "done"
 
     dispatcher = Dispatcher(
@@ -61,38 +61,38 @@ async def run_agent(
         [f'<tool_action name="{spec.name}"><{argument} value="{value}" /></tool_action>', "So be it."]
     )
     await Agent(model, TagsDialect(), [spec], run_call).run("do it")
-    return ran, model
+    return executed, model
 
 
 def text_for_model(model: ScriptedModel) -> str:
     return str(model.requests[1].messages[-1]["content"])
 
 
-async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_runs() -> None:
+async def test_s4_05_permission_is_requested_before_the_tool_runs() -> None:
     requests: list[ApprovalRequest] = []
 
     def say(request: ApprovalRequest) -> bool:
         requests.append(request)
         return True
 
-    ran, _ = await run_agent(WRITE, "text", "hello", CallbackApprover(say), ApprovalPolicy())
+    executed, _ = await run_agent(WRITE, "text", "hello", CallbackApprover(say), ApprovalPolicy())
     assert WRITE.requires_permission is True
-    assert ([request.call.arguments for request in requests], ran) == ([{"text": "hello"}], ["hello"])
+    assert ([request.call.arguments for request in requests], executed) == ([{"text": "hello"}], ["hello"])
 
 
-async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why() -> None:
-    ran, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
-    assert ran == []
+async def test_s4_05_without_permission_the_tool_does_not_run_and_the_model_reads_why() -> None:
+    executed, model = await run_agent(WRITE, "text", "hello", RefusingApprover(), ApprovalPolicy())
+    assert executed == []
     assert "PERMISSION_DENIED" in text_for_model(model)
     assert "no approver is configured" in text_for_model(model)
 
 
-async def test_s4_06_a_dangerous_operation_is_marked_and_shown_with_an_extra_warning() -> None:
+async def test_s4_06_a_dangerous_operation_is_shown_with_an_extra_warning() -> None:
     shown = io.StringIO()
     wipe = build_spec("wipe", dangerous=True)
-    ran, _ = await run_agent(wipe, "text", "all", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
+    executed, _ = await run_agent(wipe, "text", "all", ConsoleApprover(io.StringIO("y\n"), shown), ApprovalPolicy())
     assert "WARNING: this tool is marked dangerous" in shown.getvalue()
-    assert ran == ["all"]
+    assert executed == ["all"]
 
 
 async def test_s4_06_a_tool_that_only_requires_permission_is_shown_without_the_warning() -> None:
@@ -102,7 +102,7 @@ async def test_s4_06_a_tool_that_only_requires_permission_is_shown_without_the_w
     assert "WARNING" not in shown.getvalue()
 
 
-async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
+async def test_s4_24_a_dangerous_command_needs_an_explicit_approval() -> None:
     ran_after: dict[str, list[str]] = {}
     for answer in ("n\n", "y\n"):
         console = ConsoleApprover(io.StringIO(answer), io.StringIO())
@@ -110,21 +110,21 @@ async def test_s4_24_a_dangerous_command_needs_an_explicit_yes() -> None:
     assert ran_after == {"n\n": [], "y\n": ["rm -rf /srv/build"]}
 
 
-async def test_s4_24_a_command_on_the_allowed_list_is_not_asked_about() -> None:
+async def test_s4_24_a_command_on_the_allowed_list_needs_no_approval() -> None:
     policy = ApprovalPolicy((Rule("allow", tool="bash_tool", argv_prefix=("rm", "-rf", "/srv/build")),))
-    ran, _ = await run_agent(BASH, "command", "rm -rf /srv/build", RefusingApprover(), policy)
-    assert ran == ["rm -rf /srv/build"]
+    executed, _ = await run_agent(BASH, "command", "rm -rf /srv/build", RefusingApprover(), policy)
+    assert executed == ["rm -rf /srv/build"]
 
 
 async def test_s4_24_a_command_on_the_forbidden_list_is_a_security_error_despite_any_approval() -> None:
     policy = ApprovalPolicy((Rule("deny", tool="bash_tool", argv_prefix=("git", "push")), Rule("allow")))
     for command in ("git push", "rm -rf /"):
-        ran, model = await run_agent(BASH, "command", command, AutoApprover(), policy)
-        assert ran == []
+        executed, model = await run_agent(BASH, "command", command, AutoApprover(), policy)
+        assert executed == []
         assert str(ErrorCode.SECURITY_REFUSED) in text_for_model(model)
 
 
-async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> None:
+async def test_s4_25_a_command_string_reaches_the_shell_exactly_as_approved() -> None:
     command = "printf '%s' \"a  b\" '$HOME' `echo` \\; && echo \u00e9"
     reviewed = await review(build_call("bash_tool", command=command), BASH, AutoApprover())
     assert isinstance(reviewed, ToolCall)
@@ -134,8 +134,8 @@ async def test_s4_25_a_command_string_reaches_the_shell_as_it_was_approved() -> 
     assert (client.requests[0]["argv"], client.bodies) == (None, [command.encode()])
 
 
-async def test_s4_25_input_that_is_put_into_a_command_without_escaping_is_found_out() -> None:
+async def test_s4_25_unescaped_input_that_adds_a_dangerous_command_is_refused() -> None:
     user_input = "notes.txt; rm -rf /"
-    ran, model = await run_agent(BASH, "command", f"cat {user_input}", AutoApprover(), ApprovalPolicy())
-    assert ran == []
+    executed, model = await run_agent(BASH, "command", f"cat {user_input}", AutoApprover(), ApprovalPolicy())
+    assert executed == []
     assert str(ErrorCode.SECURITY_REFUSED) in text_for_model(model)

@@ -46,7 +46,7 @@ async def test_s4_01_tools_are_described_registered_looked_up_filtered_and_gated
     assert (await allowing.run_call(build_call("remove", path="a"))).output == "removed a"
 
 
-async def test_s4_01_a_tool_that_the_filter_keeps_from_the_model_is_not_reported() -> None:
+async def test_s4_01_a_filtered_tool_is_not_offered_to_the_model() -> None:
     tools = LocalTools([find, remove])
     model = ScriptedModel(["ok"])
     await Agent(model, NativeDialect(), tools.specs(["find"]), tools.run_call).run("tidy up")
@@ -62,7 +62,7 @@ async def test_s4_01_a_tool_that_the_filter_keeps_from_the_model_is_not_reported
     ],
     ids=["native", "tags", "json"],
 )
-async def test_s4_30_every_way_in_is_validated_against_the_schema_and_the_model_reads_all_that_is_wrong(
+async def test_s4_30_every_dialect_validates_arguments_and_the_model_reads_all_errors(
     dialect: Callable[[], Dialect], reply: Any
 ) -> None:
     tools, results = LocalTools([find]), []
@@ -83,13 +83,13 @@ async def test_s4_30_valid_arguments_reach_the_tool_with_the_defaults_of_the_sch
     assert (await LocalTools([find]).run_call(build_call("find", query="a"))).output == "10 of a"
 
 
-async def test_s4_30_calls_of_a_tool_agent_are_validated_too() -> None:
+async def test_s4_30_calls_of_a_tool_agent_are_validated() -> None:
     model = ScriptedModel([Calls([("find", {"query": 5})]), "ok"])
     await CustomAgent(ToolAgent(model).bind_tools([find])).run("find it")
     assert "parameter 'query' must be string" in model.requests[1].messages[-1]["content"]
 
 
-async def test_s4_30_a_check_of_the_tools_own_refuses_with_details() -> None:
+async def test_s4_30_a_validator_of_the_tool_refuses_with_details() -> None:
     @tool(
         validators=[lambda arguments: "give a path below /workspace" if arguments["path"].startswith("/etc") else None]
     )

@@ -39,7 +39,7 @@ def test_s4_03_every_tool_has_a_unique_name_a_description_and_a_json_schema() ->
         check_schema(spec.parameters)
 
 
-def test_s4_04_a_tool_gets_arguments_and_context_and_gives_a_result() -> None:
+def test_s4_04_a_tool_gets_arguments_and_context_and_returns_a_result() -> None:
     received: list[tuple[dict[str, Any], ToolContext]] = []
 
     def handler(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
@@ -67,7 +67,7 @@ async def test_s4_04_a_tool_may_be_asynchronous() -> None:
     assert result.output == "10 of a"
 
 
-def test_s4_07_a_registry_manages_the_tools_that_are_there() -> None:
+def test_s4_07_a_registry_manages_its_tools() -> None:
     registry = ToolRegistry([Tool(SEARCH, "handler")])
     assert (len(registry), [spec.name for spec in registry.specs()]) == (1, ["search"])
 
@@ -80,7 +80,7 @@ def test_s4_08_a_name_is_the_key_and_the_same_name_replaces() -> None:
     assert (found.handler, len(registry)) == ("new", 1)
 
 
-def test_s4_08_a_registry_takes_concurrent_access() -> None:
+def test_s4_08_a_registry_supports_concurrent_access() -> None:
     registry: ToolRegistry[int] = ToolRegistry()
 
     def register_and_read(number: int) -> int:
@@ -94,36 +94,34 @@ def test_s4_08_a_registry_takes_concurrent_access() -> None:
     assert len(registry) == 200
 
 
-def test_s4_09_looking_up_gives_the_tool_or_none() -> None:
+def test_s4_09_a_lookup_returns_the_tool_or_none() -> None:
     tool = Tool(SEARCH, "handler")
     registry = ToolRegistry([tool])
     assert registry.get("search") is tool
     assert registry.get("nothing") is None
 
 
-def test_s4_10_listing_gives_metadata_and_can_be_narrowed_by_name() -> None:
+def test_s4_10_listing_returns_metadata_and_can_be_filtered_by_name() -> None:
     registry = ToolRegistry([Tool(SEARCH, 1), Tool(build_spec("other"), 2)])
     assert registry.specs(["search"]) == [SEARCH]
     assert [spec.name for spec in registry.specs()] == ["other", "search"]
 
 
-def test_s4_11_a_filter_lets_only_what_it_names_through_and_all_means_every_one() -> None:
+def test_s4_11_a_filter_passes_only_the_named_tools_and_all_passes_every_tool() -> None:
     registry = ToolRegistry([Tool(build_spec(name), name) for name in ("a", "b", "c")])
     assert [spec.name for spec in registry.specs(["a", "c"])] == ["a", "c"]
     assert [spec.name for spec in registry.specs("all")] == ["a", "b", "c"]
 
 
-def test_s4_31_a_type_mismatch_is_an_error() -> None:
-    failure = refusal({"query": 5})
-    assert (failure.code, "'query' must be string" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"query": 5}, "'query' must be string"), ({}, "'query' is required")]
+)
+def test_s4_31_a_type_mismatch_or_a_missing_field_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    failure = refusal(arguments)
+    assert (failure.code, message in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
-def test_s4_31_a_missing_required_field_is_an_error() -> None:
-    failure = refusal({})
-    assert (failure.code, "'query' is required" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
-
-
-def test_s4_32_a_default_of_the_schema_is_used_when_the_parameter_is_not_given() -> None:
+def test_s4_32_the_default_of_the_schema_is_used_for_a_missing_parameter() -> None:
     assert prepare_arguments(SEARCH, {"query": "a"})[0] == {"query": "a", "limit": 10}
     assert prepare_arguments(SEARCH, {"query": "a", "limit": 3})[0] == {"query": "a", "limit": 3}
 

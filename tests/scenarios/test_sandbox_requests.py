@@ -36,7 +36,7 @@ def stack(engine: APIClient) -> Iterator[Stack]:
         yield opened
 
 
-def shown(output: str | None) -> tuple[int, int]:
+def parse_sizes(output: str | None) -> tuple[int, int]:
     user, size = (output or "").split()
     return int(user), int(size)
 
@@ -46,7 +46,7 @@ async def test_a_program_opens_a_session_with_sizes_and_user(stack: Stack) -> No
         options = SandboxOptions(cpus=0.5, workspace_bytes=32 * MIB, pids=400, user="root")
         async with await client.open_session(options=options) as session:
             assert (await session.info()).options.model_dump() == {**options.model_dump(), "memory_bytes": 416 * MIB}
-            user, size = shown((await session.call("bash_tool", {"command": SHOW})).output)
+            user, size = parse_sizes((await session.call("bash_tool", {"command": SHOW})).output)
             assert (user, 28 < size < 36) == (0, True)
             attached = await client.session(session.id)
             assert (await attached.info()).options.user == "root"
@@ -118,7 +118,7 @@ def test_the_command_line_opens_a_session_with_sizes_and_user(stack: Stack) -> N
     assert (wrong.returncode, "cpus, memory, workspace, pids, user" in wrong.stderr) == (2, True)
 
 
-def test_lines_of_a_batch_have_sizes_and_user_of_their_own(stack: Stack, tmp_path: Path) -> None:
+def test_lines_of_a_batch_have_their_own_sizes_and_user(stack: Stack, tmp_path: Path) -> None:
     lines = [
         {"id": "own", "tool": "bash_tool", "arguments": {"command": SHOW}, "workspace_bytes": 48 * MIB},
         {"id": "default", "tool": "bash_tool", "arguments": {"command": SHOW}, "user": "sandbox"},
@@ -131,7 +131,7 @@ def test_lines_of_a_batch_have_sizes_and_user_of_their_own(stack: Stack, tmp_pat
         stack.footprint, "batches", "submit", str(file), *options, environment={"TOOLCREW_REDIS_URL": stack.redis_url}
     )
     assert done.returncode == 1, done.stderr
-    outputs = {row["custom_id"]: shown(row["response"]["body"]["output"]) for row in map(json.loads, rows.open())}
+    outputs = {row["custom_id"]: parse_sizes(row["response"]["body"]["output"]) for row in map(json.loads, rows.open())}
     assert {name: user for name, (user, _) in outputs.items()} == {"own": 0, "default": 1000}
     assert 42 < outputs["own"][1] < 54
     assert 28 < outputs["default"][1] < 36

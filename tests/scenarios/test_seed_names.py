@@ -68,7 +68,7 @@ def test_every_documented_name_is_importable(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("alias", "name"), TOOLS.items())
-def test_s4_04_17_to_31_a_documented_tool_says_what_it_is(alias: str, name: str) -> None:
+def test_s4_04_17_to_31_a_documented_tool_has_name_description_and_schema(alias: str, name: str) -> None:
     tool: Tool[Any] = getattr(worker_names, alias)
     assert (tool.name, bool(tool.description), tool.parameters["type"]) == (name, True, "object")
     assert tool_schema(tool) == tool.parameters
@@ -82,11 +82,11 @@ def test_s4_04_and_22_a_documented_tool_is_executed_with_arguments_and_context()
     assert (outcome.metadata["stdout"], outcome.metadata["exit_code"]) == ("Linux\n", 3)
 
 
-def test_s0_10_the_registry_of_built_in_tools_is_the_one_kind_of_registry() -> None:
+def test_s0_10_the_registry_of_built_in_tools_is_a_tool_registry() -> None:
     assert isinstance(worker_names.BuiltInToolsRegistry(), ToolRegistry)
 
 
-async def test_s1_39_to_41_the_documents_program_runs_with_the_products_own_gateway() -> None:
+async def test_s1_39_to_41_the_program_of_the_document_runs_with_the_gateway_of_the_product() -> None:
     registry = createToolRegistry()
     registry.register(
         {

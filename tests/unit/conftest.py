@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from tests.conftest import RedisProcess
 from tests.guest_harness import Guest, running_guest
-from tests.hosted_harness import MadeHosted, open_hosted
-from tests.item_harness import Made, open_maker
+from tests.hosted_harness import HostedFactory, open_hosted
+from tests.item_harness import HarnessFactory, open_harness_factory
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def shared_guest() -> Iterator[Guest]:
 
 
 @pytest.fixture
-async def make_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
+async def make_hosted(redis_server: RedisProcess) -> AsyncIterator[HostedFactory]:
     async with open_hosted(redis_server) as make:
         yield make
 
 
 @pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
+async def make(redis_server: RedisProcess) -> AsyncIterator[HarnessFactory]:
+    async with open_harness_factory(redis_server) as made:
         yield made
 
 

@@ -70,7 +70,7 @@ def test_a_queue_grants_more_calls_than_slots_when_calls_are_short(
     harness: Harness, slots: int, seconds: float, held: int
 ) -> None:
     set_slots(harness.client, slots)
-    harness.learn("acme", seconds)
+    harness.record_duration("acme", seconds)
     for _ in range(40):
         harness.ask()
     assert len(harness.kept("held")) == held
@@ -119,7 +119,7 @@ def test_long_calls_of_one_tenant_leave_one_slot_free(harness: Harness) -> None:
 
 
 def test_short_calls_are_granted_ahead_while_long_calls_fill_all_slots(harness: Harness) -> None:
-    harness.learn("quick", 0.01)
+    harness.record_duration("quick", 0.01)
     for _ in range(5):
         harness.ask("hog")
         harness.ask("bear")
@@ -129,7 +129,7 @@ def test_short_calls_are_granted_ahead_while_long_calls_fill_all_slots(harness: 
 
 
 def test_calls_that_run_longer_than_estimated_count_as_long(harness: Harness) -> None:
-    harness.learn("hog", 0.01)
+    harness.record_duration("hog", 0.01)
     first = harness.ask("hog")
     second = harness.ask("hog")
     harness.now += 1.5
@@ -195,7 +195,7 @@ def test_counters_of_idle_tenants_expire(harness: Harness) -> None:
 
 def test_interactive_calls_run_before_batch_calls_without_starving_them(harness: Harness) -> None:
     set_slots(harness.client, 1)
-    harness.learn("acme", 0.1)
+    harness.record_duration("acme", 0.1)
     batch = [harness.ask(priority="batch") for _ in range(4)]
     interactive = [harness.ask() for _ in range(20)]
     order = []
@@ -208,7 +208,7 @@ def test_interactive_calls_run_before_batch_calls_without_starving_them(harness:
 
 
 def test_a_short_call_overtakes_blocked_long_calls_of_its_tenant(harness: Harness) -> None:
-    harness.learn("acme", 0.01, tool="read_tool")
+    harness.record_duration("acme", 0.01, tool="read_tool")
     for _ in range(10):
         harness.ask(tool="bash_tool")
     harness.ask(tool="read_tool")

@@ -18,7 +18,7 @@ from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy
 from tests.builders import build_spec
-from tests.model_endpoint import Waits, serving, stream
+from tests.model_endpoint import RecordedSleep, serving, stream
 
 SOON_S = 60.0
 STEP = 29
@@ -74,7 +74,7 @@ async def test_a_connection_cut_at_any_byte_does_not_change_the_result(name: str
             return final_reply if "done" in str(body["messages"][-1]["content"]) else call_reply
 
         async with serving(reply) as server, asyncio.timeout(SOON_S):
-            model = OpenAIModel("m", server.url, "key", 5.0, retries=RetryPolicy(attempts=3, sleep=Waits()))
+            model = OpenAIModel("m", server.url, "key", 5.0, retries=RetryPolicy(attempts=3, sleep=RecordedSleep()))
             agent = Agent(
                 model, dialect, [build_spec("echo")], run_call, options=ReActOptions(), on_event=events.append
             )

@@ -19,7 +19,16 @@ from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSna
 from orchestrator.batches.summary import build_summary, build_summary_lines
 from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from store.batches import parse_batch_event
-from tests.batch_story import BEGAN, Attempt, claimed, ended, failed, retried, tell_batch, tell_item
+from tests.batch_events import (
+    STARTED_AT,
+    Attempt,
+    build_batch_events,
+    build_item_events,
+    claimed,
+    ended,
+    failed_attempt,
+    retried,
+)
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
 DANGEROUS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
@@ -39,7 +48,9 @@ class DisplayHarness:
     out: io.StringIO = field(default_factory=io.StringIO)
 
     def open(self, batch: str = "b-1") -> Display:
-        displayed_batch = DisplayedBatch(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
+        displayed_batch = DisplayedBatch(
+            batch, self.progress, wall=lambda: STARTED_AT + self.now, ticks=lambda: self.now
+        )
         if self.kind == "json":
             return JsonLines(displayed_batch, self.out)
         if self.kind == "lines":
@@ -73,13 +84,13 @@ def show_events(harness: DisplayHarness, events: list[RunEvent], every_s: float 
 
 
 def test_every_display_counts_events_and_ends_with_a_summary(harness: DisplayHarness) -> None:
-    output = show_events(harness, tell_batch((Attempt(),), (failed(),)))
-    assert (harness.progress.snapshot(BEGAN).done, harness.progress.snapshot(BEGAN).failed) == (1, 1)
+    output = show_events(harness, build_batch_events((Attempt(),), (failed_attempt(),)))
+    assert (harness.progress.snapshot(STARTED_AT).done, harness.progress.snapshot(STARTED_AT).failed_attempt) == (1, 1)
     assert "toolcrew batches resume b-1 --retry infrastructure" in output.rstrip("\n").rpartition("tokens")[2]
 
 
 def test_an_interrupted_display_prints_the_resume_command(harness: DisplayHarness) -> None:
-    events = tell_batch((Attempt(),), (Attempt(is_cut=True),))
+    events = build_batch_events((Attempt(),), (Attempt(is_unfinished=True),))
 
     def watch() -> None:
         with harness.open() as display:
@@ -95,17 +106,17 @@ def test_an_interrupted_display_prints_the_resume_command(harness: DisplayHarnes
 
 def test_hostile_event_texts_print_no_control_characters(harness: DisplayHarness) -> None:
     events = [
-        BatchNotice(at=BEGAN, message=HOSTILE, total=3),
-        *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE)),
+        BatchNotice(at=STARTED_AT, message=HOSTILE, total=3),
+        *build_item_events(HOSTILE, failed_attempt(code=HOSTILE, message=HOSTILE)),
     ]
-    events += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
+    events += build_item_events(f"{HOSTILE}2", Attempt(is_unfinished=True, tool=HOSTILE))
     output = show_events(harness, events, every_s=1)
     assert not DANGEROUS.search(output.replace("\n", ""))
     assert not [line for line in output.splitlines() if line.startswith("next: ")]
 
 
 def test_a_hostile_batch_id_prints_no_control_characters(harness: DisplayHarness) -> None:
-    show_events(harness, tell_batch((failed(),), total=2), batch=HOSTILE)
+    show_events(harness, build_batch_events((failed_attempt(),), total=2), batch=HOSTILE)
     assert "toolcrew batches resume" in harness.text()
     assert not DANGEROUS.search(harness.text().replace("\n", ""))
 
@@ -113,12 +124,16 @@ def test_a_hostile_batch_id_prints_no_control_characters(harness: DisplayHarness
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_terminal_shows_progress_counts_rate_cost_and_last_notice(width: int) -> None:
     harness = DisplayHarness("live", width=width)
-    events = tell_batch(
-        *[(Attempt(),)] * 30, (failed(),), (failed(FailureKind.TOOL),), (Attempt(is_cut=True),), total=100
+    events = build_batch_events(
+        *[(Attempt(),)] * 30,
+        (failed_attempt(),),
+        (failed_attempt(FailureKind.TOOL),),
+        (Attempt(is_unfinished=True),),
+        total=100,
     )
     notice = "the batch waits for its model, and its items do not fail: the model at http://10.1.2.3/v1 answers 503"
     with harness.open() as display:
-        for batch_event in [*events, BatchNotice(at=BEGAN + 60, message=notice)]:
+        for batch_event in [*events, BatchNotice(at=STARTED_AT + 60, message=notice)]:
             display.show(batch_event)
         harness.now += 60
         before = len(harness.out.getvalue())
@@ -135,7 +150,10 @@ def test_a_terminal_shows_progress_counts_rate_cost_and_last_notice(width: int) 
 @given(width=st.integers(1, 250), height=st.integers(2, 80), text=st.text(max_size=60))
 def test_the_live_display_fits_any_terminal_size(width: int, height: int, text: str) -> None:
     harness = DisplayHarness("live", width=width, height=height)
-    events = [*tell_item(text, Attempt(tool=text, is_cut=True)), BatchNotice(at=BEGAN, message=text)]
+    events = [
+        *build_item_events(text, Attempt(tool=text, is_unfinished=True)),
+        BatchNotice(at=STARTED_AT, message=text),
+    ]
     with harness.open(text) as display:
         for batch_event in events:
             display.show(batch_event)
@@ -148,7 +166,7 @@ def test_the_live_display_fits_any_terminal_size(width: int, height: int, text: 
 
 
 def test_the_json_display_prints_every_event_and_one_summary() -> None:
-    events = tell_batch((Attempt(),), (failed(),))
+    events = build_batch_events((Attempt(),), (failed_attempt(),))
     *lines, last = show_events(DisplayHarness("json"), [*events, events[0]]).splitlines()
     assert [parse_batch_event(line) for line in lines] == [*events, events[0]]
     summary = json.loads(last)
@@ -171,8 +189,8 @@ def test_the_output_terminal_selects_the_display() -> None:
 def test_the_summary_names_the_next_command_for_each_failure_kind() -> None:
     progress = BatchProgress(9)
     for number, kind in enumerate(FailureKind):
-        progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
-    text = build_summary(progress.snapshot(BEGAN), batch="a b")
+        progress.add(ended(at=STARTED_AT, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
+    text = build_summary(progress.snapshot(STARTED_AT), batch="a b")
     commands = re.findall(r"`(.*?)`", " ".join(text.next))
     assert commands == [
         "toolcrew batches resume 'a b'",
@@ -201,7 +219,7 @@ def test_numbers_and_times_are_formatted_short(make: Callable[[object], str], va
 
 
 RETRIED_ATTEMPT = Attempt(is_retried=True, code="HOST_LOST")
-NOW = BEGAN + 1000
+NOW = STARTED_AT + 1000
 
 
 def snapshot_of(events: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
@@ -218,11 +236,11 @@ def without_examples(snapshot: ProgressSnapshot) -> ProgressSnapshot:
 
 def test_items_are_counted_by_state() -> None:
     snapshot = snapshot_of(
-        tell_batch(
+        build_batch_events(
             (Attempt(),),
-            (failed(),),
-            (failed(FailureKind.MODEL, "cut_reply"),),
-            (Attempt(is_cut=True),),
+            (failed_attempt(),),
+            (failed_attempt(FailureKind.MODEL, "cut_reply"),),
+            (Attempt(is_unfinished=True),),
             (RETRIED_ATTEMPT,),
             total=9,
         )
@@ -233,14 +251,14 @@ def test_items_are_counted_by_state() -> None:
 
 
 def test_items_without_a_cost_are_counted_as_unknown_cost() -> None:
-    snapshot = snapshot_of(tell_batch((Attempt(cost=None),), (Attempt(),)))
+    snapshot = snapshot_of(build_batch_events((Attempt(cost=None),), (Attempt(),)))
     assert (snapshot.cost, snapshot.cost_unknown) == (0.25, 1)
 
 
 def test_an_item_resumed_by_another_process_is_counted_once() -> None:
-    events: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
+    events: list[RunEvent] = [claimed(at=STARTED_AT, item="a"), claimed(at=STARTED_AT + 900, item="a", is_resumed=True)]
     for order in (events, events[::-1], events * 2):
-        snapshot = snapshot_of(order, BEGAN + 910)
+        snapshot = snapshot_of(order, STARTED_AT + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
 
 
@@ -248,7 +266,7 @@ def test_failure_codes_above_the_limit_share_one_group() -> None:
     events = [
         failed_item
         for number in range(500)
-        for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))
+        for failed_item in build_item_events(f"i{number}", failed_attempt(code=f"c{number}", steps=0))
     ]
     snapshot = snapshot_of(events)
     assert (snapshot.failed, sum(group.count for group in snapshot.groups)) == (500, 500)
@@ -256,11 +274,11 @@ def test_failure_codes_above_the_limit_share_one_group() -> None:
 
 
 def test_a_retried_item_is_not_the_example_of_a_failure_group() -> None:
-    first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
+    first, *others = (list(build_item_events(name, failed_attempt())) for name in ("a", "b", "c", "d", "e"))
     messages = [*first, *(batch_event for other in others for batch_event in other)]
     assert snapshot_of(messages).groups[0].item == "a"
     retry = retried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
-    (group,) = snapshot_of([*messages, retry, *tell_item("f", failed(), at=NOW)]).groups
+    (group,) = snapshot_of([*messages, retry, *build_item_events("f", failed_attempt(), at=NOW)]).groups
     assert (group.item, group.count) == ("f", 5)
 
 
@@ -272,13 +290,13 @@ attempts = st.builds(
     code=st.sampled_from(["", "HOST_LOST", "max_wall"]),
     cost=st.sampled_from([None, 0.1, 0.2, 0.7]),
     is_retried=st.booleans(),
-    is_cut=st.booleans(),
+    is_unfinished=st.booleans(),
     is_resumed=st.booleans(),
     step_s=st.floats(0, 100),
     waited_s=st.floats(0, 100),
 )
 batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_size=5).map(
-    lambda items: tell_batch(*items)
+    lambda items: build_batch_events(*items)
 )
 
 
@@ -322,9 +340,9 @@ def test_no_display_prints_a_summary_after_a_broken_pipe(harness: DisplayHarness
 
 
 def test_the_log_display_prints_each_failure_retry_and_notice_once() -> None:
-    events = tell_batch(
+    events = build_batch_events(
         (Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()),
-        (failed(FailureKind.MODEL, "cut_reply", "it broke off"),),
+        (failed_attempt(FailureKind.MODEL, "cut_reply", "it broke off"),),
     )
     lines = show_events(DisplayHarness("lines"), [*events, *events]).partition("batch b-1:")[0].splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
@@ -337,8 +355,8 @@ def test_the_log_display_prints_each_failure_retry_and_notice_once() -> None:
 
 def test_the_summary_of_a_failed_call_points_to_its_row() -> None:
     progress = BatchProgress(1)
-    progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
-    text = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))
+    progress.add(ended(at=STARTED_AT, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
+    text = build_summary(progress.snapshot(STARTED_AT), batch="b", rows=("out.jsonl", "my errors.jsonl"))
     assert text.next == (
         "1 failed because of a tool, and would fail again: read the reasons in their rows",
         "read the rows in 'my errors.jsonl'",

@@ -13,7 +13,16 @@ from contract.calls import Clocks
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
-from tests.batch_story import BEGAN, Attempt, call_finished, ended, failed, step_finished, tell_batch, tell_item
+from tests.batch_events import (
+    STARTED_AT,
+    Attempt,
+    build_batch_events,
+    build_item_events,
+    call_finished,
+    ended,
+    failed_attempt,
+    step_finished,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "]]><svg onload=alert(1)>",
@@ -60,17 +69,20 @@ class Page(HTMLParser):
 
 SAMPLE_PAGE = Page(
     build_report(
-        tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"
+        build_batch_events(
+            (Attempt(),), (failed_attempt(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_unfinished=True),)
+        ),
+        title="t",
     )
 )
 
 
 def hostile_batch(text: str) -> Iterator[RunEvent]:
-    yield BatchNotice(at=BEGAN, message=text, total=4)
-    yield from tell_item(text, Attempt(tool=text))
-    yield from tell_item(f"{text}2", failed(code=text, message=text))
-    yield from tell_item(f"{text}3", Attempt(is_cut=True, tool=text))
-    yield ended(at=BEGAN, item="x", run=text, failure=FailureKind.MODEL, code=text, message=text)
+    yield BatchNotice(at=STARTED_AT, message=text, total=4)
+    yield from build_item_events(text, Attempt(tool=text))
+    yield from build_item_events(f"{text}2", failed_attempt(code=text, message=text))
+    yield from build_item_events(f"{text}3", Attempt(is_unfinished=True, tool=text))
+    yield ended(at=STARTED_AT, item="x", run=text, failure=FailureKind.MODEL, code=text, message=text)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -125,7 +137,7 @@ def test_failures_above_the_row_limit_are_counted() -> None:
     events = [
         batch_event
         for n in range(MAX_FAILED_ROWS + 20)
-        for batch_event in tell_item(f"i{n}", failed(steps=0), at=BEGAN + n)
+        for batch_event in build_item_events(f"i{n}", failed_attempt(steps=0), at=STARTED_AT + n)
     ]
     page = Page(build_report(events, title="t"))
     assert "20 more failed items are not listed here; the error file has all of them." in page.texts
@@ -135,7 +147,7 @@ def test_failures_above_the_row_limit_are_counted() -> None:
 def test_long_hostile_failures_keep_the_page_below_two_megabytes() -> None:
     messages = [
         ended(
-            at=BEGAN + n,
+            at=STARTED_AT + n,
             item=f"{n}{'&' * 250}",
             failure=FailureKind.MODEL,
             code=f"{n}{chr(34) * 300}",
@@ -145,7 +157,7 @@ def test_long_hostile_failures_keep_the_page_below_two_megabytes() -> None:
         for n in range(2000)
     ]
     calls = [
-        call_finished(at=BEGAN, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
+        call_finished(at=STARTED_AT, item="a", call=str(n), tool=f"{n}" + "'" * 500, seconds=0.0001 * 1.1 ** (n % 180))
         for n in range(20_000)
     ]
     assert len(build_report([*messages, *calls], title="&" * 500).encode()) < 2_000_000
@@ -154,8 +166,8 @@ def test_long_hostile_failures_keep_the_page_below_two_megabytes() -> None:
 @pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
 def test_invalid_timestamps_give_a_valid_page(at: float) -> None:
     events = [
-        *tell_batch((Attempt(),)),
-        *tell_item("x", failed(), at=at),
+        *build_batch_events((Attempt(),)),
+        *build_item_events("x", failed_attempt(), at=at),
         step_finished(at=at, item="y", step=1, tokens=(5, 0)),
     ]
     page = Page(build_report(events, title="t"))
@@ -188,21 +200,21 @@ def test_the_number_of_running_items_is_exact_at_every_point(runs: list[tuple[fl
 
 
 def test_an_item_cancelled_in_the_queue_is_not_counted_as_running() -> None:
-    messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
-    page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
+    messages = [ended(at=STARTED_AT + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
+    page = Page(build_report([*messages, *build_item_events("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
 
 
 def test_tool_names_above_the_limit_share_one_row() -> None:
     calls: list[RunEvent] = [
-        call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
+        call_finished(at=STARTED_AT, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
     ]
     texts = Page(build_report(calls, title="t")).texts
     assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)
 
 
 def test_an_item_that_succeeded_after_a_retry_is_not_listed_as_failed() -> None:
-    page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
+    page = Page(build_report(build_batch_events((failed_attempt(message="it was away"), Attempt())), title="t"))
     assert "No item has failed." in page.texts
     assert "it was away" not in page.text()
 
@@ -211,7 +223,7 @@ def test_the_tool_table_lists_percentiles_errors_and_queue_time() -> None:
     seconds = [0.1 * number for number in range(1, 101)]
     calls = [
         call_finished(
-            at=BEGAN,
+            at=STARTED_AT,
             item="a",
             call=str(number),
             tool="bash_tool",

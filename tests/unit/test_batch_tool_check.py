@@ -25,7 +25,7 @@ from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.item_harness import Made, build_run, echo_then
+from tests.item_harness import HarnessFactory, build_run, echo_then
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
@@ -99,13 +99,13 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
     return BatchNotice(at=at, message=message, is_warning=True)
 
 
-async def test_a_batch_warns_once_when_it_falls_back_to_the_shipped_model(make: Made) -> None:
+async def test_a_batch_warns_once_when_it_falls_back_to_the_shipped_model(make: HarnessFactory) -> None:
     harness = make([*echo_then("one"), *echo_then("two")])
     fallback = replace(ChosenModel(harness.model, capabilities=ALL_CAPABILITIES), is_fallback=True)
     harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
     await harness.submit(2, work=build_run().work)
     for claim in await harness.queue.claim(2, ("acme", "b")):
-        await harness.worked(claim)
+        await harness.execute(claim)
     notes = [event for event in harness.run_events if isinstance(event, BatchNotice)]
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 

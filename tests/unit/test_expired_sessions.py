@@ -24,7 +24,7 @@ class Host:
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **fields: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
-        self.harness.put_place(f"acme:{session}", **fields)
+        self.harness.put_location(f"acme:{session}", **fields)
         self.harness.redis.sadd(NAMES, session)
 
     def check_once(self) -> int:

@@ -23,27 +23,38 @@ from orchestrator.batches.rows import build_row, build_row_line, parse_outcome, 
 from orchestrator.runs import grading
 from store import run_log
 from tests.conftest import RedisProcess
-from tests.grader_harness import Sandboxes, graded, tar_of
-from tests.item_harness import Answer, ItemHarness, Made, build_run, build_tool_call, echo_then, failed, open_maker
+from tests.grader_harness import Sandboxes, build_tar, with_grader
+from tests.item_harness import (
+    Answer,
+    HarnessFactory,
+    ItemHarness,
+    build_run,
+    build_tool_call,
+    echo_then,
+    fail_with,
+    open_harness_factory,
+)
 
 SOON_S = 15.0
 
 
 @pytest.fixture
-async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
+async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HarnessFactory]:
     monkeypatch.setattr(grading, "RETRY_S", 0.001)
-    async with open_maker(redis_server) as made:
+    async with open_harness_factory(redis_server) as made:
         yield made
 
 
 @pytest.mark.parametrize(
     ("code", "reward"), [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))]
 )
-async def test_the_exit_status_of_the_grader_is_the_reward(make: Made, code: int, reward: float | None) -> None:
+async def test_the_exit_status_of_the_grader_is_the_reward(
+    make: HarnessFactory, code: int, reward: float | None
+) -> None:
     """A command that could not run or was killed gives no reward."""
     harness = make()
     sandboxes = Sandboxes(harness, code)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call())))
     if reward is None:
         assert outcome.grade is None
         assert outcome.failure is not None
@@ -77,11 +88,11 @@ async def test_the_exit_status_of_the_grader_is_the_reward(make: Made, code: int
     ],
 )
 async def test_a_reward_file_counts_only_after_a_successful_command(
-    make: Made, fields: dict[str, Any], kind: FailureKind | None
+    make: HarnessFactory, fields: dict[str, Any], kind: FailureKind | None
 ) -> None:
     harness = make()
     Sandboxes(harness, **fields)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), reward_file="/workspace/reward")))
     assert (outcome.failure.kind if outcome.failure is not None else None) is kind
     assert (outcome.grade.reward if outcome.grade is not None else None) == (None if kind else 0.5)
     if kind is None:
@@ -128,30 +139,35 @@ def test_only_a_number_from_0_to_1_is_a_reward() -> None:
         (b"5 1.0 a//b.py\0", None),
         (b"5 1.0 %s.py\0" % (b"x" * 2000), None),
         (None, b"not a tar"),
-        (None, tar_of()),
-        (None, tar_of(("b.py", tarfile.REGTYPE, b"x"))),
-        (None, tar_of(("../a.py", tarfile.REGTYPE, b"x"))),
-        (None, tar_of(("/a.py", tarfile.REGTYPE, b"x"))),
-        *((None, tar_of(("a.py", kind, b""))) for kind in (b"1", b"2", b"3", b"4", b"5", b"6")),
-        (None, tar_of(("a.py", tarfile.REGTYPE, b"x"), ("a.py", tarfile.REGTYPE, b"y"))),
-        (None, tar_of(("a.py", tarfile.REGTYPE, b"x"), ("b.py", tarfile.REGTYPE, b"y"))),
-        (None, tar_of(("a.py", tarfile.REGTYPE, b"x" * (grading.MAX_BYTES + 1)))),
-        (b"1 1 a.py\x001 1 a.py/b.py\0", tar_of(("a.py", tarfile.REGTYPE, b""), ("a.py/b.py", tarfile.REGTYPE, b""))),
+        (None, build_tar()),
+        (None, build_tar(("b.py", tarfile.REGTYPE, b"x"))),
+        (None, build_tar(("../a.py", tarfile.REGTYPE, b"x"))),
+        (None, build_tar(("/a.py", tarfile.REGTYPE, b"x"))),
+        *((None, build_tar(("a.py", kind, b""))) for kind in (b"1", b"2", b"3", b"4", b"5", b"6")),
+        (None, build_tar(("a.py", tarfile.REGTYPE, b"x"), ("a.py", tarfile.REGTYPE, b"y"))),
+        (None, build_tar(("a.py", tarfile.REGTYPE, b"x"), ("b.py", tarfile.REGTYPE, b"y"))),
+        (None, build_tar(("a.py", tarfile.REGTYPE, b"x" * (grading.MAX_BYTES + 1)))),
+        (
+            b"1 1 a.py\x001 1 a.py/b.py\0",
+            build_tar(("a.py", tarfile.REGTYPE, b""), ("a.py/b.py", tarfile.REGTYPE, b"")),
+        ),
     ],
 )
-async def test_invalid_artifacts_give_the_reward_0(make: Made, listing: bytes | None, archive: bytes | None) -> None:
+async def test_invalid_artifacts_give_the_reward_0(
+    make: HarnessFactory, listing: bytes | None, archive: bytes | None
+) -> None:
     """The agent's find and tar may print anything. No grader starts."""
     harness = make()
     sandboxes = Sandboxes(harness)
     sandboxes.listing, sandboxes.archive = listing or sandboxes.listing, archive or sandboxes.archive
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), artifacts=("**",))))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), artifacts=("**",))))
     assert outcome.grade is not None
     assert (outcome.grade.reward, bool(outcome.grade.refusal), outcome.failure) == (0.0, True, None)
     assert harness.sent().count("open") == 1
 
 
 async def test_the_artifact_search_runs_in_a_thread_with_a_time_limit(
-    make: Made, monkeypatch: pytest.MonkeyPatch
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[int]()
 
@@ -162,7 +178,7 @@ async def test_the_artifact_search_runs_in_a_thread_with_a_time_limit(
     monkeypatch.setattr(grading, "choose_paths", search)
     harness = make()
     Sandboxes(harness)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), artifacts=("**",))))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), artifacts=("**",))))
     assert outcome.grade is not None
     assert (outcome.grade.reward, outcome.grade.refusal, outcome.failure) == (0.0, "too slow", None)
     assert threads
@@ -177,17 +193,17 @@ OURS = [
 
 @pytest.mark.parametrize("verb", ["end_jobs", "exec", "export", "import", "open", "read_file"])
 @pytest.mark.parametrize("code", OURS)
-async def test_an_infrastructure_failure_is_never_a_reward(make: Made, verb: str, code: ErrorCode) -> None:
+async def test_an_infrastructure_failure_is_never_a_reward(make: HarnessFactory, verb: str, code: ErrorCode) -> None:
     harness = make()
     Sandboxes(harness, reward=b"1")
-    harness.answers[verb] = failed(code)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    harness.answers[verb] = fail_with(code)
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), reward_file="/workspace/reward")))
     assert outcome.grade is None
     assert outcome.failure is not None
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
 
 
-async def test_grading_is_repeated_when_the_sandbox_is_replaced(make: Made) -> None:
+async def test_grading_is_repeated_when_the_sandbox_is_replaced(make: HarnessFactory) -> None:
     """The file is missing because its sandbox was replaced. The next sandbox stays."""
     harness = make()
     sandboxes = Sandboxes(harness)
@@ -204,28 +220,28 @@ async def test_grading_is_repeated_when_the_sandbox_is_replaced(make: Made) -> N
         return sandboxes.blob(call, b"0.75")
 
     harness.answers["read_file"] = read_file
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), reward_file="/workspace/reward")))
     assert outcome.grade is not None
     assert (outcome.grade.reward, len(set(sandboxes.graded)), harness.sent().count("echo")) == (0.75, 2, 1)
 
 
-async def test_a_run_that_reached_a_limit_is_graded_and_a_lost_run_is_not(make: Made) -> None:
+async def test_a_run_that_reached_a_limit_is_graded_and_a_lost_run_is_not(make: HarnessFactory) -> None:
     harness = make(echo_then("unreached", "a"))
     Sandboxes(harness)
-    outcome = await harness.worked(await harness.put(graded(build_run(limits={"max_iterations": 1}))))
+    outcome = await harness.execute(await harness.put(with_grader(build_run(limits={"max_iterations": 1}))))
     assert outcome.failure is not None
     assert outcome.grade is not None
     assert (outcome.failure.kind, outcome.grade.reward) == (FailureKind.MODEL, 1.0)
-    harness = make(answers={"echo": failed(ErrorCode.HOST_LOST)})
+    harness = make(answers={"echo": fail_with(ErrorCode.HOST_LOST)})
     await harness.client.flushall()
     Sandboxes(harness)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call())))
     assert outcome.grade is None
     assert "end_jobs" not in harness.sent()
 
 
 async def cancel_when_reached(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
-    task = asyncio.create_task(harness.worked(claim))
+    task = asyncio.create_task(harness.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     task.cancel()
@@ -245,30 +261,30 @@ def hang_at(sandboxes: Sandboxes, argv_end: str, reached: asyncio.Event) -> Answ
     return answer
 
 
-async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Made) -> None:
+async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: HarnessFactory) -> None:
     reached = asyncio.Event()
     first, second = make(), make(["never"])
     sandboxes = Sandboxes(first)
     first.answers["exec"] = hang_at(sandboxes, "grade", reached)
     resumed_sandboxes = Sandboxes(second, code=1)
-    claim = await first.put(graded(build_run()))
+    claim = await first.put(with_grader(build_run()))
     await cancel_when_reached(first, claim, reached)
-    outcome = await second.worked(await second.taken_over(claim))
+    outcome = await second.execute(await second.claim_by_other(claim))
     assert outcome.grade is not None
     assert outcome.grade.reward == 0.0
     assert outcome.body is not None
-    assert (outcome.body["answer"], second.asked()) == ("done", 0)
+    assert (outcome.body["answer"], second.count_model_requests()) == ("done", 0)
     assert second.sent() == ["close", "open", "exec", "import", "exec", "close"]
     session = first.transport.contexts[-1].session
     assert second.transport.contexts[0].session == session != resumed_sandboxes.graded[0]
 
 
-async def test_the_session_of_an_interrupted_grading_is_closed(make: Made) -> None:
+async def test_the_session_of_an_interrupted_grading_is_closed(make: HarnessFactory) -> None:
     reached = asyncio.Event()
     harness = make()
     sandboxes = Sandboxes(harness)
     harness.answers["exec"] = hang_at(sandboxes, "grade", reached)
-    claim = await harness.put(graded(build_run()))
+    claim = await harness.put(with_grader(build_run()))
     journal = await harness.journal(claim)
     for number in range(20):
         await journal.record_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
@@ -286,15 +302,15 @@ async def test_the_session_of_an_interrupted_grading_is_closed(make: Made) -> No
     assert harness.transport.contexts[-1].session in closed_sessions
 
 
-async def test_artifacts_changed_in_redis_are_refused(make: Made) -> None:
+async def test_artifacts_changed_in_redis_are_refused(make: HarnessFactory) -> None:
     reached = asyncio.Event()
     first, second = make(), make()
     first.answers["exec"] = hang_at(Sandboxes(first), "grade", reached)
     Sandboxes(second)
-    claim = await first.put(graded(build_run()))
+    claim = await first.put(with_grader(build_run()))
     await cancel_when_reached(first, claim, reached)
-    await first.client.set("toolcrew:d:t:acme:run.b-1:artifacts", tar_of(("a.py", b"0", b"evil")))
-    outcome = await second.worked(await second.taken_over(claim))
+    await first.client.set("toolcrew:d:t:acme:run.b-1:artifacts", build_tar(("a.py", b"0", b"evil")))
+    outcome = await second.execute(await second.claim_by_other(claim))
     assert outcome.grade is None
     assert outcome.failure is not None
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE

@@ -60,7 +60,7 @@ def test_only_the_digest_of_a_large_file_is_stored(paths: GuestPaths) -> None:
 def test_stored_snapshots_are_bounded_and_the_oldest_evicted(
     paths: GuestPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_KEPT_BYTES", 300_000)
+    monkeypatch.setattr(snapshots, "_SWEEP_TARGET_BYTES", 300_000)
     monkeypatch.setattr(snapshots, "_SWEEP_PAGES", 20)
     for number in range(100):
         store(paths, b"/w/%d" % number, bytes(10_000))

@@ -32,14 +32,14 @@ from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
 from store.run_records import HostedState
 from tests.conftest import RedisProcess
-from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
+from tests.hosted_harness import SOON_S, HostedFactory, HostedHarness, open_hosted, types
 from tests.item_harness import echo_then
 from tests.run_harness import build_outcome
 from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     return make_hosted(["done"])
 
 
@@ -131,7 +131,7 @@ def test_an_event_with_any_content_is_bounded(hostile: str) -> None:
 
 async def test_events_are_stored_once_and_only_from_the_holder(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     assert await harness.append_text(run, claim.token, "a", "b")
     assert await harness.append_text(run, claim.token, "a", "b", "c")
     assert not await harness.append_text(run, "other", "x")
@@ -145,7 +145,7 @@ async def test_a_stream_is_bounded_and_reports_missed_events_to_a_late_reader(
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     for number in range(50):
         await harness.append_text(run, claim.token, f"{number}", first=number)
     monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
@@ -186,7 +186,7 @@ async def test_a_run_lost_by_redis_ends_for_its_followers(harness: HostedHarness
 
 
 async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
-    redis_server: RedisProcess, make_hosted: MadeHosted
+    redis_server: RedisProcess, make_hosted: HostedFactory
 ) -> None:
     harness = make_hosted(["done"])
     run = await harness.start()
@@ -225,11 +225,11 @@ async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
 
 
 async def test_a_restarted_run_reports_that_earlier_events_are_void(
-    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_hosted(["done"])
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
         publisher.on_event(step(1))
     await harness.queue.give_back(claim, is_new=True)
@@ -244,7 +244,7 @@ async def test_events_during_a_redis_outage_are_stored_afterwards(redis_server: 
     async with open_hosted(redis_server) as make:
         harness = make(["done"])
         run = await harness.start()
-        claim = await harness.claimed()
+        claim = await harness.claim_next()
         follower = asyncio.create_task(harness.events(run))
         async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
@@ -262,7 +262,7 @@ async def test_events_during_a_redis_outage_are_stored_afterwards(redis_server: 
         assert types(events)[-1] == "RunEnded"
 
 
-async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: MadeHosted) -> None:
+async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: HostedFactory) -> None:
     may_continue = asyncio.Event()
 
     class SlowModel:
@@ -287,7 +287,7 @@ async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: M
     assert pieces == ["half ", "whole"]
 
 
-async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: MadeHosted) -> None:
+async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: HostedFactory) -> None:
     class InterruptedModel:
         name = "breaking"
         requests = 0
@@ -313,7 +313,7 @@ async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: MadeHosted
     assert texts == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
 
 
-async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted) -> None:
+async def test_a_follower_continues_after_its_last_event(make_hosted: HostedFactory) -> None:
     harness = make_hosted(echo_then("done", "one"))
     run = await harness.start()
     async with harness.working():
@@ -323,12 +323,12 @@ async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted
 
 
 async def test_a_slow_follower_misses_no_event_and_delays_no_other(
-    make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
+    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
     harness = make_hosted()
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.append_text(run, claim.token, "0")
     slow_follower = harness.runs.follow("acme", run)
     received = [await anext(slow_follower)]
@@ -361,7 +361,7 @@ async def test_one_connection_serves_all_followers_and_is_released(harness: Host
 
 async def test_event_text_that_resembles_an_end_event_does_not_end_the_stream(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     hub, follower = RunEventHub(harness.client, "d"), asyncio.create_task(harness.events(run))
     await harness.append_text(run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
     await harness.append_text(run, claim.token, "y", first=2)

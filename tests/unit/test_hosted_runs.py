@@ -32,13 +32,13 @@ from store.runs import BatchCancelled
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, open_hosted, types
-from tests.item_harness import echo_then, failed
+from tests.hosted_harness import ECHO, HostedFactory, HostedHarness, open_hosted, types
+from tests.item_harness import echo_then, fail_with
 from tests.run_harness import build_outcome
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
@@ -84,13 +84,13 @@ async def test_a_run_reports_each_step_and_its_answer(harness: HostedHarness) ->
     assert events[-1]["seconds"] > 0
 
 
-async def test_the_transcript_is_available_during_and_after_the_run(make_hosted: MadeHosted) -> None:
+async def test_the_transcript_is_available_during_and_after_the_run(make_hosted: HostedFactory) -> None:
     reached, may_continue = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
         reached.set()
         await may_continue.wait()
-        return failed(ErrorCode.TIMEOUT)(call, _)
+        return fail_with(ErrorCode.TIMEOUT)(call, _)
 
     harness = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
     run = await harness.start()
@@ -173,7 +173,7 @@ async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: Hosted
             tracemalloc.stop()
 
 
-async def test_a_run_of_a_removed_tenant_fails_with_unknown_tenant(make_hosted: MadeHosted) -> None:
+async def test_a_run_of_a_removed_tenant_fails_with_unknown_tenant(make_hosted: HostedFactory) -> None:
     run = await make_hosted().start()
     await RedisTenants(make_hosted().client, "d", KEY).add("other", TenantPolicy())
     resumed_harness = make_hosted()
@@ -274,7 +274,7 @@ async def test_a_waiting_run_is_cancelled_at_once(harness: HostedHarness) -> Non
     assert await harness.queue.claim(9) == []
 
 
-async def test_a_running_run_is_cancelled_by_its_holder(make_hosted: MadeHosted) -> None:
+async def test_a_running_run_is_cancelled_by_its_holder(make_hosted: HostedFactory) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
@@ -294,13 +294,13 @@ async def test_a_running_run_is_cancelled_by_its_holder(make_hosted: MadeHosted)
 
 async def test_a_run_of_a_dead_holder_is_cancelled_at_once(harness: HostedHarness) -> None:
     run = await harness.start()
-    await harness.die(await harness.claimed())
+    await harness.die(await harness.claim_next())
     assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
 
 
 async def test_a_cancelled_run_is_not_resumed_after_the_death_of_its_holder(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
     await harness.die(claim)
     assert await harness.other.claim(9) == []
@@ -310,7 +310,7 @@ async def test_a_cancelled_run_is_not_resumed_after_the_death_of_its_holder(harn
 
 async def test_a_cancelled_run_cannot_be_returned_to_the_queue(harness: HostedHarness) -> None:
     run = await harness.start()
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
     with pytest.raises(BatchCancelled):
         await harness.queue.give_back(claim)
@@ -408,7 +408,7 @@ def test_pages_list_each_run_once_while_runs_are_added_and_removed(
     asyncio.run(check())
 
 
-async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted: MadeHosted) -> None:
+async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done", "done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
     started = [await harness.start() for _ in range(2)]
@@ -427,14 +427,14 @@ async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted
     assert int(stored) == 4 * (1024 + await harness.client.hstrlen(f"toolcrew:d:t:acme:run.{started[3]}", "item"))
 
 
-async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: MadeHosted) -> None:
+async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for kind in (FailureKind.MODEL, None) * 3:
         ended.append(await harness.start(priority=1))
-        claim = await harness.claimed()
+        claim = await harness.claim_next()
         await harness.queue.finish(claim, build_outcome(claim, kind))
     assert [run.id for run in (await harness.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
@@ -447,7 +447,7 @@ async def test_an_invalid_list_cursor_is_refused(harness: HostedHarness) -> None
         assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_runs_are_listed_by_state(make_hosted: MadeHosted) -> None:
+async def test_runs_are_listed_by_state(make_hosted: HostedFactory) -> None:
     harness = make_hosted(["done"])
     succeeded = await harness.start()
     async with harness.working():
@@ -455,12 +455,12 @@ async def test_runs_are_listed_by_state(make_hosted: MadeHosted) -> None:
     cancelled = await harness.start()
     await harness.runs.cancel("acme", cancelled)
     failed_run = await harness.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     async with harness.publisher.open("acme", failed_run, claim.token, 1):
         pass
     waiting, running, queued = [await harness.start() for _ in range(3)]
     for _ in range(2):
-        await harness.claimed()
+        await harness.claim_next()
     await harness.client.hset(f"toolcrew:d:t:acme:run.{waiting}", "asking", "1")
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.guest_exec import LocalSandbox, build_printed, open_local_sandbox, run_here
+from tests.guest_exec import LocalSandbox, build_output_response, open_local_sandbox, run_locally
 from tests.stack import ROOT, children_of, is_alive
 from tests.waiting import wait_until
 from workers.mcp import sandbox_server
@@ -328,7 +328,7 @@ def _build_one_call_server(behaviour: str = "good", **fields: Any) -> SandboxSer
 
 
 def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
-    result = server.call_tool(run_here, tool, arguments, "/workspace", timeout_s)
+    result = server.call_tool(run_locally, tool, arguments, "/workspace", timeout_s)
     return str(result["content"][0]["text"])
 
 
@@ -339,7 +339,7 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 def test_servers_of_both_protocol_revisions_work(behaviour: str, alone: bool) -> None:
     server = _build_one_call_server(behaviour)
     server.is_sessionless = None
-    assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
+    assert [tool["name"] for tool in server.list_tools(run_locally, 30)] == ["echo", "where", "count"]
     assert server.is_sessionless is alone
     assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 
@@ -348,7 +348,7 @@ def test_server_that_ignores_the_probe_is_initialized(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
     server = _build_one_call_server("mute")
     server.is_sessionless = None
-    assert len(server.list_tools(run_here, 30)) == 3
+    assert len(server.list_tools(run_locally, 30)) == 3
     assert server.is_sessionless is False
 
 
@@ -388,7 +388,7 @@ def test_a_missing_program_or_tool_is_reported() -> None:
 )  # fmt: skip
 def test_invalid_driver_output_is_a_server_failure(output: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        return build_printed(
+        return build_output_response(
             b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, output)
         )
 
@@ -403,7 +403,7 @@ def _framed(body: bytes, output: bytes) -> bytes:
 
 def test_truncated_output_is_never_parsed_as_a_reply() -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        response = build_printed(_framed(body, b'{"reply": {}}'))
+        response = build_output_response(_framed(body, b'{"reply": {}}'))
         return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
 
     with pytest.raises(ToolFailure) as caught:

@@ -36,7 +36,7 @@ from store.metrics import metrics_key
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from tests.metric_harness import Key, counted, key, read_page
+from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.waiting import wait_until_async
 
 ECHO = build_spec("echo")
@@ -80,12 +80,15 @@ async def test_call_metrics_include_code_durations_and_output_size(redis_server:
         await dispatch(tally, build_answer(truncated=True))
         await dispatch(tally, build_answer(error_code=ErrorCode.TIMEOUT))
         series = await read(tally, page)
-    assert counted(series, "toolcrew_tool_calls_total") == {("", "ok", "echo"): 1, ("TIMEOUT", "error", "echo"): 1}
-    assert counted(series, "toolcrew_calls_ended_total") == {("done",): 2}
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {
+        ("", "ok", "echo"): 1,
+        ("TIMEOUT", "error", "echo"): 1,
+    }
+    assert nonzero_samples(series, "toolcrew_calls_ended_total") == {("done",): 2}
     assert series[key("toolcrew_tool_duration_seconds_sum", tool="echo")] == 4.0
     assert series[key("toolcrew_tool_queue_wait_seconds_count", queue="host")] == 2
     assert series[key("toolcrew_tool_output_bytes_sum", tool="echo")] == 120
-    assert counted(series, "toolcrew_tool_output_truncated_total") == {("echo",): 1}
+    assert nonzero_samples(series, "toolcrew_tool_output_truncated_total") == {("echo",): 1}
 
 
 @pytest.mark.parametrize(
@@ -106,9 +109,9 @@ async def test_call_without_a_worker_reply_is_counted_by_its_end(
     async with open_tally(redis_server) as (tally, page):
         await dispatch(tally, refuse)
         series = await read(tally, page)
-    assert counted(series, "toolcrew_tool_calls_total") == {(code.value, "error", "echo"): 1}
-    assert counted(series, "toolcrew_calls_ended_total") == {(end,): 1}
-    assert counted(series, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {(code.value, "error", "echo"): 1}
+    assert nonzero_samples(series, "toolcrew_calls_ended_total") == {(end,): 1}
+    assert nonzero_samples(series, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
 
 
 async def test_unknown_tool_names_are_counted_as_other(redis_server: RedisProcess) -> None:
@@ -117,7 +120,7 @@ async def test_unknown_tool_names_are_counted_as_other(redis_server: RedisProces
             await dispatch(tally, build_answer(), build_call(f"invented-{number}"))
         tally.calls.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
         series = await read(tally, page)
-    assert counted(series, "toolcrew_tool_calls_total") == {
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {
         ("TOOL_NOT_FOUND", "error", "other"): 300,
         ("PERMISSION_DENIED", "error", "echo"): 1,
     }
@@ -147,7 +150,7 @@ async def test_cancelled_call_is_counted_unless_its_result_is_kept(redis_server:
             task.cancel()
             await asyncio.wait({task})
         series = await read(tally, page)
-    assert counted(series, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
 
 
 class RunHistory:
@@ -190,10 +193,10 @@ async def test_run_metrics_include_tokens_steps_end_and_unsent_calls(
             on_event(event)
         series = await read(tally, page)
     assert run_events == events
-    assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
+    assert nonzero_samples(series, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
     assert series[key("toolcrew_agent_iterations_sum")] == 2
-    assert counted(series, "toolcrew_agent_runs_total") == {("answered",): 1}
-    assert counted(series, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
+    assert nonzero_samples(series, "toolcrew_agent_runs_total") == {("answered",): 1}
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
 
 
 async def test_replayed_run_events_are_not_counted_again(redis_server: RedisProcess) -> None:
@@ -207,9 +210,9 @@ async def test_replayed_run_events_are_not_counted_again(redis_server: RedisProc
         for event in (*build_step_events(is_sent=True), RunAborted(run="r", reason="the process ends"), RUN_FINISHED):
             on_event(event)
         series = await read(tally, page)
-    assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
-    assert counted(series, "toolcrew_tool_calls_total") == {}
-    assert counted(series, "toolcrew_agent_runs_total") == {("answered",): 1}
+    assert nonzero_samples(series, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
+    assert nonzero_samples(series, "toolcrew_tool_calls_total") == {}
+    assert nonzero_samples(series, "toolcrew_agent_runs_total") == {("answered",): 1}
 
 
 async def test_approval_requests_and_decisions_are_counted(redis_server: RedisProcess) -> None:
@@ -223,7 +226,7 @@ async def test_approval_requests_and_decisions_are_counted(redis_server: RedisPr
                 )
             )
         series = await read(tally, page)
-    assert counted(series, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
+    assert nonzero_samples(series, "toolcrew_approvals_total") == {("approved",): 1, ("modified",): 1, ("rejected",): 2}
     assert series[key("toolcrew_approvals_asked_total")] == 4
 
 
@@ -249,4 +252,4 @@ async def test_counts_survive_a_redis_outage(redis_server: RedisProcess) -> None
         await dispatch(tally, build_answer())
         series = await read(tally, page)
     # A count that a server without a disk forgot is lost; a count that it never received is not.
-    assert counted(series, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)
+    assert nonzero_samples(series, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)

@@ -35,7 +35,7 @@ from store.usage import pack_amounts, usage_prefix
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.metric_harness import counted, key, read_page
+from tests.metric_harness import key, nonzero_samples, read_page
 from tests.redis_harness import open_server
 from tests.unit.test_metric_files import promtool
 
@@ -126,7 +126,7 @@ async def test_host_load_and_sandbox_states_are_rendered(page: MetricsPage, clie
     client.set(host_gauges_key(DEPLOYMENT, QUEUE), json.dumps(gauges))
     client.set(host_gauges_key(DEPLOYMENT, "host.h2.b00t"), "no json")
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_hosts") == {
+    assert nonzero_samples(series, "toolcrew_hosts") == {
         ("sandbox", "serving"): 1,
         ("sandbox", "unhealthy"): 1,
         ("sandbox", "restarting"): 1,
@@ -135,10 +135,14 @@ async def test_host_load_and_sandbox_states_are_rendered(page: MetricsPage, clie
     }
     assert series[key("toolcrew_host_busy", host="h1", kind="web")] == 3
     assert series[key("toolcrew_host_slots", host="h1", kind="web")] == 4
-    assert counted(series, "toolcrew_host_sessions") == {("h1",): 5}
+    assert nonzero_samples(series, "toolcrew_host_sessions") == {("h1",): 5}
     assert series[key("toolcrew_host_disk_free_bytes", host="h1")] == 77
-    assert counted(series, "toolcrew_sandbox_active") == {("h1", "busy"): 3, ("h1", "idle"): 1, ("h1", "warm"): 2}
-    assert counted(series, "toolcrew_warm_pool_target") == {("h1",): 4}
+    assert nonzero_samples(series, "toolcrew_sandbox_active") == {
+        ("h1", "busy"): 3,
+        ("h1", "idle"): 1,
+        ("h1", "warm"): 2,
+    }
+    assert nonzero_samples(series, "toolcrew_warm_pool_target") == {("h1",): 4}
     assert series[key("toolcrew_calls", state="running")] == 6
 
 
@@ -185,8 +189,8 @@ async def test_running_and_waiting_calls_are_rendered_per_tenant_and_queue(
     for _ in range(5):
         harness.ask("acme", queue=POOL_WEB, limit_s=0.5)
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
-    assert counted(series, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
+    assert nonzero_samples(series, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
+    assert nonzero_samples(series, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
     assert series[key("toolcrew_queue_slots", queue=POOL_WEB)] == 2
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
     assert series[key("toolcrew_tenants")] == 2
@@ -199,7 +203,7 @@ def request_random_calls(harness: Harness, seed: int) -> None:
     """
     chance = random.Random(seed)
     narrow, wide = TenantPolicy(in_flight=1), TenantPolicy()
-    harness.learn("bolt", 2.0)
+    harness.record_duration("bolt", 2.0)
     for _ in range(80):
         harness.now += 0.1
         if harness.held and chance.random() < 0.3:
@@ -252,7 +256,7 @@ async def test_usage_series_are_limited_to_the_largest_tenants(
         fields = {"7": pack_amounts({"cpu_us": 9_000_000 - at * 1_000_000}), "8": b"no number", "x": b"1"}
         client.hset(f"{usage_prefix(DEPLOYMENT, tenant)}{today}", mapping=fields)  # type: ignore[arg-type]
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_tenant_usage_today") == {("cpu_s", "acme"): 9.0, ("cpu_s", "other"): 15.0}
+    assert nonzero_samples(series, "toolcrew_tenant_usage_today") == {("cpu_s", "acme"): 9.0, ("cpu_s", "other"): 15.0}
 
 
 @pytest.mark.parametrize("first", ["a", "z"])
@@ -273,7 +277,7 @@ async def test_more_entries_than_one_read_are_all_rendered(
         harness.ask(tenant, queue=POOL_WEB)
         harness.now += 15 if tenant == first else 0
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
+    assert nonzero_samples(series, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 500
     assert (series[key("toolcrew_lost_hosts")], series[key("toolcrew_dead_host_queues")]) == (number, 1)
 
@@ -302,7 +306,7 @@ async def test_run_states_and_waiting_approvals_are_rendered(page: MetricsPage, 
     client.zadd(f"{runs}leases", {"acme|r3": 1})
     client.zadd(approvals_key(DEPLOYMENT), {"over": (time.time() - 1) * 1000, "open": (time.time() + 100) * 1000})
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_runs") == {("waiting",): 2, ("running",): 1}
+    assert nonzero_samples(series, "toolcrew_runs") == {("waiting",): 2, ("running",): 1}
     assert series[key("toolcrew_approvals_waiting")] == 1
 
 
@@ -313,7 +317,7 @@ async def test_run_queue_key_of_a_wrong_type_does_not_break_the_page(
     client.set(runs_prefix(DEPLOYMENT) + name, "of another program")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
     series = read_page(await page.render())
-    assert counted(series, "toolcrew_runs") == {}
+    assert nonzero_samples(series, "toolcrew_runs") == {}
     assert series[key("toolcrew_approvals_waiting")] == 1
 
 

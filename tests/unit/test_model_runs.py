@@ -28,7 +28,7 @@ from store.secrets import SecretStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.item_harness import ItemHarness, Made, build_run
+from tests.item_harness import HarnessFactory, ItemHarness, build_run
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import wait_until_async
 
@@ -77,14 +77,14 @@ async def ask(models: Any, name: str = "fast", notices: list[str] | None = None)
 # Fallback
 
 
-async def test_fallback_answers_at_its_own_prices_with_a_notice(make: Made) -> None:
+async def test_fallback_answers_at_its_own_prices_with_a_notice(make: HarnessFactory) -> None:
     harness = make()
     endpoints = use_endpoints(harness)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("slow", build_endpoint(server, prompt_price=2.0, completion_price=10.0))
         down = build_endpoint(None, prompt_price=50.0, completion_price=50.0, fallback="slow")
         await endpoints.set("fast", down)
-        outcome = await harness.worked(await harness.put(build_run(model="fast", limits={"max_cost": 100.0})))
+        outcome = await harness.execute(await harness.put(build_run(model="fast", limits={"max_cost": 100.0})))
         assert (outcome.failure, len(server.bodies)) == (None, 2)
     assert outcome.body["cost"] == pytest.approx(6.0)
     notices = [event.message for event in harness.run_events if isinstance(event, Warned)]
@@ -117,7 +117,7 @@ async def test_refused_or_broken_reply_does_not_use_the_fallback(client: "redis.
         assert good.bodies == []
 
 
-async def test_unreachable_endpoint_defers_only_its_own_runs(make: Made) -> None:
+async def test_unreachable_endpoint_defers_only_its_own_runs(make: HarnessFactory) -> None:
     harness = make()
     endpoints = use_endpoints(harness)
     harness.work._models = build_models(harness.client, model_retries=0)
@@ -125,7 +125,7 @@ async def test_unreachable_endpoint_defers_only_its_own_runs(make: Made) -> None
     claim = await harness.put(build_run(model="fast"))
     for _ in range(2):
         with pytest.raises(RunDeferred) as deferred:
-            await harness.worked(claim)
+            await harness.execute(claim)
         assert (deferred.value.cause, deferred.value.after_s > 0) == ("endpoint", True)
     assert (harness.work.gate.is_down, harness.work.gate.admit(8, 0)) == (True, 8)
 
@@ -155,7 +155,9 @@ async def test_model_list_request_needs_no_lease(client: "redis.asyncio.Redis") 
         await running
 
 
-async def test_run_warns_once_while_it_waits_for_a_model_limit(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_warns_once_while_it_waits_for_a_model_limit(
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.02)
     harness = make()
     endpoints = use_endpoints(harness)
@@ -166,7 +168,7 @@ async def test_run_warns_once_while_it_waits_for_a_model_limit(make: Made, monke
         stored = await endpoints.find("acme", "fast")
         other = SharedLimits(harness.client, "d", stored.id, bounds)
         leases = [await other.acquire(lambda: 0, 60.0)]
-        running = asyncio.create_task(harness.worked(await harness.put(build_run(model="fast"))))
+        running = asyncio.create_task(harness.execute(await harness.put(build_run(model="fast"))))
 
         def waits() -> list[str]:
             return [event.message for event in harness.run_events if isinstance(event, Warned)]
@@ -185,18 +187,18 @@ async def test_run_warns_once_while_it_waits_for_a_model_limit(make: Made, monke
 # Policy and keys
 
 
-async def test_model_policy_is_checked_before_the_run_and_between_steps(make: Made) -> None:
+async def test_model_policy_is_checked_before_the_run_and_between_steps(make: HarnessFactory) -> None:
     harness = make()
     endpoints, tenants = use_endpoints(harness), RedisTenants(harness.client, "d", KEY)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("fast", build_endpoint(server))
         await tenants.add("acme", TenantPolicy(models=("slow*",)))
         claim = await harness.put(build_run(model="fast"))
-        refused = await harness.worked(claim)
+        refused = await harness.execute(claim)
         assert (server.bodies, harness.sent()) == ([], [])
         await tenants.replace("acme", TenantPolicy(models=("fa*",)))
         server.gate.clear()
-        running = asyncio.create_task(harness.worked(await harness.begun_anew(claim)))
+        running = asyncio.create_task(harness.execute(await harness.claim_next_attempt(claim)))
         await wait_until_async(lambda: server.bodies, 30, "no request arrived")
         await tenants.replace("acme", TenantPolicy(models=()))
         server.gate.set()
@@ -207,7 +209,7 @@ async def test_model_policy_is_checked_before_the_run_and_between_steps(make: Ma
 
 
 async def test_endpoint_key_is_sent_and_appears_in_no_output_or_redis_key(
-    make: Made, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
+    make: HarnessFactory, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
 ) -> None:
     harness = make()
     endpoints, secrets = use_endpoints(harness), SecretStore(harness.client, "d", KEY)
@@ -215,7 +217,7 @@ async def test_endpoint_key_is_sent_and_appears_in_no_output_or_redis_key(
     failing = answer(400, {"error": {"message": f"the key {SECRET} may not do this"}})
     async with serving([answer(503, {"error": {"message": SECRET}}), failing]) as server:
         await endpoints.set("fast", build_endpoint(server, secret="MODEL_KEY"))
-        outcome = await harness.worked(await harness.put(build_run(model="fast")))
+        outcome = await harness.execute(await harness.put(build_run(model="fast")))
         assert all(f"authorization: bearer {SECRET}" in head for head in server.heads)
         assert len(server.heads) == 2
     assert "the key *** may not do this" in outcome.failure.message

@@ -20,7 +20,7 @@ from tests.model_endpoint import (
     HELLO,
     ROLE,
     Answer,
-    Waits,
+    RecordedSleep,
     answer,
     cut_stream,
     failure,
@@ -229,8 +229,8 @@ def now() -> float:
 
 
 @pytest.fixture
-def waits() -> Waits:
-    return Waits()
+def waits() -> RecordedSleep:
+    return RecordedSleep()
 
 
 @pytest.mark.parametrize("invalid", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
@@ -267,12 +267,12 @@ def test_retry_after_header_is_parsed(headers: dict[str, str], seconds: float | 
 # Against a server
 
 
-def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) -> OpenAIModel:
+def build(url: str, waits: RecordedSleep, *, attempts: int = 3, streaming: bool = True) -> OpenAIModel:
     return OpenAIModel("m", url, KEY, 5.0, retries=RetryPolicy(attempts=attempts, sleep=waits), streaming=streaming)
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
-async def test_transient_status_is_retried(status: int, waits: Waits) -> None:
+async def test_transient_status_is_retried(status: int, waits: RecordedSleep) -> None:
     async with serving([answer(status, {}), stream(END)]) as server:
         assert await read(build(server.url, waits)) == [END]
     [wait] = waits.kept
@@ -282,7 +282,7 @@ async def test_transient_status_is_retried(status: int, waits: Waits) -> None:
 @pytest.mark.parametrize(
     ("reply", "wait_s"), [(answer(429, {}, retry_after="7"), 7.0), (answer(503, {}, retry_after_ms="1500"), 1.5)]
 )
-async def test_retry_after_delays_all_requests(reply: bytes, wait_s: float, waits: Waits) -> None:
+async def test_retry_after_delays_all_requests(reply: bytes, wait_s: float, waits: RecordedSleep) -> None:
     async with serving([reply, stream(END)]) as server:
         model = build(server.url, waits)
         for _ in range(2):
@@ -300,13 +300,13 @@ async def test_retry_after_delays_all_requests(reply: bytes, wait_s: float, wait
     ],
     ids=["no rate limit", "the server says so", "too long"],
 )
-async def test_permanent_error_is_not_retried(reply: bytes, message: str, waits: Waits) -> None:
+async def test_permanent_error_is_not_retried(reply: bytes, message: str, waits: RecordedSleep) -> None:
     async with serving([reply, stream(END)]) as server:
         assert message in str(await failure(read(build(server.url, waits))))
     assert waits.kept == []
 
 
-async def test_error_after_the_last_attempt_reports_the_number_of_attempts(waits: Waits) -> None:
+async def test_error_after_the_last_attempt_reports_the_number_of_attempts(waits: RecordedSleep) -> None:
     async with serving([answer(503, {})]) as server:
         assert "(tried 3 times)" in str(await failure(read(build(server.url, waits))))
         assert len(server.bodies) == 3
@@ -325,7 +325,7 @@ async def test_error_after_the_last_attempt_reports_the_number_of_attempts(waits
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n",
     ],
 )
-async def test_interruption_before_content_is_retried(broken: bytes, waits: Waits) -> None:
+async def test_interruption_before_content_is_retried(broken: bytes, waits: RecordedSleep) -> None:
     async with serving([broken, stream(ROLE, HELLO, END)]) as server:
         assert await read(build(server.url, waits)) == [ROLE, HELLO, END]
     assert len(waits.kept) == 1
@@ -337,7 +337,7 @@ THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
 
 @pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
 @pytest.mark.parametrize("is_cut", [True, False])
-async def test_interruption_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
+async def test_interruption_after_content_is_an_error(part: Chunk, is_cut: bool, waits: RecordedSleep) -> None:
     chunks: list[Chunk] = []
 
     async def keep(model: OpenAIModel) -> None:
@@ -354,7 +354,7 @@ async def test_interruption_after_content_is_an_error(part: Chunk, is_cut: bool,
 
 
 async def test_server_error_after_content_is_an_interruption_or_a_window_error(
-    waits: Waits,
+    waits: RecordedSleep,
 ) -> None:
     async with serving([stream(HELLO, {"error": {"message": f"out of memory {KEY}", "code": 500}})]) as server:
         error = await failure(read(build(server.url, waits)))

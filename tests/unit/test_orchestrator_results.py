@@ -14,7 +14,7 @@ from store import call_messages as results
 from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.result_harness import SOON_S, arrives, listening, publish, stored
+from tests.result_harness import SOON_S, build_stored_result, open_hub, publish, receive
 from tests.stack import free_port
 from tests.waiting import until, wait_until_async
 
@@ -36,11 +36,11 @@ def not_sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("status", ["SUCCESS", "FAILURE", "REVOKED"])
 async def test_a_published_result_arrives(redis_server: RedisProcess, not_sweeping: None, status: str) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
-            await publish(client, task_id, stored(task_id, status))
-            result = await arrives(future)
+            await publish(client, task_id, build_stored_result(task_id, status))
+            result = await receive(future)
         assert (result["status"], result["result"]) == (status, {"n": 1})
         assert hub._waiting == {}
 
@@ -49,36 +49,38 @@ async def test_sweep_finds_results_without_a_message(
     redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "SWEEP_BATCH", 3)
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         ids = [hub.task_id(f"c{number}") for number in range(10)]
         futures = {}
         for task_id in ids:
             futures[task_id] = hub._waiting.setdefault(task_id, asyncio.get_running_loop().create_future())
-        await client.mset({f"celery-task-meta-{task_id}": stored(task_id) for task_id in ids})
-        assert [(await arrives(futures[task_id]))["task_id"] for task_id in ids] == ids
+        await client.mset({f"celery-task-meta-{task_id}": build_stored_result(task_id) for task_id in ids})
+        assert [(await receive(futures[task_id]))["task_id"] for task_id in ids] == ids
 
 
 async def test_subscription_is_restored_after_a_restart(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, _):
+    async with open_hub(redis_server) as (hub, _):
         await asyncio.to_thread(redis_server.stop)
         await asyncio.to_thread(redis_server.start)
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future, redis_server.client() as worker:
             # Redis does not report a restored subscription: the test polls until there is a listener.
-            await until(lambda: bool(worker.publish(f"celery-task-meta-{task_id}", stored(task_id))), SOON_S)
-            assert (await arrives(future))["task_id"] == task_id
+            await until(
+                lambda: bool(worker.publish(f"celery-task-meta-{task_id}", build_stored_result(task_id))), SOON_S
+            )
+            assert (await receive(future))["task_id"] == task_id
 
 
 async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
             await publish(client, hub.task_id("other"))
-            await publish(client, task_id, stored("another-task"))
-            await publish(client, task_id, stored(task_id, "STARTED"))
-            await publish(client, task_id, stored(task_id, result="first"))
-            await publish(client, task_id, stored(task_id, result="second"))
-            result = await arrives(future)
+            await publish(client, task_id, build_stored_result("another-task"))
+            await publish(client, task_id, build_stored_result(task_id, "STARTED"))
+            await publish(client, task_id, build_stored_result(task_id, result="first"))
+            await publish(client, task_id, build_stored_result(task_id, result="second"))
+            result = await receive(future)
             assert (result["task_id"], result["status"], result["result"]) == (task_id, "SUCCESS", "first")
 
 
@@ -103,16 +105,16 @@ async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sw
 async def test_invalid_result_message_is_ignored(
     redis_server: RedisProcess, not_sweeping: None, message: bytes
 ) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
             await publish(client, task_id, message)
             await publish(client, task_id)
-            await arrives(future)
+            await receive(future)
 
 
 async def test_late_result_of_a_failed_task_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
             hub.fail(task_id, KeyError("lost"))
@@ -120,23 +122,23 @@ async def test_late_result_of_a_failed_task_is_dropped(redis_server: RedisProces
             hub.fail("of no call", KeyError("x"))
             await publish(client, task_id)
             await publish(client, other)
-            await arrives(last)
+            await receive(last)
             with pytest.raises(KeyError, match="'lost'"):
                 await future
         assert hub.dropped == 1
 
 
 async def test_late_and_duplicate_results_are_counted(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future:
             await publish(client, task_id)
-            await arrives(future)
+            await receive(future)
             await publish(client, task_id)
         await publish(client, task_id)
         with hub.expect(other) as last:
             await publish(client, other)
-            await arrives(last)
+            await receive(last)
         assert hub.dropped == 2
 
 
@@ -145,13 +147,13 @@ async def test_received_or_dropped_result_is_deleted(
     redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     monkeypatch.setattr(results, "DISCARD_EVERY_S", 1000.0 if is_closed else 0.01)
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id, late_id = hub.task_id("c1"), hub.task_id("late")
         with hub.expect(task_id) as future:
             for each in (late_id, task_id):
-                await client.set(f"celery-task-meta-{each}", stored(each))
+                await client.set(f"celery-task-meta-{each}", build_stored_result(each))
                 await publish(client, each)
-            await arrives(future)
+            await receive(future)
         if is_closed:
             await hub.close()
             assert await client.dbsize() == 0
@@ -159,18 +161,18 @@ async def test_received_or_dropped_result_is_deleted(
 
 
 async def test_a_second_wait_for_one_id_is_refused(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
+    async with open_hub(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as first:
             with pytest.raises(ValueError, match="already waits for task"), hub.expect(task_id):
                 pass
             await publish(client, task_id)
-            await arrives(first)
+            await receive(first)
 
 
 async def test_close_fails_waiting_calls_and_leaves_no_task(redis_server: RedisProcess, not_sweeping: None) -> None:
     before = len(asyncio.all_tasks())
-    async with listening(redis_server) as (hub, _):
+    async with open_hub(redis_server) as (hub, _):
         with hub.expect(hub.task_id("c1")) as future:
             await close_hub(hub)
             with pytest.raises(BrokerUnavailable, match="the client was closed"):

@@ -28,7 +28,7 @@ from orchestrator.command import app, import_all
 from orchestrator.terminal.commands import build_command
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
-from tests.batch_story import ended
+from tests.batch_events import ended
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT

@@ -25,14 +25,14 @@ from store.batches import BatchDefaults, RunBody
 from store.run_log import RunAttempt, RunLog
 from store.run_records import HostedState
 from tests.builders import KEY
-from tests.hosted_harness import HostedHarness, MadeHosted
+from tests.hosted_harness import HostedFactory, HostedHarness
 from tests.item_harness import build_run, echo_then
 
 KEEP_STATES_BODY = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 
 
 @pytest.fixture
-def harness(make_hosted: MadeHosted) -> HostedHarness:
+def harness(make_hosted: HostedFactory) -> HostedHarness:
     harness = make_hosted(echo_then("done", "one", "two"))
     harness.runs._sessions = harness.places
     return harness
@@ -111,12 +111,12 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 
 
 async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: str, harness: HostedHarness) -> None:
-    assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
+    assert (harness.count_model_requests(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
     _, entries = await harness.queue.read_log("acme", run)
     states = {event.step: event.session for event in entries if isinstance(event, StateKept)}
     assert list(states) == [0, 1, 2]
-    assert set(harness.places.known) == {("acme", session) for session in states.values()}
+    assert set(harness.places.locations) == {("acme", session) for session in states.values()}
 
     model = script(harness)
     model.turns = lambda messages: (
@@ -129,7 +129,7 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
 
     forked = [call for call in harness.transport.calls if call.name == "session.fork"]
     assert sent_echoes(harness) == ["other", "other"]
-    assert harness.asked() == 4
+    assert harness.count_model_requests() == 4
     # Each fork has a session of its own, and keeps its own state before its last request.
     assert len(forked) == 2 + 2
     for fork in forks:
@@ -149,7 +149,7 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
         sessions = {e.step: e.session for e in copied if isinstance(e, StateKept)}
         assert (sessions[0], sessions[1]) == (states[0], states[1])
         assert sessions[2] not in states.values()
-    assert {"acme"} == {tenant for tenant, _ in harness.places.known}
+    assert {"acme"} == {tenant for tenant, _ in harness.places.locations}
 
 
 async def test_fork_tree_includes_forks_of_forks(run: str, harness: HostedHarness) -> None:
@@ -183,7 +183,7 @@ async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, 
 async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: HostedHarness) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     await harness.queue.give_back(claim, is_new=True)
     await run_to_end(harness, fork.id)
     fork_run = await harness.runs.get("acme", fork.id)
@@ -196,7 +196,7 @@ async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
 ) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
-    claim = await harness.claimed()
+    claim = await harness.claim_next()
     _, entries = await harness.queue.read_log("acme", run)
     partial = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", fork.id, 1, claim.token))
     for entry in copy_steps(entries, 2, run, fork.id, fork.id)[:3]:
@@ -224,7 +224,7 @@ async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) 
     unknown = await expect_failure(harness.runs.fork("rival", "nosuch", 1))
     assert foreign.code is unknown.code is ErrorCode.FILE_NOT_FOUND
     assert foreign.message.replace(run, "nosuch") == unknown.message
-    harness.places.known.clear()
+    harness.places.locations.clear()
     lost = await expect_failure(harness.runs.fork("acme", run, 1))
     assert lost.code is ErrorCode.SESSION_NOT_FOUND
     script(harness, "done")
@@ -266,15 +266,15 @@ async def test_cancelled_run_leaves_no_kept_states(harness: HostedHarness) -> No
     run = await harness.start(KEEP_STATES_BODY)
     async with harness.working():
         await reached.wait()
-        assert len(harness.places.known) == 3
+        assert len(harness.places.locations) == 3
         await harness.runs.cancel("acme", run)
         await harness.events(run)
-    assert harness.places.known == {}
+    assert harness.places.locations == {}
 
 
 async def test_fork_of_a_batch_run_uses_the_batch_defaults(harness: HostedHarness) -> None:
     claim = await harness.put(build_run(keep_states=True))
-    outcome = await harness.worked(claim, BatchDefaults())
+    outcome = await harness.execute(claim, BatchDefaults())
     await harness.queue.finish(claim, outcome)
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", claim.run, 2)

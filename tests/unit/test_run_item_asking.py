@@ -18,7 +18,7 @@ from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
+from tests.item_harness import OPENED, HarnessFactory, ItemHarness, build_run, echo_then, open_harness_factory
 from tests.waiting import until, wait_until_async
 
 ASK_POLICY = ApprovalPolicy((Rule("ask", tool="echo"),))
@@ -26,9 +26,9 @@ ASK_DEFAULTS = BatchDefaults(asks_people=True)
 
 
 @pytest.fixture
-async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
+async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HarnessFactory]:
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_maker(redis_server) as maker:
+    async with open_harness_factory(redis_server) as maker:
         yield maker
 
 
@@ -56,12 +56,12 @@ def find_arguments(harness: ItemHarness) -> list[Any]:
     ("approvals", "defaults", "calls"), [("auto", BatchDefaults(), ["a"]), ("never", ASK_DEFAULTS, [])]
 )
 async def test_item_without_approval_requests_asks_nobody(
-    make: Made, approvals: str, defaults: BatchDefaults, calls: list[str]
+    make: HarnessFactory, approvals: str, defaults: BatchDefaults, calls: list[str]
 ) -> None:
     harness = make(echo_then("done", "a"), policy=ASK_POLICY)
     settings = harness.parts._settings.model_copy(update={"approvals": approvals})
     harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASK_POLICY)
-    outcome = await wait_for_outcome(asyncio.create_task(harness.worked(await harness.put(build_run()), defaults)))
+    outcome = await wait_for_outcome(asyncio.create_task(harness.execute(await harness.put(build_run()), defaults)))
     assert outcome.body is not None
     assert find_arguments(harness) == calls
     assert [key async for key in harness.client.scan_iter("*approval*")] == []
@@ -69,7 +69,7 @@ async def test_item_without_approval_requests_asks_nobody(
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 async def test_decision_is_kept_when_its_process_dies(
-    make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
 ) -> None:
     async def withdraw_nothing(*_: Any) -> None:
         """Do nothing: a killed process withdraws no question."""
@@ -78,26 +78,26 @@ async def test_decision_is_kept_when_its_process_dies(
     claim = await first.put(build_run())
     with monkeypatch.context() as patch:
         patch.setattr(ApprovalQueue, "withdraw", withdraw_nothing)
-        working = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
+        working = asyncio.create_task(first.execute(claim, ASK_DEFAULTS))
         await find_question(first)
         working.cancel()
         await asyncio.wait({working}, timeout=SOON_S)
-    resumed_claim = await second.taken_over(claim)
+    resumed_claim = await second.claim_by_other(claim)
     await decide(second, Decision(is_allowed, "said meanwhile"))
-    outcome = await wait_for_outcome(asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS)))
+    outcome = await wait_for_outcome(asyncio.create_task(second.execute(resumed_claim, ASK_DEFAULTS)))
     assert outcome.body["answer"] == "two"
     assert find_arguments(second) == (["a"] if is_allowed else [])
     assert find_arguments(first) == []
 
 
-async def test_resumed_run_asks_the_same_question(make: Made) -> None:
+async def test_resumed_run_asks_the_same_question(make: HarnessFactory) -> None:
     first, second = make(echo_then("one", "a"), policy=ASK_POLICY), make(["two"], policy=ASK_POLICY)
     claim = await first.put(build_run())
-    first_work = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
+    first_work = asyncio.create_task(first.execute(claim, ASK_DEFAULTS))
     before = await find_question(first)
     asker = await find_asker(first, before)
-    resumed_claim = await second.taken_over(claim)
-    working = asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS))
+    resumed_claim = await second.claim_by_other(claim)
+    working = asyncio.create_task(second.execute(resumed_claim, ASK_DEFAULTS))
     await wait_until_async(
         lambda: find_asker(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
     )
@@ -126,11 +126,13 @@ def test_batch_without_asks_people_is_readable_by_older_releases() -> None:
         assert parse_batch(KEY, "acme", "b", entries).defaults == defaults
 
 
-async def test_approval_stays_valid_while_the_run_waits_for_a_slot(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_approval_stays_valid_while_the_run_waits_for_a_slot(
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness, runs = make(echo_then("done", "a"), policy=ASK_POLICY), [None]
     monkeypatch.setattr(harness.parts, "_settings", harness.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
     harness.work.slots.configure(1, runs)
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASK_DEFAULTS))
+    working = asyncio.create_task(harness.execute(await harness.put(build_run()), ASK_DEFAULTS))
     await find_question(harness)
     over_at = time.monotonic() + 3.2
     assert harness.work.slots.count_free() == 1
@@ -145,7 +147,7 @@ async def test_approval_stays_valid_while_the_run_waits_for_a_slot(make: Made, m
     assert find_arguments(harness) == ["a"]
 
 
-async def test_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
+async def test_running_call_keeps_the_slot_while_another_call_waits(make: HarnessFactory) -> None:
     runs, may_end = asyncio.Event(), asyncio.Event()
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -157,7 +159,7 @@ async def test_running_call_keeps_the_slot_while_another_call_waits(make: Made) 
     harness = make([both, "done"], policy=ASK_POLICY, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
     room = harness.work.slots.count_free
     harness.work.slots.configure(1, [None])
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASK_DEFAULTS))
+    working = asyncio.create_task(harness.execute(await harness.put(build_run()), ASK_DEFAULTS))
     first, _ = await ApprovalHarness(harness.client).until_pending(2)
     assert room() == 1
     await ApprovalHarness(harness.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
@@ -172,7 +174,7 @@ async def test_running_call_keeps_the_slot_while_another_call_waits(make: Made) 
     assert (outcome.body["answer"], room()) == ("done", 0)
 
 
-async def test_continuing_run_uses_the_slot_of_an_item_without_sandbox(make: Made) -> None:
+async def test_continuing_run_uses_the_slot_of_an_item_without_sandbox(make: HarnessFactory) -> None:
     is_opening, may_open = asyncio.Event(), asyncio.Event()
 
     async def open_late(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -185,7 +187,7 @@ async def test_continuing_run_uses_the_slot_of_an_item_without_sandbox(make: Mad
     slots.configure(1, runs)
     async with slots.run() as other, other.call("call"):
         other.rest("call")
-        working = asyncio.create_task(harness.worked(await harness.put(build_run())))
+        working = asyncio.create_task(harness.execute(await harness.put(build_run())))
         async with asyncio.timeout(SOON_S):
             await is_opening.wait()
             await other.wait("call")

@@ -18,81 +18,83 @@ from orchestrator.runs import item_work
 from store.batches import BatchDefaults, RunLimits
 from tests.fakes import StreamModel
 from tests.item_harness import (
+    HarnessFactory,
     ItemHarness,
-    Made,
     archive_of,
     build_run,
     build_tool_call,
     echo_then,
-    failed,
-    with_harness,
+    fail_with,
+    with_environment,
 )
 
 
-async def test_single_call_runs_in_its_own_session(make: Made) -> None:
+async def test_single_call_runs_in_its_own_session(make: HarnessFactory) -> None:
     harness = make()
-    outcome = await harness.worked(await harness.put(build_tool_call()))
+    outcome = await harness.execute(await harness.put(build_tool_call()))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
     assert harness.sent() == ["open", "echo", "close"]
     (delivery,) = [sent for sent in harness.transport.deliveries if sent.request.call.name == "echo"]
     assert delivery.request.keeps_result
     assert harness.transport.settled == [("acme", delivery.call_id)]
-    assert harness.asked() == 0
+    assert harness.count_model_requests() == 0
 
 
-async def test_run_at_its_iteration_limit_is_a_model_failure_with_a_body(make: Made) -> None:
+async def test_run_at_its_iteration_limit_is_a_model_failure_with_a_body(make: HarnessFactory) -> None:
     harness = make(echo_then("never", "a", "b", "c"))
-    outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_iterations=2))))
+    outcome = await harness.execute(await harness.put(build_run(limits=RunLimits(max_iterations=2))))
     assert (outcome.failure and outcome.failure.kind) == FailureKind.MODEL
     assert (outcome.failure and outcome.failure.code) == "max_iterations"
     assert outcome.body["steps"] == 2
 
 
-async def test_request_refused_by_the_model_is_a_model_failure(make: Made) -> None:
+async def test_request_refused_by_the_model_is_a_model_failure(make: HarnessFactory) -> None:
     async def refuse(request: ModelRequest) -> AsyncIterator[Chunk]:
         raise ModelRefused("not that")
         yield {}
 
-    outcome = await make(StreamModel(refuse)).worked(await make().put(build_run()))
+    outcome = await make(StreamModel(refuse)).execute(await make().put(build_run()))
     assert (outcome.failure and outcome.failure.kind, outcome.body) == (FailureKind.MODEL, None)
 
 
-async def test_failed_session_open_fails_the_item(make: Made) -> None:
-    harness = make(answers={"open": failed(ErrorCode.PERMISSION_DENIED)})
-    outcome = await harness.worked(await harness.put(build_run()))
+async def test_failed_session_open_fails_the_item(make: HarnessFactory) -> None:
+    harness = make(answers={"open": fail_with(ErrorCode.PERMISSION_DENIED)})
+    outcome = await harness.execute(await harness.put(build_run()))
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "PERMISSION_DENIED")
-    assert harness.asked() == 0
+    assert harness.count_model_requests() == 0
 
 
-async def test_missing_workspace_is_an_input_failure(make: Made, tmp_path: Path) -> None:
+async def test_missing_workspace_is_an_input_failure(make: HarnessFactory, tmp_path: Path) -> None:
     harness = make()
-    outcome = await harness.worked(await harness.put(with_harness(build_run(), workspace=str(tmp_path / "missing"))))
+    outcome = await harness.execute(
+        await harness.put(with_environment(build_run(), workspace=str(tmp_path / "missing")))
+    )
     assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.INPUT, [])
 
 
-async def test_conflicting_limits_are_an_input_failure(make: Made) -> None:
+async def test_conflicting_limits_are_an_input_failure(make: HarnessFactory) -> None:
     harness = make()
-    outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_cost=1.0))))
+    outcome = await harness.execute(await harness.put(build_run(limits=RunLimits(max_cost=1.0))))
     assert (outcome.failure.kind, "prices" in outcome.failure.message) == (FailureKind.INPUT, True)
     assert harness.sent() == ["open", "close"]
 
 
-async def test_unexpected_exception_is_an_internal_failure_of_the_item(make: Made) -> None:
+async def test_unexpected_exception_is_an_internal_failure_of_the_item(make: HarnessFactory) -> None:
     def raise_key_error(messages: list[Any]) -> str:
         raise KeyError("oops")
 
     harness = make([raise_key_error])
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
     assert (outcome.failure.code, outcome.failure.kind) == ("INTERNAL", FailureKind.INFRASTRUCTURE)
     assert harness.sent() == ["open", "close"]
 
 
-async def test_session_with_an_unanswered_close_is_removed(make: Made) -> None:
+async def test_session_with_an_unanswered_close_is_removed(make: HarnessFactory) -> None:
     async def never_answers(*_: object) -> ToolResult:
         raise TimeoutError
 
     harness = make(answers={"close": never_answers})
-    assert (await harness.worked(await harness.put(build_run()))).failure is None
+    assert (await harness.execute(await harness.put(build_run()))).failure is None
     (opened, *_) = harness.transport.contexts
     assert [queue for queue, _ in harness.transport.commands] == ["host.h1.b00t"]
     assert await harness.places.find("acme", str(opened.session)) is None
@@ -109,9 +111,9 @@ def build_chat() -> Any:
     return item.model_copy(update={"url": "/v1/chat/completions"})
 
 
-async def test_chat_completion_item_opens_no_sandbox(make: Made) -> None:
+async def test_chat_completion_item_opens_no_sandbox(make: HarnessFactory) -> None:
     harness = make(["hello"])
-    outcome = await harness.worked(await harness.put(build_chat()))
+    outcome = await harness.execute(await harness.put(build_chat()))
     assert (outcome.failure, outcome.body and outcome.body["object"]) == (None, "chat.completion")
     assert harness.sent() == []
     assert isinstance(harness.model, ScriptedModel)
@@ -120,19 +122,19 @@ async def test_chat_completion_item_opens_no_sandbox(make: Made) -> None:
     assert request.tools == []
 
 
-async def test_tool_call_in_a_chat_item_is_not_run(make: Made) -> None:
+async def test_tool_call_in_a_chat_item_is_not_run(make: HarnessFactory) -> None:
     harness = make(echo_then("never", "x"))
-    outcome = await harness.worked(await harness.put(build_chat()))
+    outcome = await harness.execute(await harness.put(build_chat()))
     assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.MODEL, [])
 
 
-async def test_run_without_tools_opens_a_sandbox_only_for_files(make: Made, tmp_path: Path) -> None:
+async def test_run_without_tools_opens_a_sandbox_only_for_files(make: HarnessFactory, tmp_path: Path) -> None:
     harness = make(["hello"] * 2)
-    assert (await harness.worked(await harness.put(build_run(tools=())))).failure is None
+    assert (await harness.execute(await harness.put(build_run(tools=())))).failure is None
     assert harness.sent() == []
-    other = with_harness(build_run(tools=()), image="python")
+    other = with_environment(build_run(tools=()), image="python")
     await harness.client.flushall()
-    assert (await harness.worked(await harness.put(other))).failure is None
+    assert (await harness.execute(await harness.put(other))).failure is None
     assert harness.sent() == ["open", "close"]
 
 
@@ -141,7 +143,7 @@ SOON_S = 15.0
 
 async def run_and_cancel(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
     """Run the work of a process, and stop it at the given point."""
-    working = asyncio.create_task(harness.worked(claim))
+    working = asyncio.create_task(harness.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -161,7 +163,7 @@ def build_hanging_answer(text: str, reached: asyncio.Event) -> Callable[[ToolCal
     return answer
 
 
-async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: Made) -> None:
+async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: HarnessFactory) -> None:
     reached = asyncio.Event()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -171,10 +173,10 @@ async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: 
 
     first, second = make(answers={"open": hang}), make()
     claim = await first.put(build_run())
-    working = asyncio.create_task(first.worked(claim))
+    working = asyncio.create_task(first.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
-        assert (await second.worked(await second.taken_over(claim))).failure is None
+        assert (await second.execute(await second.claim_by_other(claim))).failure is None
     assert second.sent() == ["close", "open", "close"]
     assert [queue for queue, _ in second.transport.commands] == ["host.h1.b00t"]
     given_up = second.transport.contexts[0].session
@@ -185,7 +187,7 @@ async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: 
 
 
 async def test_resumed_run_without_time_left_ends_with_its_logged_steps(
-    make: Made, monkeypatch: pytest.MonkeyPatch
+    make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
     reached = asyncio.Event()
@@ -195,15 +197,15 @@ async def test_resumed_run_without_time_left_ends_with_its_logged_steps(
     )
     claim = await first.put(build_run(limits=RunLimits(max_wall_s=60.0)))
     await run_and_cancel(first, claim, reached)
-    claim = await second.taken_over(claim)
+    claim = await second.claim_by_other(claim)
     journal = await second.journal(claim)
     journal.spent_wall_s = 60.0
     outcome = await second.work.work(claim, journal, BatchDefaults(), second.run_events.append)
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
-    assert (outcome.body["steps"], second.asked()) == (3, 0)
+    assert (outcome.body["steps"], second.count_model_requests()) == (3, 0)
 
 
-async def test_lost_sandbox_of_a_resumed_run_is_an_infrastructure_failure(make: Made) -> None:
+async def test_lost_sandbox_of_a_resumed_run_is_an_infrastructure_failure(make: HarnessFactory) -> None:
     reached = asyncio.Event()
     first, second = (
         make(echo_then("two", "a", "b"), answers={"echo": build_hanging_answer("b", reached)}),
@@ -212,13 +214,13 @@ async def test_lost_sandbox_of_a_resumed_run_is_an_infrastructure_failure(make: 
     claim = await first.put(build_run())
     await run_and_cancel(first, claim, reached)
     assert first.sent() == ["open", "echo", "echo"], "a stopped process leaves its session open"
-    second.places.known.clear()
-    outcome = await second.worked(await second.taken_over(claim))
+    second.places.locations.clear()
+    outcome = await second.execute(await second.claim_by_other(claim))
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INFRASTRUCTURE, SandboxUnavailable.code.value)
-    assert second.asked() == 0
+    assert second.count_model_requests() == 0
 
 
-async def test_artifact_with_a_non_utf8_name_is_copied(make: Made, tmp_path: Path) -> None:
+async def test_artifact_with_a_non_utf8_name_is_copied(make: HarnessFactory, tmp_path: Path) -> None:
     files = tmp_path / "made"
     files.mkdir()
     (files / "caf\udce9.txt").write_text("x")
@@ -229,13 +231,13 @@ async def test_artifact_with_a_non_utf8_name_is_copied(make: Made, tmp_path: Pat
         return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
 
     harness.answers["export"] = export
-    claim = await harness.put(with_harness(build_run(), artifacts=("*.txt",)))
-    outcome = await harness.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
+    claim = await harness.put(with_environment(build_run(), artifacts=("*.txt",)))
+    outcome = await harness.execute(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
     assert outcome.body["artifacts"] == ["caf\\xe9.txt"]
     assert await harness.queue.finish(claim, outcome)
 
 
-async def test_new_attempt_has_new_call_ids_and_a_new_session(make: Made) -> None:
+async def test_new_attempt_has_new_call_ids_and_a_new_session(make: HarnessFactory) -> None:
     async def stream_then_fail(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
             raise BrokerUnavailable("gone")
@@ -244,12 +246,12 @@ async def test_new_attempt_has_new_call_ids_and_a_new_session(make: Made) -> Non
 
     first, second = make(StreamModel(stream_then_fail)), make(echo_then("one", "a"))
     claim = await first.put(build_run())
-    outcome = await first.worked(claim)
+    outcome = await first.execute(claim)
     assert (outcome.failure and outcome.failure.kind) is FailureKind.INFRASTRUCTURE
     assert first.sent() == ["open", "echo", "close"]
-    next_claim = await second.begun_anew(claim)
+    next_claim = await second.claim_next_attempt(claim)
     assert (next_claim.record.attempt, next_claim.is_resumed) == (2, False)
-    outcome = await second.worked(next_claim)
+    outcome = await second.execute(next_claim)
     assert (outcome.failure, outcome.attempt) == (None, 2)
     assert second.sent() == ["open", "echo", "close"]
     assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
@@ -258,11 +260,11 @@ async def test_new_attempt_has_new_call_ids_and_a_new_session(make: Made) -> Non
     )
 
 
-async def test_new_attempt_of_a_single_call_has_a_new_id(make: Made) -> None:
-    first, second = make(answers={"echo": failed(ErrorCode.HOST_LOST)}), make()
+async def test_new_attempt_of_a_single_call_has_a_new_id(make: HarnessFactory) -> None:
+    first, second = make(answers={"echo": fail_with(ErrorCode.HOST_LOST)}), make()
     claim = await first.put(build_tool_call())
-    await first.worked(claim)
-    outcome = await second.worked(await second.begun_anew(claim))
+    await first.execute(claim)
+    outcome = await second.execute(await second.claim_next_attempt(claim))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
     calls = [call.id for harness in (first, second) for call in harness.transport.calls if call.name == "echo"]
     assert len(set(calls)) == 2

@@ -35,8 +35,16 @@ from store.run_log import LOGGED, RunLog
 from store.runs import RunClaim
 from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
-from tests.grader_harness import Sandboxes, graded
-from tests.item_harness import ItemHarness, Made, archive_of, build_run, build_tool_call, echo_then, with_harness
+from tests.grader_harness import Sandboxes, with_grader
+from tests.item_harness import (
+    HarnessFactory,
+    ItemHarness,
+    archive_of,
+    build_run,
+    build_tool_call,
+    echo_then,
+    with_environment,
+)
 
 SOON_S = 15.0
 STEP = [ModelReplied, CallReviewed, CallFinished]
@@ -50,7 +58,7 @@ TURNS = echo_then("two", "a", "b")
 class RunWorld:
     """The outside world of a run: counts payments, questions and actions."""
 
-    def __init__(self, make: Made, folder: Path) -> None:
+    def __init__(self, make: HarnessFactory, folder: Path) -> None:
         self._make, self._folder = make, folder
         (folder / "made").mkdir()
         (folder / "made" / "out.txt").write_text("x")
@@ -115,10 +123,12 @@ def test_every_kind_of_log_entry_is_covered() -> None:
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("position", range(len(ENTRIES)), ids=lambda at: f"{at}-{ENTRIES[at].__name__}")
-async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, position: int, is_written: bool) -> None:
+async def test_resumed_run_repeats_no_logged_step(
+    make: HarnessFactory, tmp_path: Path, position: int, is_written: bool
+) -> None:
     world = RunWorld(make, tmp_path)
     first = world.open_process()
-    claim = await first.put(with_harness(build_run(), artifacts=("*.txt",)))
+    claim = await first.put(with_environment(build_run(), artifacts=("*.txt",)))
     run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
     stopping = StoppingLog(run_log, position, is_written=is_written)
     working = asyncio.create_task(world.work(first, claim, run_log))
@@ -127,7 +137,7 @@ async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, po
 
     logged = ENTRIES[: position + is_written]
     second = world.open_process(logged.count(ModelReplied))
-    resumed_claim = await second.taken_over(claim)
+    resumed_claim = await second.claim_by_other(claim)
     continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     assert [type(event) for event in continued.entries] == logged
     async with asyncio.timeout(SOON_S):
@@ -138,7 +148,7 @@ async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, po
     assert (body["answer"], body["steps"], body["artifacts"]) == ("two", 3, ["out.txt"])
     # Work whose result was not logged is done again: one reply, one review, or one call under the same id.
     lost = None if is_written else ENTRIES[position]
-    assert first.asked() + second.asked() == 3 + (lost is ModelReplied)
+    assert first.count_model_requests() + second.count_model_requests() == 3 + (lost is ModelReplied)
     assert len(world.reviews) == 2 + (lost is CallReviewed)
     assert len(world.sent("echo")) == 2 + (lost is CallFinished)
     assert len(set(world.sent("echo"))) == 2
@@ -149,7 +159,7 @@ async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, po
     assert counted == [RunReady, CallFinished, StepFinished, CallFinished, StepFinished, StepFinished]
     is_opened_again = logged == [SessionOpening]
     assert len(world.sent("open")) == (2 if is_opened_again and lost is SessionOpened else 1)
-    assert second.places.known == {}
+    assert second.places.locations == {}
     expected = [SessionOpening, *ENTRIES] if is_opened_again else ENTRIES
     assert [type(event) for event in continued.entries] == expected
 
@@ -161,18 +171,18 @@ async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, po
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("position", range(len(GRADED_ENTRIES)), ids=lambda at: f"{at}-{GRADED_ENTRIES[at].__name__}")
 async def test_resumed_run_is_graded_in_a_new_session(
-    make: Made, tmp_path: Path, position: int, is_written: bool
+    make: HarnessFactory, tmp_path: Path, position: int, is_written: bool
 ) -> None:
     world = RunWorld(make, tmp_path)
     first, second = world.open_process(), world.open_process()
     sandboxes = [Sandboxes(process, reward=b"0.5") for process in (first, second)]
-    claim = await first.put(graded(build_tool_call(), reward_file="/workspace/reward"))
+    claim = await first.put(with_grader(build_tool_call(), reward_file="/workspace/reward"))
     run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
     stopping = StoppingLog(run_log, position, is_written=is_written)
     working = asyncio.create_task(world.work(first, claim, run_log))
     async with asyncio.timeout(SOON_S):
         await stopping.stopped.wait()
-        resumed_claim = await second.taken_over(claim)
+        resumed_claim = await second.claim_by_other(claim)
         outcome = await world.work(
             second, resumed_claim, await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
         )
@@ -182,7 +192,7 @@ async def test_resumed_run_is_graded_in_a_new_session(
     assert len(world.sent("echo")) == 1 + (lost is CallFinished)
     assert len(world.sent("export")) == 1 + (lost is SubmissionTaken)
     assert [len(one.graded) for one in sandboxes] == [0, 1]
-    assert second.places.known == {}
+    assert second.places.locations == {}
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)
 
@@ -191,7 +201,7 @@ async def test_resumed_run_is_graded_in_a_new_session(
 @pytest.mark.parametrize(
     "position", range(len(KEPT_STATE_ENTRIES)), ids=lambda at: f"{at}-{KEPT_STATE_ENTRIES[at].__name__}"
 )
-async def test_resumed_run_keeps_each_state_once(make: Made, position: int, is_written: bool) -> None:
+async def test_resumed_run_keeps_each_state_once(make: HarnessFactory, position: int, is_written: bool) -> None:
     turns = echo_then("done", "a")
     first = make(turns)
     claim = await first.put(build_run(keep_states=True))
@@ -205,7 +215,7 @@ async def test_resumed_run_keeps_each_state_once(make: Made, position: int, is_w
 
     logged = KEPT_STATE_ENTRIES[: position + is_written]
     second = make(turns[logged.count(ModelReplied) :])
-    resumed_claim = await second.taken_over(claim)
+    resumed_claim = await second.claim_by_other(claim)
     continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     async with asyncio.timeout(SOON_S):
         outcome = await second.work.work(
@@ -214,12 +224,12 @@ async def test_resumed_run_keeps_each_state_once(make: Made, position: int, is_w
 
     assert outcome.failure is None
     lost = None if is_written else KEPT_STATE_ENTRIES[position]
-    assert first.asked() + second.asked() == 2 + (lost is ModelReplied)
+    assert first.count_model_requests() + second.count_model_requests() == 2 + (lost is ModelReplied)
     events = continued.entries
     states = [event for event in events if isinstance(event, StateKept)]
     assert [event.step for event in states] == [0, 1]
     # A fork whose process died before it logged the fork is removed, and the state is forked again.
     assert sum(isinstance(event, StateForking) for event in events) == 2 + (logged[-1:] == [StateForking])
-    assert set(second.places.known) == {("acme", event.session) for event in states}
+    assert set(second.places.locations) == {("acme", event.session) for event in states}
     task.cancel()
     await asyncio.wait({task}, timeout=SOON_S)

@@ -20,7 +20,7 @@ from store.run_events import BatchEventReader
 from store.run_log import run_key
 from store.runs import RunClaim
 from store.tasks import retry_until_available
-from tests.batch_rows import any_row, ids_of
+from tests.batch_rows import accept_any_row, read_ids
 from tests.conftest import RedisProcess
 from tests.item_harness import ItemHarness, build_run, echo_then
 from tests.run_harness import RunHarness, build_outcome
@@ -66,9 +66,9 @@ async def test_call_is_repeated_after_a_redis_outage(client: "redis.asyncio.Redi
     failing = FailingRedis(2)
     harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": failing.answer})
 
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
-    assert (outcome.failure, harness.asked(), failing.requests) == (None, 2, 3)
+    assert (outcome.failure, harness.count_model_requests(), failing.requests) == (None, 2, 3)
     # The request is one call: a worker that has its id runs it once.
     assert len({call.id for call in harness.transport.calls if call.name == "echo"}) == 1
 
@@ -84,7 +84,7 @@ async def test_sent_call_is_awaited_after_a_redis_outage(client: "redis.asyncio.
         return await calling(request)
 
     harness.pool.dispatcher.dispatch = dispatch_and_record  # type: ignore[method-assign]
-    await harness.worked(await harness.put(build_run()))
+    await harness.execute(await harness.put(build_run()))
 
     assert was_sent == [False, True]
 
@@ -93,7 +93,7 @@ async def test_session_is_closed_after_a_redis_outage(client: "redis.asyncio.Red
     failing = FailingRedis(2)
     harness = ItemHarness(client, answers={"close": failing.answer})
 
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
     assert (outcome.failure, failing.requests) == (None, 3)
 
@@ -108,7 +108,7 @@ async def test_outage_during_session_open_does_not_restart_the_item(client: "red
         return await harness._answer(call, context)
 
     harness.answers["open"] = answer
-    outcome = await harness.worked(await harness.put(build_run()))
+    outcome = await harness.execute(await harness.put(build_run()))
 
     assert (outcome.failure, outcome.attempt) == (None, 1)
 
@@ -119,7 +119,7 @@ class FollowedBatch(RunHarness):
     def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
         super().__init__(client)
         self.output = folder / "out.jsonl"
-        self.rows = RowFiles.open(self.output, folder / "errors.jsonl", any_row)
+        self.rows = RowFiles.open(self.output, folder / "errors.jsonl", accept_any_row)
         reader = BatchEventReader(client, "d", "acme", "b")
         self.follower = Follower(
             self.queue, reader, "acme", "b", rows=self.rows, show=lambda _: None, tick=lambda: None
@@ -157,7 +157,7 @@ async def test_no_row_is_lost_when_redis_loses_its_last_second(followed: Followe
     record = await followed.follower.run()
 
     assert record.state is BatchState.COMPLETED
-    assert sorted(ids_of(followed.output)) == ["item-1", "item-2"]
+    assert sorted(read_ids(followed.output)) == ["item-1", "item-2"]
 
 
 async def test_batch_lost_by_redis_is_reported_and_its_rows_are_kept(followed: FollowedBatch) -> None:
@@ -171,4 +171,4 @@ async def test_batch_lost_by_redis_is_reported_and_its_rows_are_kept(followed: F
         await followed.follower.run()
 
     assert caught.value.code is ErrorCode.BROKER_UNAVAILABLE
-    assert ids_of(followed.output) == ["item-1"]
+    assert read_ids(followed.output) == ["item-1"]

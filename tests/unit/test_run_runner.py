@@ -32,8 +32,8 @@ from store.run_records import RunState
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from tests.run_harness import released_slot
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
-from tests.slot_harness import given_up
 from tests.waiting import wait_until_async
 
 
@@ -344,7 +344,7 @@ class SlotScenario:
         async with self.worker.slots.run() as slot:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()
-                async with slot.call("call"), given_up(slot, "call"):
+                async with slot.call("call"), released_slot(slot, "call"):
                     await self.answered.wait()
                 self.is_back.set()
             else:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
-from tests.slot_harness import given_up
+from tests.run_harness import released_slot
 
 
 class Harness:
@@ -62,7 +62,7 @@ class Call:
     async def make(self, slot: RunSlot) -> None:
         async with slot.call(self._name):
             try:
-                async with self.question_s, given_up(slot, self._name):
+                async with self.question_s, released_slot(slot, self._name):
                     self.is_asked.set()
                     await self.answered.wait()
             except TimeoutError:
@@ -156,7 +156,7 @@ async def test_run_with_timed_out_calls_waits_for_a_slot(harness: Harness) -> No
     async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
         async with harness.slots.run() as slot:
             try:
-                async with limit, slot.call("call"), given_up(slot, "call"):
+                async with limit, slot.call("call"), released_slot(slot, "call"):
                     await asyncio.Event().wait()
             except TimeoutError:
                 pass
@@ -193,7 +193,7 @@ async def test_number_of_waiting_runs_per_slot_is_limited(harness: Harness) -> N
 
 
 async def test_run_without_configured_slots_does_not_wait() -> None:
-    async with RunSlots().run() as slot, slot.call("call"), given_up(slot, "call"):
+    async with RunSlots().run() as slot, slot.call("call"), released_slot(slot, "call"):
         pass
 
 
@@ -315,7 +315,7 @@ class Run:
         """Return whether the call's question was answered. A call whose question times out does not act."""
         gate = self.asked[name] = Gate()
         try:
-            async with gate.limit, given_up(slot, name):
+            async with gate.limit, released_slot(slot, name):
                 try:
                     await gate.is_open.wait()
                 finally:

@@ -27,7 +27,7 @@ from store.calls import CallStore
 from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.fake_hosts import StaticHosts, build_report
-from tests.item_harness import ItemHarness, Made, build_run, build_tool_call, echo_then, failed
+from tests.item_harness import HarnessFactory, ItemHarness, build_run, build_tool_call, echo_then, fail_with
 from tests.unit import test_delivery
 
 SOON_S = 15.0
@@ -82,10 +82,10 @@ async def test_attempt_span_links_to_the_previous_attempt(client: "redis.asyncio
     assert contexts == [str(first.ref), str(second.ref)]
 
 
-async def test_single_call_is_one_trace_with_its_error(make: Made) -> None:
+async def test_single_call_is_one_trace_with_its_error(make: HarnessFactory) -> None:
     ended: list[Span] = []
-    harness = enable_tracing(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
-    outcome = await harness.worked(await harness.put(build_tool_call()))
+    harness = enable_tracing(make(answers={"echo": fail_with(ErrorCode.NETWORK_ERROR)}), ended)
+    outcome = await harness.execute(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert_one_tree(ended)
     root = next(span for span in ended if span.parent is None)
@@ -93,7 +93,7 @@ async def test_single_call_is_one_trace_with_its_error(make: Made) -> None:
     assert next(span for span in ended if span.name == "execute_tool echo").error == "NETWORK_ERROR"
 
 
-async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
+async def test_resumed_run_stays_one_trace_without_repeated_spans(make: HarnessFactory) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -104,7 +104,7 @@ async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) ->
 
     first = enable_tracing(make(echo_then("two", "a", "b"), answers={"echo": hang}), ended)
     claim = await first.put(build_run())
-    working = asyncio.create_task(first.worked(claim))
+    working = asyncio.create_task(first.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -114,8 +114,8 @@ async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) ->
     assert "invoke_agent toolcrew" not in [span.name for span in ended]
 
     second = enable_tracing(make(["two"]), ended)
-    resumed_claim = await first.taken_over(claim)
-    assert (await second.worked(resumed_claim)).failure is None
+    resumed_claim = await first.claim_by_other(claim)
+    assert (await second.execute(resumed_claim)).failure is None
     assert_one_tree(ended)
     assert first_count < len(ended)
     calls = [span for span in ended if span.name == "execute_tool echo"]
@@ -125,7 +125,7 @@ async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) ->
     assert root.start_at <= min(span.start_at for span in ended)
 
 
-async def test_cancelled_run_has_spans_with_the_cancelled_error(make: Made) -> None:
+async def test_cancelled_run_has_spans_with_the_cancelled_error(make: HarnessFactory) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -135,7 +135,7 @@ async def test_cancelled_run_has_spans_with_the_cancelled_error(make: Made) -> N
 
     harness = enable_tracing(make(echo_then("one", "a"), answers={"echo": hang}), ended)
     claim = await harness.put(build_run())
-    working = asyncio.create_task(harness.worked(claim))
+    working = asyncio.create_task(harness.execute(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -152,14 +152,14 @@ class _DenyingApprover(AutoApprover):
         return Decision(False, "not today")
 
 
-async def test_approval_span_is_a_child_of_its_call_span(make: Made) -> None:
+async def test_approval_span_is_a_child_of_its_call_span(make: HarnessFactory) -> None:
     ended: list[Span] = []
     harness = enable_tracing(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
     harness.work._parts = RunParts(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _DenyingApprover(), policy
     )
-    await harness.worked(await harness.put(build_run()))
+    await harness.execute(await harness.put(build_run()))
     assert_one_tree(ended)
     approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))
     assert (approval.parent.span_id, approval.attributes["toolcrew.is_allowed"]) == (call.ref.span_id, False)

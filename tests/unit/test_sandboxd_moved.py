@@ -10,7 +10,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
 from workers.sandboxd.session import SessionMove
 from workers.sandboxd.sessions import SessionParameters
@@ -77,7 +77,7 @@ async def test_unreported_loss_prevents_a_checkpoint(daemon: Sandboxd) -> None:
 
 
 async def test_loss_is_reported_exactly_once_across_restarts(tmp_path: Path) -> None:
-    workspaces, is_reported = KeptWorkspaces(), False
+    workspaces, is_reported = MemoryWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
     await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(7)))
     for _ in range(2):
@@ -97,7 +97,7 @@ async def test_loss_is_reported_exactly_once_across_restarts(tmp_path: Path) -> 
 
 
 async def test_loss_before_the_first_call_is_added_to_the_notice(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
 
         async def restore_nothing(*_: object) -> None: ...
 

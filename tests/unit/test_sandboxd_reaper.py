@@ -14,7 +14,15 @@ import pytest
 from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxPolicy
 from tests.fake_engine import CLEAN, FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, listed, open_host, sandbox_of
+from tests.fake_sandboxd import (
+    PLAN,
+    SETTINGS,
+    FakeHost,
+    MemoryWorkspaces,
+    build_listed_container,
+    open_host,
+    sandbox_of,
+)
 from tests.waiting import until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.leases import Lease
@@ -58,11 +66,16 @@ async def test_sweep_removes_orphaned_expired_and_unstarted_containers(tmp_path:
     now = time.time()
     async with open_host(tmp_path) as host:
         host.engine.listed = [
-            listed("predecessor", sandboxd="test"),
-            listed("another", sandboxd="another"),
-            listed("other deployment", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"}),
-            *(listed(f"deadline {shift}", labels={"toolcrew.deadline": str(int(now) + shift)}) for shift in (-61, -30)),
-            *(listed(f"created {age}", state="created", created_at=now - age) for age in (10, 1000)),
+            build_listed_container("predecessor", sandboxd="test"),
+            build_listed_container("another", sandboxd="another"),
+            build_listed_container(
+                "other deployment", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"}
+            ),
+            *(
+                build_listed_container(f"deadline {shift}", labels={"toolcrew.deadline": str(int(now) + shift)})
+                for shift in (-61, -30)
+            ),
+            *(build_listed_container(f"created {age}", state="created", created_at=now - age) for age in (10, 1000)),
         ]
         assert await host.reaper.sweep() == 3
         names = [container.name for container in host.engine.listed]
@@ -71,13 +84,15 @@ async def test_sweep_removes_orphaned_expired_and_unstarted_containers(tmp_path:
 
 async def test_sweep_keeps_containers_of_this_sandboxd(host: FakeHost) -> None:
     entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-    host.engine.listed = [listed(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
+    host.engine.build_listed_container = [
+        build_listed_container(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})
+    ]
     assert await host.reaper.sweep() == 0
 
 
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
 async def test_invalid_deadline_label_never_expires(host: FakeHost, deadline: str) -> None:
-    host.engine.listed = [listed("a", labels={"toolcrew.deadline": deadline})]
+    host.engine.build_listed_container = [build_listed_container("a", labels={"toolcrew.deadline": deadline})]
     assert await host.reaper.sweep() == 0
 
 
@@ -86,7 +101,7 @@ async def test_sweep_removes_containers_only_of_a_dead_sandboxd(
 ) -> None:
     label, go, process = neighbour
     async with open_host(tmp_path) as host:
-        host.engine.listed = [listed("a", lease=label)]
+        host.engine.listed = [build_listed_container("a", lease=label)]
         assert await host.reaper.sweep() == 0
         go.send("end")
         process.join()
@@ -130,7 +145,7 @@ async def test_container_record_exists_from_before_start_until_removal(host: Fak
 async def test_records_of_removed_containers_are_deleted(host: FakeHost) -> None:
     host.records.add_container("gone", 0)
     host.records.add_container("there", 0)
-    host.engine.listed = [listed("there", sandboxd="another")]
+    host.engine.build_listed_container = [build_listed_container("there", sandboxd="another")]
     await host.reaper.sweep()
     assert host.records.containers() == ["there"]
 
@@ -144,7 +159,7 @@ def test_unreadable_session_record_is_renamed(tmp_path: Path) -> None:
 
 
 async def test_idle_sessions_are_frozen_and_later_evicted(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
         fresh, idle, long = [
             await host.sessions.open(f"acme:{name}", SessionParameters(PLAN, 9999))
             for name in ("fresh", "idle", "long")
@@ -157,7 +172,7 @@ async def test_idle_sessions_are_frozen_and_later_evicted(tmp_path: Path) -> Non
 
 
 async def test_evicted_session_expires_after_its_ttl(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -282,7 +297,7 @@ async def test_failed_pool_fill_leaves_no_workspace_and_no_slot(
         guest.die()
 
     monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, die_at_start, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
         (await start_filling(host, 1)).cancel()
         assert (len(workspaces.alive), host.factory.slots.used) == (1, 1)

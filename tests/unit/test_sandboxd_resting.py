@@ -14,8 +14,8 @@ from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import (
     PLAN,
     FakeHost,
-    KeptWorkspaces,
     MemorySuspensionStore,
+    MemoryWorkspaces,
     Sandboxd,
     build_host,
     end_host,
@@ -76,7 +76,7 @@ async def end_process(host: FakeHost) -> None:
 
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[FakeHost]:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as opened:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as opened:
         yield opened
 
 
@@ -123,7 +123,7 @@ async def test_shutdown_during_a_freeze_still_packs_the_session(host: FakeHost, 
 async def test_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(
-        tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
+        tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
     ) as host:
         slow, idle = (
             await host.sessions.open("acme:slow", SessionParameters(PLAN, 9999)),
@@ -145,7 +145,7 @@ async def test_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> 
 async def test_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.05)
     suspension_store = SlowSuspensionStore()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store, limit=1) as host:
         old = await host.sessions.open("acme:old", SessionParameters(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
@@ -198,7 +198,7 @@ async def test_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path) 
 
 
 async def test_session_record_does_not_name_a_used_archive(tmp_path: Path) -> None:
-    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    workspaces, suspension_store = MemoryWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await give_up(first)
     suspension_store.refuse_to_forget = True
@@ -276,7 +276,7 @@ async def test_no_call_starts_during_shutdown(host: FakeHost) -> None:
 
 
 async def test_kept_session_with_another_workspace_kind_is_not_adopted(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     await end_process(first)
@@ -291,7 +291,7 @@ async def test_kept_session_with_another_workspace_kind_is_not_adopted(tmp_path:
 
 
 async def test_adopted_session_uses_the_current_limits_of_its_class(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open(
         "acme:s", SessionParameters(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
@@ -342,7 +342,7 @@ async def test_waiting_call_of_a_disconnected_worker_never_reaches_the_guest(tmp
 
     suspension_store = SlowSuspensionStore()
     async with running_sandboxd(
-        tmp_path, echoing, record_requests, workspaces=KeptWorkspaces(), suspension_store=suspension_store
+        tmp_path, echoing, record_requests, workspaces=MemoryWorkspaces(), suspension_store=suspension_store
     ) as daemon:
         client, name = await daemon.open()
         entry = await pack(daemon, name, suspension_store)
@@ -360,7 +360,7 @@ async def test_waiting_call_of_a_disconnected_worker_never_reaches_the_guest(tmp
 
 async def test_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
+    async with running_sandboxd(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
         entry = await pack(daemon, name, suspension_store)
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC, call_id="c1"))
@@ -420,7 +420,7 @@ async def test_session_is_usable_after_its_single_restore(tmp_path: Path) -> Non
 
 
 async def test_failed_restore_leaves_nothing(tmp_path: Path) -> None:
-    checkpoints, workspaces = SlowCheckpoints(), KeptWorkspaces()
+    checkpoints, workspaces = SlowCheckpoints(), MemoryWorkspaces()
     checkpoints.is_broken = True
     checkpoints.go_on.set()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints, workspaces=workspaces) as daemon:
@@ -448,7 +448,7 @@ async def test_session_with_a_background_job_is_neither_frozen_nor_evicted(host:
 
 
 async def test_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
+    async with running_sandboxd(tmp_path, workspaces=MemoryWorkspaces()) as daemon:
         client, name = await daemon.open()
         entry = daemon.session(name)
         assert await daemon.sessions.suspender.pause(entry)
@@ -459,7 +459,7 @@ async def test_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None
 
 async def test_call_during_an_eviction_waits_and_runs(tmp_path: Path) -> None:
     store = SlowSuspensionStore()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=store) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         giving_up = asyncio.create_task(host.sessions.suspender.give_up(entry, must_be_idle=False))
         await store.begun.wait()
@@ -470,7 +470,7 @@ async def test_call_during_an_eviction_waits_and_runs(tmp_path: Path) -> None:
 
 
 async def test_full_host_evicts_the_session_that_was_idle_longest(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), limit=2) as host:
         old, new = (
             await host.sessions.open("acme:old", SessionParameters(PLAN, 60)),
             await host.sessions.open("acme:new", SessionParameters(PLAN, 60)),
@@ -482,17 +482,17 @@ async def test_full_host_evicts_the_session_that_was_idle_longest(tmp_path: Path
 
 
 async def test_session_record_without_a_workspace_is_not_adopted(tmp_path: Path) -> None:
-    first = build_host(tmp_path, workspaces=KeptWorkspaces())
+    first = build_host(tmp_path, workspaces=MemoryWorkspaces())
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.lease.give_back()
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as second:
         assert second.sessions.adopt() == 0
         assert second.records.sessions() == []
     await first.engine.end()
 
 
 async def test_close_deletes_the_workspace_archive_and_record(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -501,7 +501,7 @@ async def test_close_deletes_the_workspace_archive_and_record(tmp_path: Path) ->
 
 
 async def test_failed_workspace_removal_is_repeated(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.refuse_removals = 1
@@ -512,7 +512,7 @@ async def test_failed_workspace_removal_is_repeated(tmp_path: Path) -> None:
 
 
 async def test_failed_start_leaves_no_workspace_slot_or_record(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
@@ -521,7 +521,7 @@ async def test_failed_start_leaves_no_workspace_slot_or_record(tmp_path: Path) -
 
 
 async def test_overfull_workspace_ends_its_sandbox_once_and_allows_deletes(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces(is_hard=False)
+    workspaces = MemoryWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
@@ -542,7 +542,7 @@ async def test_nearly_full_disk_ends_sandboxes_and_refuses_calls(tmp_path: Path)
         def find_shortage(self) -> str | None:
             return self.words
 
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces()) as host:
         disk = Disk(tmp_path, 0)
         monitor = SessionMonitor(host.sessions, host.factory, host.reaper, IdleTimes(60, 60), disk)
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))

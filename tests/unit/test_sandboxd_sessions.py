@@ -20,7 +20,7 @@ from tests.conftest import RedisProcess
 from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
 from tests.fake_hosts import build_report
 from tests.fake_sandboxd import PLAN, FakeHost, open_host, running_sandboxd, sandbox_of
-from tests.metric_harness import Key, counted, key, read_page
+from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_hostile_guest import build_answering_guest, call
 from workers.host_duties import SandboxdMetrics
@@ -410,10 +410,10 @@ async def test_repeated_counts_of_sandboxd_are_added_once(redis_server: RedisPro
     assert counts[key("toolcrew_sandbox_start_seconds_count")] == 2
     assert counts[key("toolcrew_sandbox_start_seconds_bucket", le="1.0")] == 2
     assert counts[key("toolcrew_sandbox_start_failures_total")] == 1
-    assert counted(counts, "toolcrew_sandbox_kills_total") == {("tree",): 1}
-    assert counted(counts, "toolcrew_sandbox_lost_total") == {("ended",): 1}
-    assert counted(counts, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
-    assert counted(counts, "toolcrew_sandbox_active") == {("h1", "warm"): 2}
+    assert nonzero_samples(counts, "toolcrew_sandbox_kills_total") == {("tree",): 1}
+    assert nonzero_samples(counts, "toolcrew_sandbox_lost_total") == {("ended",): 1}
+    assert nonzero_samples(counts, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
+    assert nonzero_samples(counts, "toolcrew_sandbox_active") == {("h1", "warm"): 2}
     assert counts[key("toolcrew_warm_pool_target", host="h1")] == 3
 
 

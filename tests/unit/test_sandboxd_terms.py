@@ -17,7 +17,7 @@ from contract.sandboxes import LargestOptions, SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxPolicy
 from tests.egress_harness import open_harness
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.secret_harness import ask_proxy
 from workers.sandboxd.egress import secrets as module
@@ -349,7 +349,7 @@ async def test_repeated_open_without_terms_keeps_the_terms(tmp_path: Path) -> No
 
 
 async def test_next_sandbox_uses_the_current_class_of_its_tenant(tmp_path: Path) -> None:
-    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, plans=PLANS, workspaces=MemoryWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
         entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, policy=OPEN))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -362,7 +362,7 @@ async def test_next_sandbox_uses_the_current_class_of_its_tenant(tmp_path: Path)
 
 
 async def test_session_with_a_removed_class_gets_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
-    async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
+    async with open_host(tmp_path, plans=PLANS, workspaces=MemoryWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         with pytest.raises(
@@ -376,7 +376,7 @@ async def test_session_with_a_removed_class_gets_no_sandbox_and_keeps_its_files(
 
 
 async def test_terms_are_kept_across_a_sandboxd_restart(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
+    workspaces = MemoryWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, policy=OPEN))
     await first.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed", images=("node",)))

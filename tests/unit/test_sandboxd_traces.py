@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_sandboxd import (
     PLAN,
-    KeptWorkspaces,
     MemorySuspensionStore,
+    MemoryWorkspaces,
     Sandboxd,
     build_host,
     open_host,
@@ -172,7 +172,7 @@ async def test_old_automatic_checkpoint_makes_the_session_changed(tmp_path: Path
 
 @pytest.mark.parametrize("is_packed", [True, False])
 async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path, is_packed: bool) -> None:
-    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
+    workspaces, suspension_store = MemoryWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     if is_packed:

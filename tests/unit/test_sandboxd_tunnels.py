@@ -15,7 +15,7 @@ from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
-from tests.tunnel_ends import PREAMBLE, SOON_S, Sandboxed, running_tunnels, unreachable, wait_for_cut
+from tests.tunnel_ends import PREAMBLE, SOON_S, Sandboxed, refuse_connection, running_tunnels, wait_closed
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress import tunnels as tunnels_module
 from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
@@ -42,22 +42,22 @@ async def guest(tmp_path: Path, short_linger: None) -> AsyncIterator[Sandboxed]:
 async def test_connection_is_closed_after_both_sides_end(guest: Sandboxed) -> None:
     proxy = await guest.open_through(1)
     assert proxy.preamble == PREAMBLE  # the identity comes before the first byte
-    guest.tell("net_end", 1)
+    guest.send_frame("net_end", 1)
     assert await proxy.read_all() == b""
     await proxy.say(b"late answer")
     proxy.writer.close()
     assert await guest.hear_data(1, 11) == b"late answer"
-    assert await guest.hear_ops(1) == ["net_end", "net_close"]
-    guest.tell("net_close", 1)
-    guest.tell("net_close", 1)
+    assert await guest.receive_ops(1) == ["net_end", "net_close"]
+    guest.send_frame("net_close", 1)
+    guest.send_frame("net_close", 1)
     assert len(guest.violations) == 1  # the first was its last word
 
 
 async def test_end_of_the_proxy_reply_leaves_the_upload_open(guest: Sandboxed) -> None:
     proxy = await guest.open_through(1)
     proxy.writer.write_eof()
-    assert await guest.hear_ops(1, until="net_end") == ["net_end"]
-    guest.tell("net_data", 1, b"more")
+    assert await guest.receive_ops(1, until="net_end") == ["net_end"]
+    guest.send_frame("net_data", 1, b"more")
     assert await proxy.read(4) == b"more"
 
 
@@ -65,31 +65,31 @@ async def test_closed_proxy_connection_is_reported_to_the_guest(guest: Sandboxed
     proxy = await guest.open_through(1)
     await proxy.say(b"bye")
     proxy.writer.close()
-    assert await guest.hear_ops(1) == ["net_data", "net_end", "net_close"]
+    assert await guest.receive_ops(1) == ["net_data", "net_end", "net_close"]
 
 
 async def test_killed_proxy_sends_close_without_an_end(guest: Sandboxed) -> None:
     proxy = await guest.open_through(1)
     proxy.stop_reading()
-    guest.tell("net_data", 1, bytes(GRANT))
-    assert await guest.hear_ops(1, until="net_room") == ["net_room"]
+    guest.send_frame("net_data", 1, bytes(GRANT))
+    assert await guest.receive_ops(1, until="net_room") == ["net_room"]
     proxy.writer.transport.abort()  # what it never read makes of its end a reset
-    assert await guest.hear_ops(1) == ["net_close"]
+    assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_aborted_program_aborts_the_proxy_connection(guest: Sandboxed) -> None:
     proxy = await guest.open_through(1)
-    guest.tell("net_close", 1)
-    await wait_for_cut(proxy.reader)
-    assert await guest.hear_ops(1) == ["net_close"]
+    guest.send_frame("net_close", 1)
+    await wait_closed(proxy.reader)
+    assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_connection_closed_before_it_is_established_is_closed(guest: Sandboxed) -> None:
     for number in range(1, 41):
         guest.open(number)
-        guest.tell("net_close", number)
+        guest.send_frame("net_close", number)
     for number in range(1, 41):
-        assert await guest.hear_ops(number) == ["net_close"]
+        assert await guest.receive_ops(number) == ["net_close"]
     assert guest.violations == []
 
 
@@ -97,7 +97,7 @@ async def test_end_of_a_sandbox_aborts_its_connections(guest: Sandboxed) -> None
     proxies = [await guest.open_through(number) for number in (1, 2)]
     guest.tunnels.close()
     for proxy in proxies:
-        await wait_for_cut(proxy.reader)
+        await wait_closed(proxy.reader)
     guest.open(3)
     assert guest.proxied.empty()
 
@@ -106,9 +106,9 @@ async def test_cut_ends_open_connections_and_allows_new_ones(guest: Sandboxed) -
     proxies = [await guest.open_through(number) for number in (1, 2)]
     guest.tunnels.cut()
     for number, proxy in enumerate(proxies, 1):
-        await wait_for_cut(proxy.reader)
-        assert await guest.hear_ops(number) == ["net_close"]
-        guest.tell("net_close", number)
+        await wait_closed(proxy.reader)
+        assert await guest.receive_ops(number) == ["net_close"]
+        guest.send_frame("net_close", number)
     await guest.open_through(3)
     assert guest.violations == []
 
@@ -120,11 +120,11 @@ async def test_upload_is_limited_to_the_speed_of_the_proxy(guest: Sandboxed) -> 
     proxy = await guest.open_through(1)
     sent = room = 0
     while True:  # until the proxy's socket is full and no room comes back
-        guest.tell("net_data", 1, bytes(min(PIECE, WINDOW - sent + room)))
+        guest.send_frame("net_data", 1, bytes(min(PIECE, WINDOW - sent + room)))
         sent += min(PIECE, WINDOW - sent + room)
         if sent - room == WINDOW:
             try:
-                room += (await asyncio.wait_for(guest.hear(1), 0.2))[1]["bytes"]
+                room += (await asyncio.wait_for(guest.receive(1), 0.2))[1]["bytes"]
             except TimeoutError:
                 break
     assert guest.violations == []
@@ -137,11 +137,11 @@ async def test_download_stops_when_the_program_stops_reading(guest: Sandboxed) -
     proxy.writer.write(bytes(4 * WINDOW))
     received_bytes = 0
     while received_bytes < WINDOW:
-        received_bytes += len((await guest.hear(1))[2])
+        received_bytes += len((await guest.receive(1))[2])
     await asyncio.sleep(0.05)
-    assert (received_bytes, guest.unheard) == (WINDOW, 0)
-    guest.tell("net_room", 1, bytes=GRANT)
-    assert await guest.hear_data(1, GRANT) == bytes(GRANT)
+    assert (received_bytes, guest.unread_bytes) == (WINDOW, 0)
+    guest.send_frame("net_room", 1, bytes=GRANT)
+    assert await guest.receive_data(1, GRANT) == bytes(GRANT)
 
 
 async def test_proxy_is_not_read_while_the_guest_is_behind(guest: Sandboxed) -> None:
@@ -150,10 +150,10 @@ async def test_proxy_is_not_read_while_the_guest_is_behind(guest: Sandboxed) -> 
     for proxy in proxies:
         proxy.writer.write(bytes(2 * WINDOW))
     await asyncio.sleep(0.05)
-    assert guest.unheard == 0
+    assert guest.unread_bytes == 0
     guest.drained.set()
     for number in range(1, 9):
-        await guest.hear_data(number, 2 * WINDOW)
+        await guest.receive_data(number, 2 * WINDOW)
 
 
 # Without a proxy
@@ -161,12 +161,12 @@ async def test_proxy_is_not_read_while_the_guest_is_behind(guest: Sandboxed) -> 
 
 async def test_pending_data_is_read_before_the_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         guest.open(1)
-        guest.tell("net_data", 1, bytes(WINDOW))
-        assert await guest.hear_ops(1, until="net_room") == ["net_data", "net_end", "net_room"]
-        guest.tell("net_end", 1)
-        assert await guest.hear_ops(1) == ["net_close"]
+        guest.send_frame("net_data", 1, bytes(WINDOW))
+        assert await guest.receive_ops(1, until="net_room") == ["net_data", "net_end", "net_room"]
+        guest.send_frame("net_end", 1)
+        assert await guest.receive_ops(1) == ["net_close"]
 
 
 async def test_proxy_outage_is_logged_once(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_proxy_outage_is_logged_once(tmp_path: Path) -> None:
         async with running_tunnels(tmp_path, connect) as guest:
             for number in (1, 2):
                 guest.open(number)
-                await guest.hear_ops(number)
+                await guest.receive_ops(number)
             for number in (3, 4):
                 await guest.open_through(number)
     assert [line["event"] for line in logs] == ["egress_proxy_unreachable", "egress_proxy_answers"]
@@ -250,16 +250,16 @@ async def test_invalid_connection_event_is_a_violation(
     guest: Sandboxed, event: str, conn: object, body: bytes, fields: dict[str, object]
 ) -> None:
     proxy = await guest.open_through(1)
-    guest.tell(event, conn, body, **fields)
+    guest.send_frame(event, conn, body, **fields)
     assert len(guest.violations) == 1
-    await wait_for_cut(proxy.reader)
+    await wait_closed(proxy.reader)
 
 
 @pytest.mark.parametrize("event", ["net_data", "net_end", "net_open"])
 async def test_only_close_may_follow_the_end_of_a_connection(guest: Sandboxed, event: str) -> None:
     await guest.open_through(1)
-    guest.tell("net_end", 1)
-    guest.tell(event, 1, b"x" if event == "net_data" else b"")
+    guest.send_frame("net_end", 1)
+    guest.send_frame(event, 1, b"x" if event == "net_data" else b"")
     assert len(guest.violations) == 1
 
 
@@ -272,12 +272,12 @@ async def test_connections_above_the_limit_are_a_violation(guest: Sandboxed) -> 
 
 
 async def test_connection_counts_until_both_sides_have_closed(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         for number in range(1, MAX_TUNNELS + 1):
             guest.open(number)
         for number in range(1, MAX_TUNNELS + 1):
-            await guest.hear_ops(number)
-        guest.tell("net_close", 7)
+            await guest.receive_ops(number)
+        guest.send_frame("net_close", 7)
         guest.open(MAX_TUNNELS + 1)
         assert guest.violations == []
         guest.open(MAX_TUNNELS + 2)
@@ -285,12 +285,12 @@ async def test_connection_counts_until_both_sides_have_closed(tmp_path: Path) ->
 
 
 async def test_data_for_a_closed_connection_is_limited_to_one_window(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path, unreachable) as guest:
+    async with running_tunnels(tmp_path, refuse_connection) as guest:
         guest.open(1)
-        await guest.hear_ops(1)
-        guest.tell("net_data", 1, bytes(WINDOW))
+        await guest.receive_ops(1)
+        guest.send_frame("net_data", 1, bytes(WINDOW))
         assert guest.violations == []
-        guest.tell("net_data", 1, b"x")
+        guest.send_frame("net_data", 1, b"x")
         assert len(guest.violations) == 1
 
 
@@ -305,9 +305,9 @@ def small_store(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_flood_of_single_byte_frames_is_a_violation(guest: Sandboxed) -> None:
     await guest.open_through(1)
     for _ in range(1980):
-        guest.tell("net_data", 1, b"x")
+        guest.send_frame("net_data", 1, b"x")
     assert guest.violations == []
-    guest.tell("net_data", 1, b"x")
+    guest.send_frame("net_data", 1, b"x")
     assert "too many connections" in guest.violations[0]
 
 
@@ -315,8 +315,8 @@ async def test_flood_of_single_byte_frames_is_a_violation(guest: Sandboxed) -> N
 async def test_flood_of_opened_connections_is_a_violation(guest: Sandboxed) -> None:
     for number in range(1, 101):
         guest.open(number)
-        guest.tell("net_close", number)
-        await guest.hear_ops(number)
+        guest.send_frame("net_close", number)
+        await guest.receive_ops(number)
     assert guest.violations == []
     guest.open(101)
     assert "too many connections" in guest.violations[0]
@@ -342,7 +342,7 @@ def test_any_frames_of_a_guest_hold_at_most_one_window(frames: list[tuple[dict[s
         async def drain() -> None:
             await asyncio.sleep(0)
 
-        tunnels = Tunnels(lambda header, _: sent.append(header), drain, unreachable, violations.append)
+        tunnels = Tunnels(lambda header, _: sent.append(header), drain, refuse_connection, violations.append)
         for header, body in frames:
             tunnels.take(Frame(header, body))
             await asyncio.sleep(0)

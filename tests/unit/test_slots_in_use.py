@@ -19,7 +19,7 @@ from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.metric_harness import counted, read_page
+from tests.metric_harness import nonzero_samples, read_page
 
 QUEUE = "host.h1.b00t"
 
@@ -59,9 +59,9 @@ async def test_overview_pages_and_metrics_show_the_same_slots(redis_server: Redi
         POOL_WEB: (2, 2),
     }
     check_pages(overview)
-    in_use = counted(metrics, "toolcrew_queue_slots_in_use")
+    in_use = nonzero_samples(metrics, "toolcrew_queue_slots_in_use")
     assert {name: number for (name,), number in in_use.items() if number} == {QUEUE: 3, POOL_WEB: 2}
-    assert counted(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == overview.tenants[0].held == 6
+    assert nonzero_samples(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == overview.tenants[0].held == 6
 
 
 def check_pages(overview: Overview) -> None:

@@ -29,7 +29,7 @@ from store.web_pages import (
 from tests.conftest import RedisProcess
 from tests.stack import free_port
 from tests.web_certificate import server_context, trusting_context
-from tests.web_servers import HASTY, QUICK, Reply, Web, WebServer, answer, build_web, open_web_server, redirect
+from tests.web_servers import QUICK, SHORT_LIMITS, Reply, Web, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import MAX_LOOKUPS, SystemResolver, parse_answers
@@ -105,7 +105,7 @@ def test_compressed_chunked_and_unbounded_bodies_are_read(server: WebServer, enc
 
 def test_silent_server_times_out_at_the_first_byte_limit(server: WebServer) -> None:
     server.replies["/"] = lambda _: wait_for_end(server)
-    failed = failure(server, limits=HASTY)
+    failed = failure(server, limits=SHORT_LIMITS)
     assert (failed.code, "sent nothing within 0.3 s" in failed.message) == (ErrorCode.TIMEOUT, True)
 
 
@@ -120,7 +120,7 @@ def test_silent_server_times_out_at_the_first_byte_limit(server: WebServer) -> N
 )
 def test_slow_server_times_out_at_the_minimum_rate(server: WebServer, first: bytes, piece: bytes) -> None:
     server.replies["/"] = drip(server, first, piece)
-    failed = failure(server, limits=HASTY)
+    failed = failure(server, limits=SHORT_LIMITS)
     assert (failed.code, "less than 1024 bytes/s" in failed.message) == (ErrorCode.TIMEOUT, True)
 
 
@@ -152,11 +152,11 @@ def test_server_that_pauses_within_the_minimum_rate_is_read(server: WebServer) -
 
     def reply(connection: socket.socket) -> None:
         connection.sendall(HEAD + b"content-length: 100001\r\n\r\n" + big)
-        server.ending.wait(HASTY.rate_window_s * 1.3)
+        server.ending.wait(SHORT_LIMITS.rate_window_s * 1.3)
         connection.sendall(b"y")
 
     server.replies["/"] = reply
-    assert fetch(server, limits=HASTY).page.body == big + b"y"
+    assert fetch(server, limits=SHORT_LIMITS).page.body == big + b"y"
 
 
 def test_total_timeout_includes_redirects(server: WebServer) -> None:
@@ -339,7 +339,7 @@ def test_certificate_with_a_wrong_name_or_unknown_authority_is_refused(host: str
 
 def test_server_that_ignores_the_tls_handshake_times_out(server: WebServer) -> None:
     with pytest.raises(ToolFailure) as failed:
-        fetch_over_tls(server, limits=HASTY)
+        fetch_over_tls(server, limits=SHORT_LIMITS)
     assert (failed.value.code, "TLS" in failed.value.message) == (ErrorCode.TIMEOUT, True)
 
 

@@ -37,7 +37,7 @@ class Host:
 
     def add(self, name: str, **row: object) -> None:
         self.sandboxd.add(name, **row)
-        self.harness.put_place(name)
+        self.harness.put_location(name)
 
     def forget_superseded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Delete superseded checkpoints, as if their time had passed."""
@@ -104,7 +104,7 @@ def test_bytes_of_automatic_checkpoints_count_until_deleted(
 
 def test_checkpoint_of_a_moved_session_is_deleted_and_not_counted(host: Host) -> None:
     host.add("moved:s1")
-    host.sandboxd.before_checkpoint = lambda name: host.harness.put_place(name, queue="host.b.b1", fence=2)
+    host.sandboxd.before_checkpoint = lambda name: host.harness.put_location(name, queue="host.b.b1", fence=2)
     host.look()
     assert (host.sandboxd.deleted, host.harness.stored_bytes("moved")) == (["c1"], 0)
 
@@ -122,10 +122,10 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
     for name in ("acme:closed", "acme:expired", "acme:moved", "acme:parked"):
         host.add(name)
     host.look()
-    checkpoints = dict(zip(host.sandboxd.kept_of, host.sandboxd.kept, strict=True))
-    host.harness.drop_place("acme:closed")
-    host.harness.put_place("acme:moved", queue="host.b.b1", fence=2)
-    host.harness.put_place("acme:parked", queue="", state="moving", fence=2)
+    checkpoints = dict(zip(host.sandboxd.checkpointed, host.sandboxd.kept, strict=True))
+    host.harness.delete_location("acme:closed")
+    host.harness.put_location("acme:moved", queue="host.b.b1", fence=2)
+    host.harness.put_location("acme:parked", queue="", state="moving", fence=2)
     host.sandboxd.rows.clear()
     host.look()
 

@@ -48,14 +48,14 @@ def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
 
 
 def test_session_of_an_earlier_boot_is_adopted_with_a_new_fence(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1", fence=3)
+    harness.put_location("acme:s1", queue="host.a.b1", fence=3)
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     location = harness.place("acme:s1")
     assert (location.queue, location.fence, location.state) == (OWN_QUEUE, 4, LocationState.OPEN)
 
 
 def test_session_held_by_a_killed_worker_is_adopted(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     assert harness.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
     location = harness.place("acme:s1")
@@ -66,22 +66,22 @@ def test_session_held_by_a_killed_worker_is_adopted(harness: HostHarness) -> Non
         0.0,
     )
     # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
-    harness.put_place("acme:s2", queue="host.a.b1")
+    harness.put_location("acme:s2", queue="host.a.b1")
     harness.sessions("host.a.b1").hold("acme:s2", 1, 60)
-    harness.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
+    harness.put_location("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
 def test_session_on_another_host_is_not_adopted(harness: HostHarness, queue: str) -> None:
-    harness.put_place("acme:s1", queue=queue, fence=3)
+    harness.put_location("acme:s1", queue=queue, fence=3)
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
     assert harness.place("acme:s1").queue == queue
 
 
 def test_session_of_a_possibly_live_worker_is_neither_adopted_nor_closed(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue="host.a.b1")
-    harness.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
+    harness.put_location("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
     harness.hosts().report(build_report("host.a.b1"))
     assert set(harness.sessions(OWN_QUEUE).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
     harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
@@ -104,7 +104,7 @@ def test_session_closed_during_a_worker_outage_is_closed_at_startup(harness: Hos
 
 
 def test_invalid_session_location_is_ignored(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", state="elsewhere", fence="many")
+    harness.put_location("acme:s1", state="elsewhere", fence="many")
     assert harness.sessions(OWN_QUEUE).find(["acme:s1"]) == {}
 
 
@@ -115,7 +115,7 @@ def test_startup_adopts_own_sessions_and_closes_moved_ones(harness: HostHarness)
     sandboxd = MemorySandboxd()
     for number, queue in enumerate(["host.a.b1", OWN_QUEUE, "host.b.b9"]):
         sandboxd.add(f"acme:s{number}")
-        harness.put_place(f"acme:s{number}", queue=queue)
+        harness.put_location(f"acme:s{number}", queue=queue)
     sandboxd.add("acme:direct")
     adoption = adopter(harness, sandboxd)
 
@@ -138,7 +138,7 @@ def test_sessions_of_a_dead_predecessor_are_adopted_immediately(
 ) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     hosts = harness.hosts()
     hosts.report(build_report("host.a.b1"))
     predecessor = hosts.find("host.a.b1")
@@ -162,7 +162,7 @@ def test_sessions_of_a_dead_predecessor_are_adopted_immediately(
 def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_location("acme:s1", queue="host.a.b1")
     harness.hosts().report(build_report("host.a.b1"))
     adoption = adopter(harness, sandboxd)
     adopt, outages = adoption._sessions.adopt, iter([True, True, False])
@@ -184,7 +184,7 @@ def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, mo
 def test_stale_session_is_closed_after_a_sandboxd_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.b.b9")
+    harness.put_location("acme:s1", queue="host.b.b9")
     adoption = adopter(harness, sandboxd)
     sandboxd.silent = True
     with capture_logs() as logs:
@@ -214,7 +214,7 @@ def test_adoption_fails_without_redis(harness: HostHarness, monkeypatch: pytest.
 
 def test_checkpoint_is_recorded_only_with_the_current_fence(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1", fence=2)
+    harness.put_location("acme:s1", fence=2)
     assert sessions.record_automatic("acme:s1", 1, "old", 10.0, 0) is None
     recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5, 0)
     assert recorded.previous is None
@@ -223,7 +223,7 @@ def test_checkpoint_is_recorded_only_with_the_current_fence(harness: HostHarness
     # A slow checkpoint that began before is older.
     assert sessions.record_requested("acme:s1", "c0", 9.5)
     assert harness.place("acme:s1").checkpoint == "c1"
-    harness.put_place("acme:s1", queue="host.b.b1", fence=3)
+    harness.put_location("acme:s1", queue="host.b.b1", fence=3)
     assert sessions.record_automatic("acme:s1", 3, "c2", 11.0, 0) is None
     assert not sessions.record_requested("acme:s1", "c2", 11.0)
     assert sessions.record_automatic("acme:gone", 1, "c2", 11.0, 0) is None
@@ -232,7 +232,7 @@ def test_checkpoint_is_recorded_only_with_the_current_fence(harness: HostHarness
 
 def test_checkpoint_recorded_twice_does_not_supersede_itself(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1")
+    harness.put_location("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     assert recorded.previous is None
@@ -240,7 +240,7 @@ def test_checkpoint_recorded_twice_does_not_supersede_itself(harness: HostHarnes
 
 def test_held_session_is_exclusive_until_its_release(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1", fence=5)
+    harness.put_location("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None
     fence = sessions.hold("acme:s1", 5, 60)
     held_location = harness.place("acme:s1")
@@ -281,7 +281,7 @@ class Host:
 
     def add(self, name: str, **location: object) -> None:
         self.sandboxd.add(name)
-        self.harness.put_place(name, **location)
+        self.harness.put_location(name, **location)
 
     def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
@@ -315,7 +315,7 @@ def test_drain_saves_and_parks_every_session(host: Host) -> None:
     for number in range(9):
         location = host.harness.place(f"acme:s{number}")
         assert (location.state, location.queue, location.fence) == (LocationState.MOVING, "", number + 2)
-        assert host.sandboxd.kept_of[host.sandboxd.kept.index(location.checkpoint)] == f"acme:s{number}"
+        assert host.sandboxd.checkpointed[host.sandboxd.kept.index(location.checkpoint)] == f"acme:s{number}"
 
 
 def test_drain_saves_changes_made_during_a_checkpoint(host: Host) -> None:
@@ -411,7 +411,7 @@ def test_drain_ignores_sessions_of_other_hosts(host: Host) -> None:
 
 def test_session_closed_during_its_checkpoint_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
-    host.sandboxd.before_checkpoint = host.harness.drop_place
+    host.sandboxd.before_checkpoint = host.harness.delete_location
     host.run()
     assert host.sandboxd.kept == ["c1"]
     assert host.sandboxd.deleted == ["c1"]

@@ -54,14 +54,14 @@ execution appears in the answer.
 """
 
 
-def acting(step: int) -> dict[str, Any]:
+def build_reply(step: int) -> dict[str, Any]:
     return {"calls": [{"name": "bash_tool", "arguments": {"command": f"echo {step} >> acts; sleep 0.3; wc -l < acts"}}]}
 
 
 SCRIPT: list[dict[str, Any]] = [
     {"kind": "server", "key": "\\[item (\\S+)\\]"},
-    {"kind": "rule", "when": {"conversation": ["endless"]}, "reply": acting(0)},
-    *({"kind": "rule", "when": {"step": step}, "reply": acting(step)} for step in range(STEPS)),
+    {"kind": "rule", "when": {"conversation": ["endless"]}, "reply": build_reply(0)},
+    *({"kind": "rule", "when": {"step": step}, "reply": build_reply(step)} for step in range(STEPS)),
     {
         "kind": "rule",
         "when": {"observation": "(?P<lines>\\d+)"},
@@ -73,14 +73,14 @@ SCRIPT: list[dict[str, Any]] = [
 class Service:
     """A `toolcrew serve batches` process, and its output."""
 
-    def __init__(self, place: "Place", *options: str) -> None:
-        self._log = place.folder / f"service-{secrets.token_hex(4)}.log"
+    def __init__(self, user_shell: "ServiceShell", *options: str) -> None:
+        self._log = user_shell.folder / f"service-{secrets.token_hex(4)}.log"
         with self._log.open("wb") as log:
             argv = [TOOLCREW, "serve", "batches", *options]
-            environment = place.footprint.environment(place.environment)
+            environment = user_shell.footprint.environment(user_shell.environment)
             self.process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     def events(self, event: str) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class Service:
         """Return the runs that the service has started, or that have ended there."""
         return {line["run"] for line in self.events(event)}
 
-    def is_at_work(self) -> bool:
+    def has_running_runs(self) -> bool:
         return bool(self.runs("run_begun") - self.runs("run_ended"))
 
     def stop(self) -> int:
@@ -98,7 +98,7 @@ class Service:
         return self.process.wait(UP_S)
 
 
-class Place:
+class ServiceShell:
     """A user's shell that starts commands and services. The environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Place:
     def service(self, *options: str) -> Iterator[Service]:
         service = Service(self, *options)
         try:
-            wait_until(lambda: service.events("serving"), UP_S, service.said)
+            wait_until(lambda: service.events("serving"), UP_S, service.output)
             yield service
         finally:
             end_process(service.process)
@@ -137,15 +137,15 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(stack: Stack, engine: APIClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def user_shell(stack: Stack, engine: APIClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceShell]:
     with running_model_server(SCRIPT) as server, open_footprint(engine) as footprint:
-        yield Place(stack, footprint, server, tmp_path_factory.mktemp("service"))
+        yield ServiceShell(stack, footprint, server, tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module")
-def service(place: Place) -> Iterator[Service]:
+def service(user_shell: ServiceShell) -> Iterator[Service]:
     """Return a service that no test stops."""
-    with place.service() as service:
+    with user_shell.service() as service:
         yield service
 
 
@@ -176,45 +176,49 @@ def dump(client: "redis.Redis") -> bytes:
     )
 
 
-async def make_key(place: Place) -> str:
-    async with open_queue(place) as (client, _):
-        return (await ApiKeys(client, "default", place.settings.broker().signing_keys()).add("default")).text
+async def make_key(user_shell: ServiceShell) -> str:
+    async with open_queue(user_shell) as (client, _):
+        return (await ApiKeys(client, "default", user_shell.settings.broker().signing_keys()).add("default")).text
 
 
 @contextlib.asynccontextmanager
-async def open_queue(place: Place) -> AsyncIterator[tuple["redis.asyncio.Redis", RunQueue]]:
-    client = open_redis(place.settings.broker())
+async def open_queue(user_shell: ServiceShell) -> AsyncIterator[tuple["redis.asyncio.Redis", RunQueue]]:
+    client = open_redis(user_shell.settings.broker())
     try:
-        yield client, RunQueue(client, "default", place.settings.broker().signing_keys())
+        yield client, RunQueue(client, "default", user_shell.settings.broker().signing_keys())
     finally:
         await client.aclose()
 
 
-async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_stopped_or_killed_costs_nothing(
-    place: Place,
+async def test_orchestrators_share_batches_and_lose_nothing_when_one_is_stopped_or_killed(
+    user_shell: ServiceShell,
 ) -> None:
     ours, theirs = [f"a{number}" for number in range(6)], [f"b{number}" for number in range(6)]
-    key = await make_key(place)
-    with place.service("--concurrency", "2") as first, place.service("--concurrency", "2") as second:
-        submit = ("batches", "submit", str(place.write("shared", ours)), "--detach", "--id", "shared")
-        done = run_toolcrew(place.footprint, *submit, environment={**place.environment, "TOOLCREW_API_KEY": key})
+    key = await make_key(user_shell)
+    with user_shell.service("--concurrency", "2") as first, user_shell.service("--concurrency", "2") as second:
+        submit = ("batches", "submit", str(user_shell.write("shared", ours)), "--detach", "--id", "shared")
+        done = run_toolcrew(
+            user_shell.footprint, *submit, environment={**user_shell.environment, "TOOLCREW_API_KEY": key}
+        )
         assert (done.returncode, done.stdout.split()) == (0, ["shared"]), done.stderr
-        async with place.client("zeta") as zeta:
+        async with user_shell.client("zeta") as zeta:
             await zeta.batch_runs().batches.submit(
-                load_lines(place.write("shared", theirs)), batch="shared", is_detached=True
+                load_lines(user_shell.write("shared", theirs)), batch="shared", is_detached=True
             )
         await wait_until_async(
-            lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said()
+            lambda: first.has_running_runs() and second.has_running_runs(),
+            UP_S,
+            lambda: first.output() + second.output(),
         )
         assert first.stop() == 0
         assert not first.events("runs_returned_to_queue"), "what ran was ended"
         assert first.runs("run_begun") == first.runs("run_ended")
-        await wait_until_async(second.is_at_work, UP_S, second.said)
+        await wait_until_async(second.has_running_runs, UP_S, second.output)
         second.process.kill()
         second.process.wait()
         unfinished = second.runs("run_begun") - second.runs("run_ended")
-        with place.service("--concurrency", "6") as third:
-            with place.stack.open_redis() as client:
+        with user_shell.service("--concurrency", "6") as third:
+            with user_shell.stack.open_redis() as client:
                 # The runs of the killed service are released after a lease. The test shortens this wait.
                 leases = client.zrange("toolcrew:default:runs:leases", 0, -1)
                 client.zadd(
@@ -222,44 +226,46 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
                     {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in unfinished},
                 )
             await wait_until_async(
-                lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said
+                lambda: user_shell.has_ended("default", "shared") and user_shell.has_ended("zeta", "shared"),
+                UP_S,
+                third.output,
             )
             assert third.stop() == 0
-    async with place.client("zeta") as zeta, place.client(api_key=key) as default:
+    async with user_shell.client("zeta") as zeta, user_shell.client(api_key=key) as default:
         await check_rows(default.batch_runs(), "shared", ours)
         await check_rows(zeta.batch_runs(), "shared", theirs)
         reported_events = await default.batch_runs().batch_events("shared")
     assert len({event.orchestrator for event in reported_events if isinstance(event, RunClaimed)}) >= 2
     assert unfinished <= third.runs("run_ended")
     # A reply may have been paid for but not logged: at most one for each killed run.
-    assert place.server.stats()["replies_repeated"] <= len(unfinished) <= 2
-    assert_no_secret(place, key, "".join(service.said() for service in (first, second, third)))
+    assert user_shell.server.stats()["replies_repeated"] <= len(unfinished) <= 2
+    assert_no_secret(user_shell, key, "".join(service.output() for service in (first, second, third)))
 
 
-def assert_no_secret(place: Place, key: str, output: str) -> None:
-    with place.stack.open_redis() as client:
+def assert_no_secret(user_shell: ServiceShell, key: str, output: str) -> None:
+    with user_shell.stack.open_redis() as client:
         dumped = dump(client)
-    traces = b"".join(path.read_bytes() for path in (place.folder / "traces").rglob("*") if path.is_file())
+    traces = b"".join(path.read_bytes() for path in (user_shell.folder / "traces").rglob("*") if path.is_file())
     assert b"[item a0] act" in dumped
     assert b"[item a0] act" in traces
-    password = place.stack.redis_url.partition("://:")[2].partition("@")[0]
-    for secret in (place.model_key, password, key, key.split("_", 2)[2]):
+    password = user_shell.stack.redis_url.partition("://:")[2].partition("@")[0]
+    for secret in (user_shell.model_key, password, key, key.split("_", 2)[2]):
         assert len(secret) > 20
         assert secret not in output
         assert secret.encode() not in dumped + traces
 
 
-async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(
-    place: Place, service: Service
+async def test_a_cancelled_batch_ends_and_an_attached_batch_is_left_to_its_submitter(
+    user_shell: ServiceShell, service: Service
 ) -> None:
-    await submit_by_hand(place, "kept", [call("k")], is_detached=False)
-    async with place.client() as client:
-        runs, file = client.batch_runs(), load_lines(place.write("cancelled", ["endless", "x", "y"]))
+    await write_forged_batch(user_shell, "kept", [call("k")], is_detached=False)
+    async with user_shell.client() as client:
+        runs, file = client.batch_runs(), load_lines(user_shell.write("cancelled", ["endless", "x", "y"]))
         defaults = BatchDefaults(limits=RunLimits(max_iterations=1000))
         await runs.batches.submit(file, batch="cancelled", concurrency=1, defaults=defaults, is_detached=True)
-        await wait_until_async(service.is_at_work, UP_S, service.said)
+        await wait_until_async(service.has_running_runs, UP_S, service.output)
         assert await runs.batches.cancel("cancelled") == 2
-        await wait_until_async(lambda: place.has_ended("default", "cancelled"), UP_S, service.said)
+        await wait_until_async(lambda: user_shell.has_ended("default", "cancelled"), UP_S, service.output)
         failures = [outcome.failure for outcome in await find_outcomes(runs, "cancelled")]
         assert [failure.kind for failure in failures if failure is not None] == [FailureKind.CANCELLED] * 3
         assert (await runs.batches.status("cancelled")).state is BatchState.CANCELLED
@@ -271,8 +277,8 @@ def call(name: str, **harness: Any) -> BatchItem:
     return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, environment=ItemEnvironment(**harness))
 
 
-async def submit_by_hand(
-    place: Place,
+async def write_forged_batch(
+    user_shell: ServiceShell,
     batch: str,
     items: list[BatchItem],
     *,
@@ -290,13 +296,13 @@ async def submit_by_hand(
         created_at=0,
         is_detached=is_detached,
     )
-    async with open_queue(place) as (_, queue):
+    async with open_queue(user_shell) as (_, queue):
         await queue.create(tenant, batch, record)
         await queue.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
 
 
-async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
-    place: Place, service: Service, tmp_path: Path
+async def test_a_forged_batch_record_cannot_read_or_write_files_of_the_orchestrator(
+    user_shell: ServiceShell, service: Service, tmp_path: Path
 ) -> None:
     secret, stolen = tmp_path / "secret", tmp_path / "stolen"
     secret.write_text("a-word-of-the-host")
@@ -305,13 +311,13 @@ async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
         call("file", workspace=str(secret)),
         call("etc", workspace="/etc"),
     ]
-    await submit_by_hand(place, "reading", reading, is_detached=True)
+    await write_forged_batch(user_shell, "reading", reading, is_detached=True)
     writing = [call("patterns", artifacts=("**",)), call("plain")]
-    await submit_by_hand(place, "writing", writing, is_detached=True, artifacts=stolen)
-    await submit_by_hand(place, "outside", [call("name")], is_detached=True, tenant="../../../out")
+    await write_forged_batch(user_shell, "writing", writing, is_detached=True, artifacts=stolen)
+    await write_forged_batch(user_shell, "outside", [call("name")], is_detached=True, tenant="../../../out")
     ends = [("default", "reading"), ("default", "writing"), ("../../../out", "outside")]
-    await wait_until_async(lambda: all(place.has_ended(*end) for end in ends), UP_S, service.said)
-    async with place.client() as client:
+    await wait_until_async(lambda: all(user_shell.has_ended(*end) for end in ends), UP_S, service.output)
+    async with user_shell.client() as client:
         runs = client.batch_runs()
         outcomes = await find_outcomes(runs, "reading") + await find_outcomes(runs, "writing")
     refused = {
@@ -320,16 +326,23 @@ async def test_a_record_cannot_have_a_service_read_or_write_files_of_its_host(
     names = ("folder", "file", "etc", "patterns", "plain")
     assert refused == dict.fromkeys(names, (FailureKind.INPUT, "PERMISSION_DENIED"))
     assert not stolen.exists()
-    with place.stack.open_redis() as redis_client:
+    with user_shell.stack.open_redis() as redis_client:
         assert b"a-word-of-the-host" not in dump(redis_client)
 
 
-async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, service: Service) -> None:
-    async with open_queue(place) as (redis_client, _), place.client() as user, await user.open_session() as session:
-        tenants, runs = RedisTenants(redis_client, "default", place.settings.broker().signing_keys()), user.batch_runs()
+async def test_an_interactive_call_does_not_wait_for_a_batch(user_shell: ServiceShell, service: Service) -> None:
+    async with (
+        open_queue(user_shell) as (redis_client, _),
+        user_shell.client() as user,
+        await user.open_session() as session,
+    ):
+        tenants, runs = (
+            RedisTenants(redis_client, "default", user_shell.settings.broker().signing_keys()),
+            user.batch_runs(),
+        )
         await tenants.replace("default", TenantPolicy(in_flight=1))
         try:
-            file = load_lines(place.write("slow", [f"s{number}" for number in range(6)]))
+            file = load_lines(user_shell.write("slow", [f"s{number}" for number in range(6)]))
             await runs.batches.submit(file, batch="slow", is_detached=True)
 
             async def ends() -> list[float]:
@@ -343,18 +356,18 @@ async def test_an_interactive_call_does_not_wait_for_a_batch(place: Place, servi
             # The running item and the next item; the others wait.
             assert sum(began < at < passed for at in await ends()) <= 3
             await runs.batches.cancel("slow")
-            await wait_until_async(lambda: place.has_ended("default", "slow"), UP_S, service.said)
+            await wait_until_async(lambda: user_shell.has_ended("default", "slow"), UP_S, service.output)
         finally:
             await tenants.replace("default", TenantPolicy())
 
 
 @contextlib.contextmanager
-def started_run(place: Place, item: str) -> Iterator["subprocess.Popen[bytes]"]:
+def open_started_run(user_shell: ServiceShell, item: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Run `toolcrew run` until one of its calls has ended."""
     argv = [TOOLCREW, "run", f"[item {item}] act", "--max-iterations", "1000"]
-    log = place.folder / f"{item}.log"
+    log = user_shell.folder / f"{item}.log"
     with log.open("wb") as stderr:
-        environment = place.footprint.environment(place.environment)
+        environment = user_shell.footprint.environment(user_shell.environment)
         process = subprocess.Popen(
             argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
         )
@@ -370,16 +383,16 @@ async def find_run(client: ToolClient, item: str) -> HostedRun:
     return run
 
 
-async def test_a_run_of_the_command_line_is_continued_after_its_process_was_killed(
-    place: Place, service: Service
+async def test_a_cli_run_continues_in_the_service_after_its_process_was_killed(
+    user_shell: ServiceShell, service: Service
 ) -> None:
-    async with place.client() as client:
-        with started_run(place, "alone") as process:
+    async with user_shell.client() as client:
+        with open_started_run(user_shell, "alone") as process:
             begun = await find_run(client, "alone")
             assert (begun.state, service.runs("run_begun") & {begun.id}) == (HostedState.RUNNING, set())
             process.kill()
             process.wait()
-        with place.stack.open_redis() as redis_client:
+        with user_shell.stack.open_redis() as redis_client:
             # The run is released after a lease. The test shortens this wait.
             redis_client.zadd("toolcrew:default:runs:leases", {f"default|{begun.id}": 1.0})
         async for _ in client.runs.follow(begun.id):
@@ -390,9 +403,9 @@ async def test_a_run_of_the_command_line_is_continued_after_its_process_was_kill
         await (await client.session(str(ended.session))).close()
 
 
-async def test_an_interrupted_run_of_the_command_line_is_cancelled(place: Place, service: Service) -> None:
-    async with place.client() as client:
-        with started_run(place, "endless") as process:
+async def test_an_interrupted_cli_run_is_cancelled(user_shell: ServiceShell, service: Service) -> None:
+    async with user_shell.client() as client:
+        with open_started_run(user_shell, "endless") as process:
             process.send_signal(signal.SIGINT)
             assert process.wait(UP_S) == 130
         stopped = await find_run(client, "endless")

@@ -127,7 +127,7 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     )
 
 
-def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(shell: Shell) -> None:
+def test_a_batch_resumes_where_a_killed_orchestrator_stopped(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
         "batches", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6"
@@ -144,7 +144,7 @@ def test_after_an_orchestrator_was_killed_the_batch_is_gone_with_where_it_was(sh
     assert shell.server.stats()["replies_repeated"] <= 6
 
 
-def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(shell: Shell) -> None:
+def test_the_first_interrupt_finishes_running_items_and_the_batch_can_be_resumed(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
         "batches", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2"
@@ -161,7 +161,7 @@ def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(sh
     assert shell.server.stats()["replies_repeated"] == 0
 
 
-def test_the_second_interrupt_stops_at_once_and_nothing_is_lost(shell: Shell) -> None:
+def test_the_second_interrupt_stops_at_once_and_no_item_is_lost(shell: Shell) -> None:
     out = str(shell.folder / "out.jsonl")
     first = shell.start(
         "batches", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3"

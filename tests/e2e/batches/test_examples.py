@@ -16,7 +16,7 @@ from tests.stack import Footprint, Stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
-EVERY = 3
+SAMPLE_STEP = 3
 """Every third question is asked once, because each question needs a sandbox. tests/unit/test_example_batches.py runs
 the commands of all questions.
 """
@@ -48,10 +48,10 @@ def check(example: str, folder: Path, *arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, prepared: Path) -> None:
+def submit_questions(stack: Stack, footprint: Footprint, folder: Path, example: Path, prepared: Path) -> None:
     """Submit some of the questions about `prepared / "workspace"`, and check the answers."""
     for name, source in (("batch", example), ("expected", prepared)):
-        lines = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()][::EVERY]
+        lines = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()][::SAMPLE_STEP]
         if name == "batch":
             lines = [{**line, "workspace": str(prepared / line["workspace"])} for line in lines]
         (folder / f"{name}-asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -62,12 +62,14 @@ def ask_some(stack: Stack, footprint: Footprint, folder: Path, example: Path, pr
     )
 
 
-def test_questions_about_data_are_answered_right(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_the_data_questions_example_is_answered_correctly(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
     example = EXAMPLES / "data-questions"
-    ask_some(stack, footprint, tmp_path, example, example)
+    submit_questions(stack, footprint, tmp_path, example, example)
 
 
-def test_questions_about_sources_are_answered_right(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
+def test_the_repository_questions_example_is_answered_correctly(
+    stack: Stack, footprint: Footprint, tmp_path: Path
+) -> None:
     example = EXAMPLES / "repository-questions"
     spec = importlib.util.spec_from_file_location("prepare_sources", example / "prepare.py")
     assert spec is not None
@@ -75,12 +77,10 @@ def test_questions_about_sources_are_answered_right(stack: Stack, footprint: Foo
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
     prepare.prepare(tmp_path)
-    ask_some(stack, footprint, tmp_path, example, tmp_path)
+    submit_questions(stack, footprint, tmp_path, example, tmp_path)
 
 
-def test_the_failing_tests_are_repaired_in_what_the_batch_hands_back(
-    stack: Stack, footprint: Footprint, tmp_path: Path
-) -> None:
+def test_the_fix_the_test_example_returns_repaired_projects(stack: Stack, footprint: Footprint, tmp_path: Path) -> None:
     example, repaired = EXAMPLES / "fix-the-test", tmp_path / "repaired"
     work(stack, footprint, tmp_path, example / "batch.jsonl", example / "script.jsonl", "--artifacts", str(repaired))
     assert check("fix-the-test", tmp_path, "--artifacts", str(repaired)) == "5 of 5 right"

@@ -60,37 +60,37 @@ async def serving() -> AsyncIterator[ToolClient]:
         await working
 
 
-async def until(client: ToolClient, run: str, kind: str, word: str) -> None:
+async def wait_for_event(client: ToolClient, run: str, kind: str, word: str) -> None:
     """Wait until an event of this kind with `word` in its content has arrived."""
     async for _, text in client.runs.follow(run):
         if json.loads(text)["type"] == kind and word in text:
             return
 
 
-async def ended(client: ToolClient, run: str) -> HostedRun:
+async def wait_ended(client: ToolClient, run: str) -> HostedRun:
     async for _ in client.runs.follow(run):
         pass
     return await client.runs.get(run)
 
 
-async def work() -> tuple[str, str]:
+async def open_session_with_orchestrator() -> tuple[str, str]:
     async with serving() as client, await client.open_session() as session:
         await session.write_file("mark", b"a mark")
         own = await client.runs.start("[item own] act", metadata={"for": "a test"})
-        await until(client, own.id, "OutputArrived", "first")
+        await wait_for_event(client, own.id, "OutputArrived", "first")
         assert (await client.runs.get(own.id)).state is HostedState.RUNNING
         shared = await client.runs.start("[item shared] act", environment=ItemEnvironment(session=session.id))
-        assert (await ended(client, shared.id)).end.answer == "it said a mark"  # type: ignore[union-attr]
+        assert (await wait_ended(client, shared.id)).end.answer == "it said a mark"  # type: ignore[union-attr]
         stopped = await client.runs.start("[item stopped] act", environment=ItemEnvironment(session=session.id))
-        await until(client, stopped.id, "OutputArrived", "begun")
+        await wait_for_event(client, stopped.id, "OutputArrived", "begun")
         await client.runs.cancel(stopped.id)
-        assert (await ended(client, stopped.id)).state is HostedState.CANCELLED
+        assert (await wait_ended(client, stopped.id)).state is HostedState.CANCELLED
         # The session is unchanged, and the programs that the run had started there have ended.
         files = await session.call(
             "bash_tool", {"command": "for _ in $(seq 50); do pgrep -f '[s]leep 301' || exit 0; sleep 0.1; done; exit 1"}
         )
         assert files.metadata["exit_code"] == 0, files.output
-        found = await ended(client, own.id)
+        found = await wait_ended(client, own.id)
         assert found.state is HostedState.SUCCEEDED
         return own.id, stopped.id
 
@@ -102,7 +102,7 @@ def toolcrew(*arguments: str) -> str:
 
 
 def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -> None:
-    own, stopped = asyncio.run(work())
+    own, stopped = asyncio.run(open_session_with_orchestrator())
     listed = json.loads(toolcrew("list", "--json"))["runs"]
     assert {own, stopped} <= {run["id"] for run in listed}
     assert stopped in toolcrew("list", "--state", "cancelled")

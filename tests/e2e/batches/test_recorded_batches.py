@@ -27,7 +27,7 @@ SCRIPT = [
 
 
 @pytest.mark.parametrize("streaming", ["true", "false"])
-def test_a_recording_answers_as_the_endpoint_did(
+def test_a_replayed_recording_gives_the_same_answers_and_contains_no_key(
     stack: Stack, footprint: Footprint, tmp_path: Path, streaming: str
 ) -> None:
     lines = [{"id": f"i{number}", "instruction": f"[item {number}] count"} for number in (3, 12)]

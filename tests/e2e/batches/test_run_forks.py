@@ -10,7 +10,7 @@ import pytest
 from orchestrator.sdk.client import ToolClient
 from store.batches import RunBody
 from store.run_records import HostedRun
-from tests.e2e.batches.test_hosted_runs import ended, serving
+from tests.e2e.batches.test_hosted_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack
 
@@ -44,7 +44,7 @@ async def observations(client: ToolClient, run: HostedRun) -> list[str]:
 async def work(server: ModelServer) -> None:
     async with serving() as client:
         run = await client.runs.start(RunBody(instruction="[item tree] act", keep_states=True))
-        parent = await ended(client, run.id)
+        parent = await wait_ended(client, run.id)
         assert parent.end is not None
         assert parent.end.steps == 4
         assert "one\ntwo\nit is blue" in (await observations(client, parent))[2]
@@ -53,7 +53,7 @@ async def work(server: ModelServer) -> None:
         forks = await client.runs.fork(run.id, step=1, n=2)
         (later,) = await client.runs.fork(run.id, step=2)
         for fork, steps in [*((fork.id, 1) for fork in forks), (later.id, 2)]:
-            found = await ended(client, fork)
+            found = await wait_ended(client, fork)
             assert found.end is not None, found
             assert (found.end.answer, found.end.steps, found.end.failure) == ("done", 4, None)
             observed = await observations(client, found)
@@ -67,5 +67,5 @@ async def work(server: ModelServer) -> None:
             await (await client.session(session.id)).close()
 
 
-def test_forks_continue_from_the_files_of_a_step(server: ModelServer) -> None:
+def test_forks_of_a_run_continue_with_the_files_and_messages_of_their_step(server: ModelServer) -> None:
     asyncio.run(work(server))

@@ -52,7 +52,7 @@ def read_all(folder: Path) -> list[str]:
     return [file.read_text() for file in files]
 
 
-async def test_no_secret_is_in_a_trace_or_in_what_is_made_of_it(
+async def test_traces_and_their_exports_contain_no_secret(
     traces: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret_values = {

@@ -13,13 +13,13 @@ from contract.names import call_key
 from store.runs import RunQueue
 from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
-from tests.outage_requests import ApiRequest, send, send_again
+from tests.outage_requests import ApiRequest, send, send_until_stored
 from tests.waiting import wait_until_async
 
 LINES = 1000
 
 
-async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_that_is_back(
+async def test_a_kill_request_that_failed_in_a_redis_outage_can_be_repeated(
     api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     key = call_key("default", "acme", "c1")
@@ -49,11 +49,11 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
         redis_server.start()
     with redis_server.client() as store:
         store.hset(key, mapping={"state": "done", "code": "CANCELLED"})
-    again = await send_again(api["acme"], kill, {})
+    again = await send_until_stored(api["acme"], kill, {})
     assert (again.status, json.loads(again.text)["state"]) == (200, "done"), again
 
 
-async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_word(
+async def test_a_batch_submission_cut_off_by_a_redis_outage_continues_when_it_is_repeated(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, added = RunQueue.step, []
@@ -73,14 +73,14 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
         assert (broken.status, broken.code) == (503, "BROKER_UNAVAILABLE")
     finally:
         redis_server.start()
-    again = await send_again(api["acme"], submit, {})
+    again = await send_until_stored(api["acme"], submit, {})
     assert len(added[0]) > 2, "some were queued before it broke off"
     assert (again.status, json.loads(again.text)["request_counts"]["waiting"]) == (201, LINES), again
     found = (await api["acme"].get("/v1/batches")).json()["data"]
     assert [batch["id"] for batch in found] == [json.loads(again.text)["id"]]
 
 
-async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_to_be_killed(api: ApiHarness) -> None:
+async def test_killing_an_unknown_call_is_answered_404_at_once(api: ApiHarness) -> None:
     reply = await send(
         api["acme"], ApiRequest("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {}
     )
@@ -90,7 +90,7 @@ async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_t
     assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
 
 
-async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiHarness, redis_server: RedisProcess) -> None:
+async def test_readiness_probes_are_cached(api: ApiHarness, redis_server: RedisProcess) -> None:
     with redis_server.client() as store:
 
         def sets() -> int:
@@ -103,7 +103,7 @@ async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiHarness, red
     assert {answer["checks"]["redis"] for answer in answers} == {"ok"}
 
 
-async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_changes_something(api: ApiHarness) -> None:
+async def test_an_operator_retry_of_a_tenants_batch_is_audited_only_if_it_changes_items(api: ApiHarness) -> None:
     lines = '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x"}\n'
     batch = (
         await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
@@ -128,7 +128,7 @@ async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_chan
     ]
 
 
-async def test_a_batch_that_has_ended_can_be_deleted(api: ApiHarness) -> None:
+async def test_an_ended_batch_can_be_deleted(api: ApiHarness) -> None:
     lines = '{"id": "a", "instruction": "x"}\n'
     posted = await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
     path, operator = f"/v1/batches/{posted.json()['id']}", {"tenant": "acme"}

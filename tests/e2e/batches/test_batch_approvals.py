@@ -56,7 +56,7 @@ class Harness:
     def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return run_toolcrew(self._footprint, *arguments, environment=self.environment, within_s=100)
 
-    def pending(self) -> dict[str, dict[str, Any]]:
+    def pending_questions(self) -> dict[str, dict[str, Any]]:
         """Return the waiting questions by item. The list is read in this process, because each poll through a command
         would take a second.
         """
@@ -70,7 +70,7 @@ class Harness:
         rows = self.output.read_text().splitlines() if self.output.exists() else []
         return {row["custom_id"]: row["response"]["body"]["answer"] for row in map(json.loads, rows)}
 
-    def said(self) -> str:
+    def output_so_far(self) -> str:
         return (self.folder / "said").read_text()
 
 
@@ -80,7 +80,7 @@ def harness(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Harn
         yield Harness(stack, footprint, server, tmp_path)
 
 
-def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(harness: Harness) -> None:
+def test_approvals_decided_by_other_processes_apply_after_the_batch_resumes(harness: Harness) -> None:
     lines = harness.folder / "in.jsonl"
     lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
     other = harness.folder / "arguments.json"
@@ -88,8 +88,8 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(
     arguments = ("batches", "submit", str(lines), "--ask", "--output", str(harness.output), "--id", "asking")
     first = harness.start(*arguments)
     try:
-        wait_until(lambda: set(harness.pending()) == set(ITEMS), 100, harness.said)
-        waiting = harness.pending()
+        wait_until(lambda: set(harness.pending_questions()) == set(ITEMS), 100, harness.output_so_far)
+        waiting = harness.pending_questions()
         assert waiting["changed"]["command"] == RISKY
         assert "removes" in waiting["changed"]["warning"]
         assert (
@@ -104,20 +104,20 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(
             ).returncode
             == 0
         )
-        wait_until(lambda: set(harness.answers()) == {"changed", "refused"}, 60, harness.said)
+        wait_until(lambda: set(harness.answers()) == {"changed", "refused"}, 60, harness.output_so_far)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
     assert harness.toolcrew("approvals", "decide", waiting["later"]["id"], "allow").returncode == 0
     # The resumed batch uses a shorter timeout.
     second = harness.start("batches", "resume", "asking", "--output", str(harness.output), TOOLCREW_APPROVAL_WAIT_S="2")
-    assert second.wait(200) == 0, harness.said()
+    assert second.wait(200) == 0, harness.output_so_far()
     answers = harness.answers()
     assert answers["changed"] == "it ran as it was changed"
     assert "not on my watch" in answers["refused"]
     assert answers["later"] == "it ran as it was asked"
     assert "no approver answered within 2 s" in answers["never"]
-    assert harness.pending() == {}
+    assert harness.pending_questions() == {}
     late = harness.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "the question has been closed since" in late.stderr) == (1, True)
     reply = json.loads(harness.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)

@@ -21,7 +21,7 @@ from contract.run_events import (
 )
 from store.batches import final_state
 
-BEGAN = 1_700_000_000.0
+STARTED_AT = 1_700_000_000.0
 
 
 def claimed(at: float, item: str, *, run: str = "run", attempt: int = 1, **fields: Any) -> RunClaimed:
@@ -102,7 +102,7 @@ def ended(
 @dataclass(frozen=True)
 class Attempt:
     """An attempt of an item. `failure`: the reason for its end. `is_retried`: the attempt ended and the item was
-    queued again. `is_cut`: the attempt still runs.
+    queued again. `is_unfinished`: the attempt still runs.
     """
 
     steps: int = 2
@@ -113,19 +113,19 @@ class Attempt:
     code: str = ""
     message: str = ""
     is_retried: bool = False
-    is_cut: bool = False
+    is_unfinished: bool = False
     is_resumed: bool = False
     cost: float | None = 0.25
     tool: str = "bash_tool"
 
 
-def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunEvent]:
+def build_item_events(item: str, *attempts: Attempt, at: float = STARTED_AT) -> Iterator[RunEvent]:
     """Yield the events of one item. `at`: when its first attempt was queued."""
     run = f"run-{item}"
     for number, attempt in enumerate(attempts, 1):
         at += attempt.waited_s
         yield claimed(at, item, run=run, attempt=number, waited_s=attempt.waited_s)
-        began = at
+        started_at = at
         yield RunReady(run=run, at=at + 0.1, attempt=number, item=item, setup_s=0.1)
         if attempt.is_resumed:
             yield claimed(at + 0.2, item, run=run, attempt=number, is_resumed=True)
@@ -146,7 +146,7 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunE
                     clocks=Clocks(queued_s=0.01 * step, run_s=0.1),
                 )
             yield step_finished(at, item, step, run=run, attempt=number, model_s=0.7, tokens=(100, 10))
-        if attempt.is_cut:
+        if attempt.is_unfinished:
             return
         if attempt.is_retried:
             failure = attempt.failure or FailureKind.INFRASTRUCTURE
@@ -160,7 +160,7 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunE
             failure=attempt.failure,
             code=attempt.code,
             message=attempt.message,
-            seconds=at - began,
+            seconds=at - started_at,
             steps=attempt.steps,
             calls=calls,
             tokens=(100 * attempt.steps, 10 * attempt.steps),
@@ -168,15 +168,17 @@ def tell_item(item: str, *attempts: Attempt, at: float = BEGAN) -> Iterator[RunE
         )
 
 
-def tell_batch(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[RunEvent]:
+def build_batch_events(*items: tuple[Attempt, ...], every_s: float = 0.1, total: int | None = None) -> list[RunEvent]:
     """Return the events of a whole batch, sorted by time. Item `i-0` comes first."""
-    events: list[RunEvent] = [BatchNotice(at=BEGAN, message="submitted", total=len(items) if total is None else total)]
+    events: list[RunEvent] = [
+        BatchNotice(at=STARTED_AT, message="submitted", total=len(items) if total is None else total)
+    ]
     for number, attempts in enumerate(items):
-        events += tell_item(f"i-{number}", *attempts, at=BEGAN + number * every_s)
+        events += build_item_events(f"i-{number}", *attempts, at=STARTED_AT + number * every_s)
     return sorted(events, key=lambda event: event.at)
 
 
-def failed(
+def failed_attempt(
     kind: FailureKind = FailureKind.INFRASTRUCTURE,
     code: str = "HOST_LOST",
     message: str = "its host is gone",

@@ -39,22 +39,22 @@ def pack(files: Mapping[str, bytes], *odd: tarfile.TarInfo) -> io.BytesIO:
     return packed
 
 
-def place(
+def place_skill(
     sandboxd: OwnSandboxd, session: HostileSession, files: Mapping[str, bytes] = FILES, *, shared: bool = False
 ) -> str:
     with SandboxClient(sandboxd.path) as client:
         return client.place_skill(session.name, digest_of(files), pack(files), shared=shared)
 
 
-def said(session: HostileSession, script: str) -> str:
+def run_script(session: HostileSession, script: str) -> str:
     return session.bash(script).streams.get("merged", b"").decode()
 
 
-def test_change_a_skill_from_inside(sandboxd: OwnSandboxd) -> None:
+def test_a_skill_cannot_be_changed_from_inside_a_sandbox(sandboxd: OwnSandboxd) -> None:
     """Aim: replace a script that an operator trusts with a script of the model."""
     with sandboxd.session() as session:
-        folder = place(sandboxd, session)
-        assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
+        folder = place_skill(sandboxd, session)
+        assert run_script(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
         tries = [
             f"echo x > {folder}/data/word.txt",
             f"rm -rf {folder}",
@@ -67,43 +67,46 @@ def test_change_a_skill_from_inside(sandboxd: OwnSandboxd) -> None:
         ]
         for one in tries:
             assert session.bash(one).done["exit_code"] != 0, one
-        assert said(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
-        assert said(session, f"stat -c '%u %a %A' {folder}/scripts/run.sh {folder}/data/word.txt").split("\n")[:2] == [
+        assert run_script(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
+        assert run_script(session, f"stat -c '%u %a %A' {folder}/scripts/run.sh {folder}/data/word.txt").split("\n")[
+            :2
+        ] == [
             "0 755 -rwxr-xr-x",
             "0 644 -rw-r--r--",
         ]
 
 
-def test_find_the_skills_of_another_tenant(sandboxd: OwnSandboxd) -> None:
+def test_skills_of_another_tenant_cannot_be_found(sandboxd: OwnSandboxd) -> None:
     """Aim: find the skills of another tenant. All sandboxes mount the same volume, but a tenant's skills must stay
     hidden from other tenants.
     """
     secret = {**FILES, "data/word.txt": b"secret"}
     with sandboxd.session("acme") as owner, sandboxd.session("rival") as rival:
-        folder = place(sandboxd, owner, secret)
-        assert said(owner, f"cat {folder}/data/word.txt") == "secret"
-        assert "Permission denied" in said(rival, "ls /skills")
-        assert "Permission denied" in said(rival, "cd / && find skills -mindepth 1")
+        folder = place_skill(sandboxd, owner, secret)
+        assert run_script(owner, f"cat {folder}/data/word.txt") == "secret"
+        assert "Permission denied" in run_script(rival, "ls /skills")
+        assert "Permission denied" in run_script(rival, "cd / && find skills -mindepth 1")
         assert (
-            said(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l") == "/skills/*/data/word.txt\n0\n"
+            run_script(rival, "echo /skills/*/data/word.txt; compgen -f /skills/ | wc -l")
+            == "/skills/*/data/word.txt\n0\n"
         )
         with SandboxClient(sandboxd.path) as client:
             assert client.find_skill(rival.name, digest_of(secret), shared=False) is None
             assert client.find_skill(rival.name, digest_of(secret), shared=True) is None
             assert client.find_skill(owner.name, digest_of(secret), shared=False) == folder
         # The same content from another tenant is at another path.
-        assert place(sandboxd, rival, secret) != folder
+        assert place_skill(sandboxd, rival, secret) != folder
 
 
-def test_everybodys_skill_lies_there_once(sandboxd: OwnSandboxd) -> None:
+def test_a_shared_skill_is_stored_once(sandboxd: OwnSandboxd) -> None:
     with sandboxd.session("acme") as one, sandboxd.session("rival") as other:
-        folder = place(sandboxd, one, shared=True)
-        assert place(sandboxd, other, shared=True) == folder
-        assert said(other, f"cat {folder}/data/word.txt") == "found"
+        folder = place_skill(sandboxd, one, shared=True)
+        assert place_skill(sandboxd, other, shared=True) == folder
+        assert run_script(other, f"cat {folder}/data/word.txt") == "found"
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "./a", "a//b", ""])
-def test_place_files_elsewhere(sandboxd: OwnSandboxd, name: str) -> None:
+def test_a_bundle_with_an_unsafe_path_is_refused(sandboxd: OwnSandboxd, name: str) -> None:
     """Aim of a compromised worker: write into another bundle, or outside of the volume."""
     files = {name: b"x", **FILES}
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
@@ -114,7 +117,7 @@ def test_place_files_elsewhere(sandboxd: OwnSandboxd, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_place_what_is_no_file(sandboxd: OwnSandboxd, kind: bytes) -> None:
+def test_a_bundle_with_a_special_file_is_refused(sandboxd: OwnSandboxd, kind: bytes) -> None:
     odd, files = tarfile.TarInfo("data/odd"), {**FILES, "kind": kind}
     odd.type, odd.linkname = kind, "/etc/passwd"
     with (
@@ -125,7 +128,7 @@ def test_place_what_is_no_file(sandboxd: OwnSandboxd, kind: bytes) -> None:
         client.place_skill(session.name, digest_of(files), pack(files, odd), shared=False)
 
 
-def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
+def test_a_sparse_bundle_uses_bounded_memory(sandboxd: OwnSandboxd) -> None:
     """Aim: exhaust the memory of sandboxd, so that the daemon and all its sandboxes are killed."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -138,7 +141,7 @@ def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
         }
         entry.size = 1
         archive.addfile(entry, io.BytesIO(b"x"))
-    sandboxd.forget_peak()
+    sandboxd.reset_peak()
     before = sandboxd.peak_bytes()
     with (
         sandboxd.session() as session,
@@ -149,7 +152,7 @@ def test_send_a_little_that_expands_to_much(sandboxd: OwnSandboxd) -> None:
     assert sandboxd.peak_bytes() - before < 64 * 1024 * 1024
 
 
-def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
+def test_a_bundle_whose_content_differs_from_its_digest_is_refused(sandboxd: OwnSandboxd) -> None:
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         for archive in (
             pack({**FILES, "data/word.txt": b"other"}),
@@ -162,7 +165,7 @@ def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
         assert client.find_skill(session.name, "0" * 64, shared=False) is None
 
 
-def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
+def test_a_bundle_above_the_size_limit_uses_bounded_memory(sandboxd: OwnSandboxd) -> None:
     class Large(io.BytesIO):
         remaining = 200 * 1024 * 1024
 
@@ -174,7 +177,7 @@ def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
             self.remaining -= sent
             return b"x" * sent
 
-    sandboxd.forget_peak()
+    sandboxd.reset_peak()
     before = sandboxd.peak_bytes()
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
         with pytest.raises((ToolFailure, SandboxUnavailable)):
@@ -184,10 +187,10 @@ def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
     assert sandboxd.peak_bytes() - before < 32 * 1024 * 1024
 
 
-def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(sandboxd: OwnSandboxd) -> None:
+def test_a_call_cancelled_before_its_start_does_not_run(sandboxd: OwnSandboxd) -> None:
     """Aim: make sandboxd forget a cancel that arrives before the call starts, so that the script runs to its limit."""
     with sandboxd.session() as session, SandboxClient(sandboxd.path) as client:
-        place(sandboxd, session)
+        place_skill(sandboxd, session)
         assert not client.cancel(session.name, "called-off")
         request = {
             "op": "exec",
@@ -201,5 +204,5 @@ def test_begin_a_call_that_was_cancelled_while_its_skill_was_placed(sandboxd: Ow
         with pytest.raises(ToolFailure) as refused:
             client.call(session.name, request, call_id="called-off")
         assert refused.value.code is ErrorCode.CANCELLED
-        assert said(session, "ls /workspace") == ""
+        assert run_script(session, "ls /workspace") == ""
         assert "error" not in client.call(session.name, request, call_id="another").done

@@ -21,16 +21,16 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
-HASTY = {"TOOLCREW_MODEL_RETRIES": "0"}
+NO_RETRIES = {"TOOLCREW_MODEL_RETRIES": "0"}
 """A failed model request is reported at once; the retries of the batch follow."""
 
 
-class Told:
+class RunningCommand:
     """A running command, and its stderr output so far."""
 
     def __init__(
         self,
-        shell: "TroubledShell",
+        shell: "CommandShell",
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
@@ -39,7 +39,7 @@ class Told:
         with self._path.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*prefix, TOOLCREW, *arguments],
-                env=shell.footprint.environment({**shell.environment, **HASTY, **(environment or {})}),
+                env=shell.footprint.environment({**shell.environment, **NO_RETRIES, **(environment or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -47,25 +47,25 @@ class Told:
             )
         shell.begun.append(self.process)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._path.read_text(errors="replace")
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.said() or self.process.poll() is not None, 90, self.said)
-        assert text in self.said()
+        wait_until(lambda: text in self.output() or self.process.poll() is not None, 90, self.output)
+        assert text in self.output()
 
     def end(self) -> int:
         return self.process.wait(150)
 
 
-class TroubledShell(Shell):
+class CommandShell(Shell):
     def __init__(self, stack: Stack, footprint: Footprint, server: Any, folder: Path) -> None:
         super().__init__(stack, footprint, server, folder)
         self.footprint = footprint
         self.out = str(folder / "out.jsonl")
         self.begun: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> "TroubledShell":
+    def __enter__(self) -> "CommandShell":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class TroubledShell(Shell):
 
     def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         return run_toolcrew(
-            self.footprint, *arguments, environment={**self.environment, **HASTY, **environment}, within_s=150
+            self.footprint, *arguments, environment={**self.environment, **NO_RETRIES, **environment}, within_s=150
         )
 
     def batch_events(self, kind: str) -> list[dict[str, Any]]:
@@ -88,8 +88,8 @@ class TroubledShell(Shell):
 
 
 @pytest.fixture
-def shell(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[TroubledShell]:
-    with running_model_server(SCRIPT) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
+def shell(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[CommandShell]:
+    with running_model_server(SCRIPT) as server, CommandShell(stack, footprint, server, tmp_path) as shell:
         yield shell
 
 
@@ -99,7 +99,7 @@ def fault(kind: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "fault", "fault": {"kind": kind, **fields}, **when}
 
 
-def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shell: TroubledShell) -> None:
+def test_an_invalid_file_is_reported_line_by_line_and_nothing_is_submitted(shell: CommandShell) -> None:
     lines = [
         b"\xef\xbb\xbf" + json.dumps({"id": "a", "instruction": "fine"}).encode() + b"\r",
         b'{"id": "b", "instruction": "x"',
@@ -122,7 +122,7 @@ def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shel
     assert shell.run("batches", "show", "wrong").returncode == 1
 
 
-def test_an_output_that_is_the_input_or_another_batchs_is_reported_and_left_as_it_is(shell: TroubledShell) -> None:
+def test_an_output_file_with_other_content_is_refused_and_unchanged(shell: CommandShell) -> None:
     file = shell.write(1)
     before = file.read_bytes()
     done = shell.run("batches", "submit", str(file), "--output", str(file), "--id", "same")
@@ -137,7 +137,7 @@ def test_an_output_that_is_the_input_or_another_batchs_is_reported_and_left_as_i
     assert shell.run("batches", "show", "same").returncode == 1
 
 
-def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell) -> None:
+def test_a_full_disk_delays_rows_and_loses_none(shell: CommandShell) -> None:
     disk = shell.folder / "disk"
     disk.mkdir()
     script = (
@@ -158,20 +158,20 @@ def test_a_disk_that_fills_up_holds_up_rows_and_loses_none(shell: TroubledShell)
         "--concurrency",
         "6",
     )
-    result = Told(shell, *arguments, prefix=in_namespace)
+    result = RunningCommand(shell, *arguments, prefix=in_namespace)
     result.wait_for("free space on its disk")
     Path(f"/proc/{result.process.pid}/root{disk}/ballast").unlink()
-    assert result.end() == 0, result.said()
+    assert result.end() == 0, result.output()
     assert answers(shell.rows()) == expected(24)
     assert shell.rows("out.errors.jsonl") == []
 
 
-def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
+def test_a_batch_waits_while_its_model_is_unavailable_and_repeats_no_reply(
     stack: Stack, footprint: Footprint, tmp_path: Path
 ) -> None:
     script = [*SCRIPT, fault("status", status=503, retry_after=1, during_s=[2, 8])]
-    with running_model_server(script) as server, TroubledShell(stack, footprint, server, tmp_path) as shell:
-        text = Told(
+    with running_model_server(script) as server, CommandShell(stack, footprint, server, tmp_path) as shell:
+        text = RunningCommand(
             shell,
             "batches",
             "submit",
@@ -183,27 +183,27 @@ def test_while_the_model_is_away_the_batch_waits_and_pays_nothing_twice(
             "--concurrency",
             "4",
         )
-        assert text.end() == 0, text.said()
+        assert text.end() == 0, text.output()
         stats = server.stats()
     assert answers(shell.rows()) == expected(16)
     assert stats["replies_repeated"] == 0
     # The items that ran at the failure, and now and then an item that tests whether the model is back.
     assert 4 <= stats["faults"]["status"] <= 8
     assert shell.batch_events("item_retried") == []
-    assert "the batch waits for its model" in text.said()
-    assert "the model answers again" in text.said()
+    assert "the batch waits for its model" in text.output()
+    assert "the model answers again" in text.output()
 
 
-def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(shell: TroubledShell) -> None:
+def test_a_batch_whose_model_is_unreachable_can_be_interrupted_and_resumed(shell: CommandShell) -> None:
     port = free_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
-    text = Told(
+    text = RunningCommand(
         shell, "batches", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
     )
     text.wait_for("the batch waits for its model")
     text.process.send_signal(signal.SIGINT)
     assert text.end() == 130
-    assert "toolcrew batches resume gone" in text.said()
+    assert "toolcrew batches resume gone" in text.output()
     counts = shell.counts("gone")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 6, 0)
     with running_model_server(SCRIPT, port=port):
@@ -212,7 +212,7 @@ def test_a_batch_whose_model_is_not_there_can_be_interrupted_and_gone_on_with(sh
     assert answers(shell.rows()) == expected(6)
 
 
-def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledShell) -> None:
+def test_a_refused_model_key_stops_the_batch_and_fails_no_item(shell: CommandShell) -> None:
     arguments = (
         "batches",
         "submit",
@@ -237,7 +237,7 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
     assert shell.run("batches", "cancel", "refused").returncode == 0
 
 
-def test_what_a_tenant_may_have_makes_its_batch_wait_and_fail_nothing(shell: TroubledShell) -> None:
+def test_tenant_quotas_make_a_batch_wait_and_fail_no_item(shell: CommandShell) -> None:
     shell.run("tenants", "add", "small", "--sandboxes", "2", "--in-flight", "1", "--queued", "1")
     try:
         done = shell.run(

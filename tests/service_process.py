@@ -1,16 +1,16 @@
-"""The API as a separate process. Tests start the process as users do, kill it by pid, and measure it from outside."""
+"""HTTP services as separate processes. Tests start a process as users do, kill it by pid, and measure it from outside."""
 
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.processes import read_proc
-from tests.stack import TOOLCREW, Footprint, end_process, free_port
+from tests.stack import ROOT, TOOLCREW, Footprint, end_process, free_port
 from tests.waiting import wait_until
 
 START_S = 60.0
@@ -18,7 +18,7 @@ START_S = 60.0
 
 @dataclass
 class ApiProcess:
-    """A running `toolcrew serve api`."""
+    """A running `toolcrew serve api` or `toolcrew serve mcp --http`."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -50,39 +50,55 @@ class ApiProcess:
         fields = read_proc(self.pid, "stat").rpartition(b")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
-    def has_said(self, event: str) -> bool:
+    def has_logged(self, event: str) -> bool:
         return any(json.loads(line).get("event") == event for line in self.log().splitlines() if line.startswith("{"))
 
 
-@contextlib.contextmanager
 def open_api_process(
     footprint: Footprint, redis_url: str, *, concurrency: int = 0, environment: Mapping[str, str] | None = None
-) -> Iterator[ApiProcess]:
+) -> "contextlib.AbstractContextManager[ApiProcess]":
     """Run an API process that is connected to this Redis, and end it on exit. `concurrency`: of the orchestrator
     inside; 0 means no orchestrator.
     """
+    arguments = ["api", "--concurrency", str(concurrency), "--no-traces", "--port"]
+    settings = {"TOOLCREW_REDIS_URL": redis_url, "TOOLCREW_API_RATE": "100000", **(environment or {})}
+    return open_service(footprint, "api_serving", settings, arguments)
+
+
+@contextlib.contextmanager
+def open_service(
+    footprint: Footprint, event: str, settings: Mapping[str, str], arguments: Sequence[str]
+) -> Iterator[ApiProcess]:
+    """Run `toolcrew serve` with these arguments and a port, and end it on exit. Returns after the log has the event and
+    reports the connection to Redis.
+    """
     port = free_port()
-    log = footprint.folder / f"api-{port}.log"
-    settings = {
-        "TOOLCREW_REDIS_URL": redis_url,
-        "TOOLCREW_API_RATE": "100000",
-    }
-    with open(log, "wb") as out:
+    with run_program(footprint, f"service-{port}", [TOOLCREW, "serve", *arguments, str(port)], settings) as process:
+        opened = ApiProcess(process, port, footprint.folder / f"service-{port}.log")
+        for wanted in (event, "api_connected"):
+            wait_until(lambda: opened.has_logged(wanted) or process.poll() is not None, START_S, opened.log)  # noqa: B023
+        if process.poll() is not None:
+            pytest.fail(f"the service did not start: {opened.log()}")
+        yield opened
+
+
+@contextlib.contextmanager
+def run_program(
+    footprint: Footprint, name: str, argv: Sequence[str], settings: Mapping[str, str]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a program that writes to `<name>.log` in the footprint's folder, and end it on exit."""
+    with open(footprint.folder / f"{name}.log", "ab") as log:
         process = subprocess.Popen(
-            [TOOLCREW, "serve", "api", "--port", str(port), "--concurrency", str(concurrency), "--no-traces"],
-            env=footprint.environment({**settings, **(environment or {})}),
+            argv,
+            cwd=ROOT,
+            env=footprint.environment(settings),
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
         )
-    opened = ApiProcess(process, port, log)
     try:
-        wait_until(lambda: opened.has_said("api_connected") or process.poll() is not None, START_S, opened.log)
-        if process.poll() is not None:
-            pytest.fail(f"the API did not start: {opened.log()}")
-        wait_until(lambda: opened.has_said("api_serving"), START_S, opened.log)
-        yield opened
+        yield process
     finally:
         end_process(process)
 

@@ -20,7 +20,7 @@ DEPLOYMENT = "unseen"
 
 
 @pytest.fixture(autouse=True)
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmounted_view(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate the engine's view: the folder, with nothing mounted on it."""
     open_engine()
     require_images()
@@ -45,7 +45,7 @@ async def open_on(folder: Path, **fields: object) -> str:
         engine.close()
 
 
-async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
+async def test_sandboxd_uses_the_next_kind_of_workspace_and_reports_why(tmp_path: Path) -> None:
     served = await open_on(tmp_path, sandbox_workspace_bytes=300 * MIB)
 
     # Not memory, because no setting allows so much memory.
@@ -54,6 +54,6 @@ async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
     assert "its quota is not in force" in served
 
 
-async def test_it_does_not_start_where_images_were_asked_for(tmp_path: Path) -> None:
+async def test_sandboxd_does_not_start_if_disk_images_are_required(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match=r"does not have its workspace: .*its quota is not in force"):
         await open_on(tmp_path, sandbox_workspace="image")

@@ -22,7 +22,7 @@ from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
 from tests.waiting import wait_until_async
 
-LINE = "x" * 100_000
+LONG_LINE = "x" * 100_000
 
 
 def address(api: ApiHarness) -> tuple[str, int]:
@@ -40,7 +40,9 @@ async def idle_connections(api: ApiHarness, number: int) -> AsyncIterator[list[a
             writer.close()
 
 
-async def test_idle_connections_delay_no_request(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_above_the_limit_are_closed_and_new_requests_are_served(
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
     async with idle_connections(api, 60) as readers:
         # The first connections have been closed.
@@ -49,13 +51,15 @@ async def test_idle_connections_delay_no_request(api: ApiHarness, monkeypatch: p
             assert (await client.get("/v1/runs")).status_code == 200
 
 
-async def test_two_thousand_idle_connections_are_served_beside(api: ApiHarness) -> None:
+async def test_requests_are_served_next_to_two_thousand_idle_connections(api: ApiHarness) -> None:
     async with idle_connections(api, 2000), api.client(api.keys["acme"]) as client:
         assert (await client.get("/v1/runs")).status_code == 200
 
 
-async def test_a_stream_is_not_ended_to_make_room(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await started(api)
+async def test_an_open_event_stream_survives_the_connection_limit(
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await start_run(api)
     async with api["acme"].stream("GET", f"/v1/runs/{run}/events") as stream:
         lines = stream.aiter_lines()
         assert await anext(lines) == "retry: 2000"
@@ -66,16 +70,16 @@ async def test_a_stream_is_not_ended_to_make_room(api: ApiHarness, monkeypatch: 
             assert "event: RunEnded" in [line async for line in lines]
 
 
-async def started(api: ApiHarness) -> str:
+async def start_run(api: ApiHarness) -> str:
     """Start a run that no orchestrator executes."""
     return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
 
 
-async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
+async def test_a_key_has_a_limit_of_streams_that_does_not_affect_other_keys(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shares, "STREAMS_OF_A_KEY", 2)
-    run = await started(api)
+    run = await start_run(api)
     path = f"/v1/runs/{run}/events"
     async with contextlib.AsyncExitStack() as open_ones:
         for _ in range(2):
@@ -94,24 +98,26 @@ async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
             await asyncio.sleep(0.02)
 
 
-async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_no_response_is_disconnected(
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "SLOW_CLIENT_S", 0.3)
-    with socket.socket() as lazy:
+    with socket.socket() as slow_client:
         # The buffers are so small that the service's own memory would have to hold the responses.
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(lazy.connect, address(api))
-        lazy.settimeout(30)
+        slow_client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(slow_client.connect, address(api))
+        slow_client.settimeout(30)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            await asyncio.to_thread(ask_for_ever, lazy)
+            await asyncio.to_thread(send_endless_requests, slow_client)
 
 
-def ask_for_ever(lazy: socket.socket) -> None:
+def send_endless_requests(slow_client: socket.socket) -> None:
     request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
     for _ in range(100_000):
-        lazy.sendall(request * 20)
+        slow_client.sendall(request * 20)
 
 
-async def test_no_body_is_read_without_a_key(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_is_not_read_without_a_valid_key(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "LINGER_S", 0.2)
     reader, writer = await asyncio.open_connection(*address(api))
     writer.write(
@@ -122,7 +128,7 @@ async def test_no_body_is_read_without_a_key(api: ApiHarness, monkeypatch: pytes
     assert answer.startswith(b"HTTP/1.1 401")
 
 
-async def test_all_bodies_together_have_a_bound(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_memory_of_all_bodies_is_limited(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "BODY_MEMORY_BYTES", 100_000)
     refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
     assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
@@ -174,7 +180,7 @@ async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_se
     )
 
 
-async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(
+async def test_the_rate_limit_of_a_key_is_checked_before_the_body_is_read(
     redis_server: RedisProcess, five_at_once: None
 ) -> None:
     async with (
@@ -186,7 +192,7 @@ async def test_the_rate_of_a_key_is_checked_before_a_body_is_read(
         assert (await api["rival"].post("/v1/runs", json={"instruction": "x"})).status_code == 202
 
 
-async def test_a_request_with_a_body_counts_once_towards_the_rate(
+async def test_a_request_with_a_body_counts_once_in_the_rate_limit(
     redis_server: RedisProcess, five_at_once: None
 ) -> None:
     async with open_api(redis_server.url, api_rate=0.01) as api:
@@ -197,7 +203,7 @@ async def test_a_request_with_a_body_counts_once_towards_the_rate(
         assert [answer.status_code for answer in answers] == [202] * 5 + [429]
 
 
-async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> None:
+async def test_a_concurrency_limit_is_enforced_and_its_entry_is_removed_when_idle() -> None:
     turns, inside, most = ConcurrencyLimit(2), 0, 0
 
     async def take() -> None:
@@ -212,7 +218,7 @@ async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> N
     assert (most, turns._semaphores) == (2, {})
 
 
-async def test_a_tenant_with_many_requests_delays_another_by_one_turn_each() -> None:
+async def test_the_fair_queue_alternates_between_tenants() -> None:
     fair, order = FairQueue(), list[str]()
 
     async def take(tenant: str) -> None:
@@ -225,7 +231,7 @@ async def test_a_tenant_with_many_requests_delays_another_by_one_turn_each() -> 
     assert sorted(order) == ["a", "a", "a", "a", "b", "b", "c"]
 
 
-async def test_a_file_is_sent_in_pieces_each_taken_before_the_next_and_then_let_go() -> None:
+async def test_a_file_is_sent_in_chunks_and_its_resources_are_released_afterwards() -> None:
     sent: list[int] = []
     let_go = asyncio.Event()
     held = contextlib.AsyncExitStack()
@@ -242,29 +248,29 @@ async def test_a_file_is_sent_in_pieces_each_taken_before_the_next_and_then_let_
     assert let_go.is_set()
 
 
-async def test_a_stream_takes_no_more_events_than_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
 
     async def events() -> AsyncIterator[ServerEvent]:
         nonlocal made
         while True:
             made += 1
-            yield ServerEvent("output", LINE, str(made))
+            yield ServerEvent("output", LONG_LINE, str(made))
 
-    taken = 0
+    admitted = 0
 
     async def send(_: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == 10:
+        nonlocal admitted
+        admitted += 1
+        if admitted == 10:
             await asyncio.Event().wait()
 
     monkeypatch.setattr("orchestrator.api.sse.WRITE_WITHIN_S", 0.2)
     await EventStream(events())({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
-    assert made <= taken + 1
+    assert made <= admitted + 1
 
 
-class Line(asyncio.Transport):
+class FakeConnection(asyncio.Transport):
     """A connection whose other end reads as much as the test decides. `size`: unread bytes."""
 
     size = 0
@@ -277,9 +283,9 @@ class Line(asyncio.Transport):
         self.is_aborted = True
 
 
-async def test_who_takes_a_large_answer_over_a_slow_line_is_given_all_of_it() -> None:
+async def test_a_slow_client_that_keeps_reading_is_not_disconnected() -> None:
     connection = HeadTimeoutProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
-    line = Line()
+    line = FakeConnection()
     connection.connection_made(line)
     line.size = 10_000_000
     connection.pause_writing()
@@ -303,7 +309,7 @@ class HangingSession:
         await asyncio.Event().wait()
 
 
-async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind() -> None:
+async def test_a_client_disconnect_during_a_call_leaves_no_task() -> None:
     session = HangingSession()
     following = asyncio.ensure_future(anext(_stream(cast(Session, session), NewCall(name="bash"), None)))
     await session.begun.wait()
@@ -312,7 +318,7 @@ async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_slow_upload_of_a_large_batch_delays_no_other(api: ApiHarness) -> None:
+async def test_a_slow_batch_upload_does_not_delay_another_tenant(api: ApiHarness) -> None:
     lines = "".join(f'{{"id": "{number}", "instruction": "{"x" * 600_000}"}}\n' for number in range(8))
     lines_of = {"Content-Type": "application/jsonl"}
     head = (

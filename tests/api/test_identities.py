@@ -19,20 +19,22 @@ from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
-ONCE = {"Idempotency-Key": "make-a-key"}
-LONG = "echo " + "\u202e" * 100
+IDEMPOTENCY = {"Idempotency-Key": "make-a-key"}
+LONG_COMMAND = "echo " + "\u202e" * 100
 
 
 @asynccontextmanager
-async def logged_in(api: ApiHarness, name: str) -> AsyncIterator[httpx.AsyncClient]:
+async def open_login(api: ApiHarness, name: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(verify=False, base_url=api.url, timeout=60, headers={"Origin": api.url}) as client:
         assert (await client.post("/login", data={"key": api.keys[name]})).status_code == 303
         yield client
 
 
-async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiHarness, redis_server: RedisProcess) -> None:
-    first = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
-    again = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
+async def test_the_stored_response_of_a_key_creation_does_not_contain_the_key(
+    api: ApiHarness, redis_server: RedisProcess
+) -> None:
+    first = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=IDEMPOTENCY)
+    again = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=IDEMPOTENCY)
     assert (first.status_code, again.status_code, again.json()["code"]) == (201, 409, "CONFLICT")
     assert len((await api["admin"].get("/v1/tenants/acme/keys")).json()["data"]) == 2
     with redis_server.client() as client:
@@ -51,11 +53,11 @@ async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_
                 (await client.post("/login", data={"key": f"tc_{'0' * 16}_{'x' * 43}"})).status_code for _ in range(7)
             ]
         assert wrong == [401] * 5 + [429] * 2
-        async with logged_in(api, "acme") as client:
+        async with open_login(api, "acme") as client:
             assert (await client.get("/runs")).status_code == 200
 
 
-async def test_what_operators_do_is_put_down_to_their_keys(
+async def test_operator_actions_are_audited_with_their_key(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
@@ -76,12 +78,12 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     ]
 
 
-async def test_a_host_that_is_none_is_not_found(api: ApiHarness) -> None:
+async def test_draining_an_unknown_host_is_answered_404(api: ApiHarness) -> None:
     answer = await api["operator"].post("/v1/hosts/unknown/drain", json={})
     assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
 
 
-async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisProcess) -> None:
+async def test_only_operators_see_the_flower_link(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         fields: dict[str, str | int] = {
             "state": "done",
@@ -91,13 +93,13 @@ async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisPro
         }
         client.hset(call_key("default", "acme", "c1"), mapping=fields)
     async with open_api(redis_server.url, flower_url="https://flower.test") as api:
-        async with logged_in(api, "acme") as person, logged_in(api, "operator") as operator:
+        async with open_login(api, "acme") as person, open_login(api, "operator") as operator:
             pages = [(await one.get("/calls/c1")).text for one in (person, operator)]
         assert ["https://flower.test" in page for page in pages] == [False, True]
         assert "flower_url" not in (await api["acme"].get("/v1/calls/c1")).json()
 
 
-async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> None:
+async def test_an_event_stream_ends_when_its_key_is_revoked(api: ApiHarness) -> None:
     made = (await api["admin"].post("/v1/tenants/acme/keys", json={})).json()
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     async with api.client(made["key"]) as client, client.stream("GET", f"/v1/runs/{run}/events") as stream:
@@ -108,19 +110,19 @@ async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> Non
         assert [line async for line in lines if line.startswith("event: RunEnded")] == []
 
 
-async def test_logging_in_again_and_again_ends_the_first_login(
+async def test_the_oldest_login_of_a_key_ends_at_the_login_limit(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_keys, "LOGINS_PER_KEY", 2)
-    async with logged_in(api, "acme") as first, logged_in(api, "acme") as second, logged_in(api, "acme") as third:
+    async with open_login(api, "acme") as first, open_login(api, "acme") as second, open_login(api, "acme") as third:
         assert [(await client.get("/tools")).status_code for client in (first, second, third)] == [303, 200, 200]
     with redis_server.client() as client:
         assert len(list(client.scan_iter("*:page:login:*"))) == 2
 
 
 @pytest.mark.parametrize("path", ["/approvals/x", "/tenants/acme/pause", "/logout"])
-async def test_no_form_is_accepted_without_a_login(api: ApiHarness, path: str) -> None:
-    answer = await begun(api, path, 500_000)
+async def test_a_form_without_a_login_is_redirected_to_the_login_page(api: ApiHarness, path: str) -> None:
+    answer = await open_running_batch(api, path, 500_000)
     assert answer.startswith(b"HTTP/1.1 303")
     assert b"location: /login" in answer
 
@@ -128,11 +130,11 @@ async def test_no_form_is_accepted_without_a_login(api: ApiHarness, path: str) -
 @pytest.mark.parametrize(
     ("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)]
 )
-async def test_no_route_takes_more_than_it_needs(api: ApiHarness, path: str, length: int) -> None:
-    assert (await begun(api, path, length)).startswith(b"HTTP/1.1 413")
+async def test_each_route_has_its_own_body_limit(api: ApiHarness, path: str, length: int) -> None:
+    assert (await open_running_batch(api, path, length)).startswith(b"HTTP/1.1 413")
 
 
-async def begun(api: ApiHarness, path: str, length: int) -> bytes:
+async def open_running_batch(api: ApiHarness, path: str, length: int) -> bytes:
     """Return the head of the response to a form whose body has only begun."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -144,14 +146,14 @@ async def begun(api: ApiHarness, path: str, length: int) -> bytes:
         writer.close()
 
 
-async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
+async def test_a_long_approval_is_shown_and_decided_on_its_own_page(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(approval_pages, "MAX_CHARS", 200)
     short = await ask_for_approval(redis_server, "rm -rf /data")
-    long = await ask_for_approval(redis_server, LONG)
-    longer = await ask_for_approval(redis_server, LONG + "x")
-    async with logged_in(api, "acme") as client:
+    long = await ask_for_approval(redis_server, LONG_COMMAND)
+    longer = await ask_for_approval(redis_server, LONG_COMMAND + "x")
+    async with open_login(api, "acme") as client:
         listed = (await client.get("/approvals")).text
         alone = (await client.get(f"/approvals/{longer}")).text
     assert [f'action="/approvals/{one}"' in listed for one in (short, long, longer)] == [True, True, False]
