@@ -24,7 +24,7 @@ def run_tool(converted: Tool[Any], **arguments: Any) -> Any:
     """Run the tool as a dispatcher does: validate the arguments against the schema first."""
     prepared, _ = prepare_arguments(converted.spec, arguments)
     value = converted.handler(prepared, CONTEXT)
-    return asyncio.run_tool(value) if inspect.iscoroutine(value) else value
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def test_an_object_with_execute_gets_the_context_as_second_argument() -> None:

@@ -85,7 +85,7 @@ def show_events(harness: DisplayHarness, events: list[RunEvent], every_s: float 
 
 def test_every_display_counts_events_and_ends_with_a_summary(harness: DisplayHarness) -> None:
     output = show_events(harness, build_batch_events((Attempt(),), (failed_attempt(),)))
-    assert (harness.progress.snapshot(STARTED_AT).done, harness.progress.snapshot(STARTED_AT).failed_attempt) == (1, 1)
+    assert (harness.progress.snapshot(STARTED_AT).done, harness.progress.snapshot(STARTED_AT).failed) == (1, 1)
     assert "toolcrew batches resume b-1 --retry infrastructure" in output.rstrip("\n").rpartition("tokens")[2]
 
 

@@ -78,7 +78,7 @@ async def test_attempt_span_links_to_the_previous_attempt(client: "redis.asyncio
     first, second = [span for span in of_call if span.name == "send safe"]
     assert (first.ref.span_id, second.ref.span_id) == (attempt_span_id("c1", 1), attempt_span_id("c1", 2))
     assert (first.error, second.error, second.links) == ("CALL_LOST", "", (first.ref,))
-    contexts = [context.trace for _, context in harness.fleet.calls]
+    contexts = [context.trace for _, context in harness.transport.calls]
     assert contexts == [str(first.ref), str(second.ref)]
 
 

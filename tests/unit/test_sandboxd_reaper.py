@@ -84,7 +84,7 @@ async def test_sweep_removes_orphaned_expired_and_unstarted_containers(tmp_path:
 
 async def test_sweep_keeps_containers_of_this_sandboxd(host: FakeHost) -> None:
     entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-    host.engine.build_listed_container = [
+    host.engine.listed = [
         build_listed_container(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})
     ]
     assert await host.reaper.sweep() == 0
@@ -92,7 +92,7 @@ async def test_sweep_keeps_containers_of_this_sandboxd(host: FakeHost) -> None:
 
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
 async def test_invalid_deadline_label_never_expires(host: FakeHost, deadline: str) -> None:
-    host.engine.build_listed_container = [build_listed_container("a", labels={"toolcrew.deadline": deadline})]
+    host.engine.listed = [build_listed_container("a", labels={"toolcrew.deadline": deadline})]
     assert await host.reaper.sweep() == 0
 
 
@@ -145,7 +145,7 @@ async def test_container_record_exists_from_before_start_until_removal(host: Fak
 async def test_records_of_removed_containers_are_deleted(host: FakeHost) -> None:
     host.records.add_container("gone", 0)
     host.records.add_container("there", 0)
-    host.engine.build_listed_container = [build_listed_container("there", sandboxd="another")]
+    host.engine.listed = [build_listed_container("there", sandboxd="another")]
     await host.reaper.sweep()
     assert host.records.containers() == ["there"]
 

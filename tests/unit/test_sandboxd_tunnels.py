@@ -15,7 +15,7 @@ from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
-from tests.tunnel_ends import PREAMBLE, SOON_S, Sandboxed, refuse_connection, running_tunnels, wait_closed
+from tests.tunnel_ends import PREAMBLE, SOON_S, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress import tunnels as tunnels_module
 from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
@@ -31,7 +31,7 @@ def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def guest(tmp_path: Path, short_linger: None) -> AsyncIterator[Sandboxed]:
+async def guest(tmp_path: Path, short_linger: None) -> AsyncIterator[FakeGuestEnd]:
     async with running_tunnels(tmp_path) as opened:
         yield opened
 
@@ -39,7 +39,7 @@ async def guest(tmp_path: Path, short_linger: None) -> AsyncIterator[Sandboxed]:
 # Relaying
 
 
-async def test_connection_is_closed_after_both_sides_end(guest: Sandboxed) -> None:
+async def test_connection_is_closed_after_both_sides_end(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     assert proxy.preamble == PREAMBLE  # the identity comes before the first byte
     guest.send_frame("net_end", 1)
@@ -53,7 +53,7 @@ async def test_connection_is_closed_after_both_sides_end(guest: Sandboxed) -> No
     assert len(guest.violations) == 1  # the first was its last word
 
 
-async def test_end_of_the_proxy_reply_leaves_the_upload_open(guest: Sandboxed) -> None:
+async def test_end_of_the_proxy_reply_leaves_the_upload_open(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     proxy.writer.write_eof()
     assert await guest.receive_ops(1, until="net_end") == ["net_end"]
@@ -61,14 +61,14 @@ async def test_end_of_the_proxy_reply_leaves_the_upload_open(guest: Sandboxed) -
     assert await proxy.read(4) == b"more"
 
 
-async def test_closed_proxy_connection_is_reported_to_the_guest(guest: Sandboxed) -> None:
+async def test_closed_proxy_connection_is_reported_to_the_guest(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     await proxy.say(b"bye")
     proxy.writer.close()
     assert await guest.receive_ops(1) == ["net_data", "net_end", "net_close"]
 
 
-async def test_killed_proxy_sends_close_without_an_end(guest: Sandboxed) -> None:
+async def test_killed_proxy_sends_close_without_an_end(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     proxy.stop_reading()
     guest.send_frame("net_data", 1, bytes(GRANT))
@@ -77,14 +77,14 @@ async def test_killed_proxy_sends_close_without_an_end(guest: Sandboxed) -> None
     assert await guest.receive_ops(1) == ["net_close"]
 
 
-async def test_aborted_program_aborts_the_proxy_connection(guest: Sandboxed) -> None:
+async def test_aborted_program_aborts_the_proxy_connection(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     guest.send_frame("net_close", 1)
     await wait_closed(proxy.reader)
     assert await guest.receive_ops(1) == ["net_close"]
 
 
-async def test_connection_closed_before_it_is_established_is_closed(guest: Sandboxed) -> None:
+async def test_connection_closed_before_it_is_established_is_closed(guest: FakeGuestEnd) -> None:
     for number in range(1, 41):
         guest.open(number)
         guest.send_frame("net_close", number)
@@ -93,7 +93,7 @@ async def test_connection_closed_before_it_is_established_is_closed(guest: Sandb
     assert guest.violations == []
 
 
-async def test_end_of_a_sandbox_aborts_its_connections(guest: Sandboxed) -> None:
+async def test_end_of_a_sandbox_aborts_its_connections(guest: FakeGuestEnd) -> None:
     proxies = [await guest.open_through(number) for number in (1, 2)]
     guest.tunnels.close()
     for proxy in proxies:
@@ -102,7 +102,7 @@ async def test_end_of_a_sandbox_aborts_its_connections(guest: Sandboxed) -> None
     assert guest.proxied.empty()
 
 
-async def test_cut_ends_open_connections_and_allows_new_ones(guest: Sandboxed) -> None:
+async def test_cut_ends_open_connections_and_allows_new_ones(guest: FakeGuestEnd) -> None:
     proxies = [await guest.open_through(number) for number in (1, 2)]
     guest.tunnels.cut()
     for number, proxy in enumerate(proxies, 1):
@@ -116,7 +116,7 @@ async def test_cut_ends_open_connections_and_allows_new_ones(guest: Sandboxed) -
 # Room
 
 
-async def test_upload_is_limited_to_the_speed_of_the_proxy(guest: Sandboxed) -> None:
+async def test_upload_is_limited_to_the_speed_of_the_proxy(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     sent = room = 0
     while True:  # until the proxy's socket is full and no room comes back
@@ -132,7 +132,7 @@ async def test_upload_is_limited_to_the_speed_of_the_proxy(guest: Sandboxed) -> 
     assert len(await proxy.read(sent)) == sent
 
 
-async def test_download_stops_when_the_program_stops_reading(guest: Sandboxed) -> None:
+async def test_download_stops_when_the_program_stops_reading(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     proxy.writer.write(bytes(4 * WINDOW))
     received_bytes = 0
@@ -144,7 +144,7 @@ async def test_download_stops_when_the_program_stops_reading(guest: Sandboxed) -
     assert await guest.receive_data(1, GRANT) == bytes(GRANT)
 
 
-async def test_proxy_is_not_read_while_the_guest_is_behind(guest: Sandboxed) -> None:
+async def test_proxy_is_not_read_while_the_guest_is_behind(guest: FakeGuestEnd) -> None:
     guest.drained.clear()
     proxies = [await guest.open_through(number) for number in range(1, 9)]
     for proxy in proxies:
@@ -247,7 +247,7 @@ def test_class_without_network_has_no_egress_hosts(tmp_path: Path) -> None:
     ],
 )
 async def test_invalid_connection_event_is_a_violation(
-    guest: Sandboxed, event: str, conn: object, body: bytes, fields: dict[str, object]
+    guest: FakeGuestEnd, event: str, conn: object, body: bytes, fields: dict[str, object]
 ) -> None:
     proxy = await guest.open_through(1)
     guest.send_frame(event, conn, body, **fields)
@@ -256,14 +256,14 @@ async def test_invalid_connection_event_is_a_violation(
 
 
 @pytest.mark.parametrize("event", ["net_data", "net_end", "net_open"])
-async def test_only_close_may_follow_the_end_of_a_connection(guest: Sandboxed, event: str) -> None:
+async def test_only_close_may_follow_the_end_of_a_connection(guest: FakeGuestEnd, event: str) -> None:
     await guest.open_through(1)
     guest.send_frame("net_end", 1)
     guest.send_frame(event, 1, b"x" if event == "net_data" else b"")
     assert len(guest.violations) == 1
 
 
-async def test_connections_above_the_limit_are_a_violation(guest: Sandboxed) -> None:
+async def test_connections_above_the_limit_are_a_violation(guest: FakeGuestEnd) -> None:
     for number in range(1, MAX_TUNNELS + 1):
         guest.open(number)
     assert guest.violations == []
@@ -302,7 +302,7 @@ def small_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_store")
-async def test_flood_of_single_byte_frames_is_a_violation(guest: Sandboxed) -> None:
+async def test_flood_of_single_byte_frames_is_a_violation(guest: FakeGuestEnd) -> None:
     await guest.open_through(1)
     for _ in range(1980):
         guest.send_frame("net_data", 1, b"x")
@@ -312,7 +312,7 @@ async def test_flood_of_single_byte_frames_is_a_violation(guest: Sandboxed) -> N
 
 
 @pytest.mark.usefixtures("small_store")
-async def test_flood_of_opened_connections_is_a_violation(guest: Sandboxed) -> None:
+async def test_flood_of_opened_connections_is_a_violation(guest: FakeGuestEnd) -> None:
     for number in range(1, 101):
         guest.open(number)
         guest.send_frame("net_close", number)
@@ -355,7 +355,7 @@ def test_any_frames_of_a_guest_hold_at_most_one_window(frames: list[tuple[dict[s
 
 
 @pytest.mark.parametrize("event", [None, 7, ["net_open"], {"net_open": 1}])
-async def test_event_that_is_not_text_is_a_violation(guest: Sandboxed, event: object) -> None:
+async def test_event_that_is_not_text_is_a_violation(guest: FakeGuestEnd, event: object) -> None:
     guest.tunnels.take(Frame({"ev": event, "conn": 1}))
     assert len(guest.violations) == 1
 
