@@ -44,9 +44,9 @@ async def test_connection_is_closed_after_both_sides_end(guest: FakeGuestEnd) ->
     assert proxy.preamble == PREAMBLE  # the identity comes before the first byte
     guest.send_frame("net_end", 1)
     assert await proxy.read_all() == b""
-    await proxy.say(b"late answer")
+    await proxy.write(b"late answer")
     proxy.writer.close()
-    assert await guest.hear_data(1, 11) == b"late answer"
+    assert await guest.receive_data(1, 11) == b"late answer"
     assert await guest.receive_ops(1) == ["net_end", "net_close"]
     guest.send_frame("net_close", 1)
     guest.send_frame("net_close", 1)
@@ -63,7 +63,7 @@ async def test_end_of_the_proxy_reply_leaves_the_upload_open(guest: FakeGuestEnd
 
 async def test_closed_proxy_connection_is_reported_to_the_guest(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
-    await proxy.say(b"bye")
+    await proxy.write(b"bye")
     proxy.writer.close()
     assert await guest.receive_ops(1) == ["net_data", "net_end", "net_close"]
 
