@@ -307,12 +307,12 @@ def _check_other(part: SplitResult, first: SplitResult) -> None:
     the first address is read for these.
     """
     if part.query:
-        raise ConfigError("TOOLCREW_REDIS_URL has options after a later sentinel: write them after its first address")
+        raise ConfigError("a later address in TOOLCREW_REDIS_URL has options: write them only after the first address")
     own, expected = [(address.username, address.password, address.path.strip("/")) for address in (part, first)]
     if any(value and value != other for value, other in zip(own, expected, strict=True)):
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has a user, password or database after a later sentinel: write the user, password and "
-            "database of Redis in its first address"
+            "a later address in TOOLCREW_REDIS_URL has another user, password or database than the first: write them "
+            "only in the first address"
         )
 
 

@@ -82,21 +82,29 @@ class Budgets(Record):
     Tokens: prompt and completion tokens. Cost is in the currency of the models' prices.
     """
 
-    tokens_per_day: int | None = Field(default=None, ge=0, description="Tokens of models per day, in UTC.")
-    tokens_per_month: int | None = Field(default=None, ge=0, description="Tokens of models per month.")
-    cost_per_day: float | None = Field(default=None, ge=0, description="Cost of models per day.")
-    cost_per_month: float | None = Field(default=None, ge=0, description="Cost of models per month.")
-    cpu_s_per_day: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per day.")
-    cpu_s_per_month: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per month.")
+    tokens_per_day: int | None = Field(default=None, ge=0, description="Limit of the tokens of models per day, in UTC.")
+    tokens_per_month: int | None = Field(default=None, ge=0, description="Limit of the tokens of models per month.")
+    cost_per_day: float | None = Field(
+        default=None, ge=0, description="Limit of the cost of models per day, in the currency of their prices."
+    )
+    cost_per_month: float | None = Field(
+        default=None, ge=0, description="Limit of the cost of models per month, in the currency of their prices."
+    )
+    cpu_s_per_day: float | None = Field(
+        default=None, ge=0, description="Limit of the CPU seconds of sandboxes per day."
+    )
+    cpu_s_per_month: float | None = Field(
+        default=None, ge=0, description="Limit of the CPU seconds of sandboxes per month."
+    )
     stored_bytes_per_day: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes of checkpoints, artifacts and uploads that are stored per day, less those deleted.",
+        description="Limit of the bytes that checkpoints, artifacts and uploads add per day, minus deleted bytes.",
     )
     stored_bytes_per_month: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes of checkpoints, artifacts and uploads that are stored per month, less those deleted.",
+        description="Limit of the bytes that checkpoints, artifacts and uploads add per month, minus deleted bytes.",
     )
 
 

@@ -316,13 +316,15 @@ class WebSettings(BaseSettings):
     without IPv4.
     """
     searxng_url: SecretStr | None = None
-    """The URL of a SearXNG instance, which is asked first. The operator sets it to search without a paid service."""
+    """The URL of a SearXNG instance, which websearch_tool tries first. The operator sets it to search without a paid
+    service.
+    """
     tavily_api_key: SecretStr | None = None
-    """The API key of Tavily, which is asked second. The operator sets it to enable the service."""
+    """The API key of Tavily, which websearch_tool tries second. The operator sets it to enable the service."""
     brave_api_key: SecretStr | None = None
-    """The API key of Brave Search, which is asked third. The operator sets it to enable the service."""
+    """The API key of Brave Search, which websearch_tool tries third. The operator sets it to enable the service."""
     exa_api_key: SecretStr | None = None
-    """The API key of Exa, which is asked last. The operator sets it to enable the service."""
+    """The API key of Exa, which websearch_tool tries last. The operator sets it to enable the service."""
 
 
 class EgressSettings(LogSettings):

@@ -75,8 +75,8 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
         submission = trace.state.submission
         if submission is None:
             raise vf.TaskError(
-                "the files of the agent were not copied from its sandbox: use ToolcrewHarness, and limits.max_wall_s "
-                "of the line instead of a timeout of verifiers"
+                "the files of the agent were not copied from its sandbox, because another harness ran the task or a "
+                "timeout of verifiers ended it: use ToolcrewHarness, and set limits.max_wall_s in the line instead"
             )
         if submission.refusal:
             trace.state.grade = Grade(reward=0.0, refusal=submission.refusal)

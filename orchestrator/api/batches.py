@@ -78,7 +78,7 @@ class BatchOptions(SandboxOptions):
     profile: ProfileName | None = None
     """The tools and texts for the model. Default: `auto`."""
     max_iterations: int | None = Field(default=None, ge=1)
-    """Model replies per item, for lines that set no limit."""
+    """Limit of model replies per item, for lines that set none."""
     max_wall_s: float | None = Field(default=None, gt=0)
     """Seconds that an item may run, without its setup."""
     max_tokens: int | None = Field(default=None, gt=0)

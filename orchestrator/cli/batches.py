@@ -64,8 +64,7 @@ Concurrency = Annotated[
         "--concurrency",
         min=1,
         max=10_000,
-        help="Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new "
-        "batch.",
+        help="Items that run at the same time, in all orchestrators. Default of `submit`: 16; of `resume`: no change.",
     ),
 ]
 
@@ -96,13 +95,14 @@ def submit(
     ] = None,
     options: Options = None,
     max_iterations: Annotated[
-        int | None, typer.Option("--max-iterations", min=1, help="Model replies per item, for lines that set no limit.")
+        int | None,
+        typer.Option("--max-iterations", min=1, help="Limit of model replies per item, for lines that set none."),
     ] = None,
     max_wall: Annotated[
-        float | None, typer.Option("--max-wall", help="Seconds an item may run, without its setup.")
+        float | None, typer.Option("--max-wall", help="Limit of the seconds that an item runs, without its setup.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Prompt and completion tokens that an item may use.")
+        int | None, typer.Option("--max-tokens", min=1, help="Limit of the prompt and completion tokens of an item.")
     ] = None,
     max_cost: Annotated[
         float | None,

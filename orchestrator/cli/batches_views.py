@@ -86,7 +86,7 @@ async def batches_show(
     ] = False,
     tenant: Tenant = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
+        bool, typer.Option("--json", help="Print one JSON object; with --logs or --follow, one object per line.")
     ] = False,
 ) -> Output | None:
     """Show the counts and the state of a batch, or its events."""

@@ -63,7 +63,7 @@ async def runs_show(
     after: Annotated[str, typer.Option("--after", help="Only events after the event with this id.")] = "",
     tenant: Tenant = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
+        bool, typer.Option("--json", help="Print one JSON object; with --events or --follow, one per line.")
     ] = False,
 ) -> Output | None:
     """Show the state of a run and its outcome, or its events."""

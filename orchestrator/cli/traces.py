@@ -47,7 +47,10 @@ def traces_export(
     name: Name,
     to: Annotated[
         Literal["html", "atif", "otel"],
-        typer.Option("--to", help="html: a page that needs no network; atif: a trajectory; otel: spans as OTLP JSON."),
+        typer.Option(
+            "--to",
+            help="html: a page that needs no network; atif: the Agent Trajectory Interchange Format; otel: OTLP JSON.",
+        ),
     ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write. Default: stdout.")] = None,
     with_content: Annotated[

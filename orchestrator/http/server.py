@@ -207,7 +207,7 @@ class UvicornServer:
             listening.listen(2048)
         except OSError as error:
             raise ConfigError(
-                f"the service cannot listen on {self._host}:{self._port} ({error.strerror}): set --host and --port "
-                "to an address of this machine"
+                f"the service cannot listen on {self._host}:{self._port} ({error.strerror}): set --host to an address "
+                "of this machine and --port to a free port that this user may open"
             ) from error
         return listening

@@ -266,8 +266,8 @@ class Plans:
         if requested is None or not allowed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"no image of the tenant's policy is allowed in class '{policy.tenant_class}' on this host, which has: "
-                f"{_join(self._entries(granted))}; add one to the tenant's policy, or name an image",
+                f"no image of the tenant's policy is allowed in class '{policy.tenant_class}' on this host. The class "
+                f"allows {_join(self._entries(granted))}: add one of these to the tenant's policy, or name an image",
             )
         try:
             parse_image_name(requested)

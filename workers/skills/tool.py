@@ -232,7 +232,8 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
     if file.size > MAX_READ_BYTES:
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            f"{show_name(path)} has {file.size} bytes: use a script of the skill to process it",
+            f"{show_name(path)} has {file.size} bytes, more than the {MAX_READ_BYTES} that can be read: process it "
+            "with a script of the skill",
         )
     try:
         text = read_bundled(skill, file).decode()

@@ -72,7 +72,8 @@ class BodyDecoder:
         if self._encoding not in ("", "identity", *CODINGS):
             raise ToolFailure(
                 ErrorCode.NETWORK_ERROR,
-                f"the body is compressed as {self._encoding[:40]!r}, but only one layer of {ACCEPTED} was requested",
+                f"the server compressed the body as {self._encoding[:40]!r}, which this tool cannot read (only "
+                f"{ACCEPTED}): use another address for the content",
             )
         self._inflater = Inflater(self._encoding) if self._encoding in CODINGS else None
         self.packed = 0

@@ -179,5 +179,5 @@ def _listen(port: int) -> _socket.socket:
 
 def _parse_count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= WINDOW:
-        raise FrameError(f"room must be a whole number from 1 to {WINDOW}")
+        raise FrameError(f"`bytes` of net_room must be a whole number from 1 to {WINDOW}")
     return value
