@@ -25,16 +25,21 @@ INTRO = """\
 `scripts/tool_docs.py` makes this page from the specs of the tools. `toolcrew tools show NAME` prints the same for a running pool. To write your own
 tool, see [Add a tool](add-a-tool.md). `skill_tool` exists only if skills are installed: [Add a tool](add-a-tool.md#skills).
 
-**Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. A model reads the output, or
-`Error [CODE]: sentence` with the next step and the output until the error. Nothing is omitted silently: a line in [brackets] reports text that was cut
-or skipped and values that were changed, with the call that returns the rest.
+**Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. If `output` is only a part,
+`truncated` is true, and `spill` names the file in `/output` that has the whole output. After a success, a model reads the output. After a failure, it
+reads `Error [CODE]: sentence`, which also says what to do next, and then the output that the call had produced. Nothing is omitted silently: a line in
+[brackets] reports text that was cut or skipped and values that were changed. It names the call that returns the rest.
 
 **Parameters.** Tools accept the parameter names of other agents and list them in `metadata.aliases_used`. An unknown name is refused, with the nearest
-valid name. Values must match the schema. Only calls written as text (tags) have their strings converted, and only if the conversion is exact.
+valid name. Values must match the schema. In the [tags dialect](agents.md#which-dialect-should-i-use) all values are text: a text is converted to the type
+of the schema if no information is lost (`"5"` to 5).
+
+**Flags.** `requires_permission`: a call of a model needs [approval](approvals.md). `read_only`: the call changes nothing, and consecutive calls may run
+in parallel. `idempotent`: the call may run again after a process died.
 
 **Files.** `/workspace` belongs to the session; relative paths start there until a `cd`. `/tmp` is writable too. `/output` is read-only and contains long
-outputs and logs of background jobs. The guest resolves every path component by component on open directories, so that no link, `..` or concurrent
-change leads outside.
+outputs and logs of background jobs. The guest opens each folder of a path in turn, starting from the folder before it, so that no link, `..` or
+concurrent change leads outside.
 
 | code | meaning |
 |---|---|

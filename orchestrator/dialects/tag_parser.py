@@ -1,4 +1,19 @@
-"""Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries (grammar: docs/agents.md)."""
+"""Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries. The grammar of a message:
+
+::
+
+    message   = *( text / call )
+    call      = open *( S / comment / param ) close / "<tool_action" 1*S attrs S* "/>"
+    open      = "<tool_action" 1*S attrs S* ">"
+    attrs     = name=quoted, others ignored
+    close     = "</tool_action" S* ">"
+    param     = "<" NAME 1*S "value" S* "=" S* quoted S* "/>"
+              / "<" NAME S* ">" body "</" NAME S* ">"
+              / "<" NAME S* "/>"                       ; empty value
+    NAME      = 1*( any but blank / > = < " ' ! ? & )
+    quoted    = DQ value DQ / SQ value SQ              ; ends before "/>" or "></NAME>"; entities are decoded once
+    body      = literal text / S* 1*( "<![CDATA[" ... "]]>" ) S*
+"""
 
 from orchestrator.dialects.fences import FenceTracker
 from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
