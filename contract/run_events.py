@@ -3,7 +3,7 @@ API, traces, and the progress of a batch.
 
 A run's log (store/run_log.py) has the events from which another process resumes the run: SessionOpening, SessionOpened,
 ModelReplied, CallReviewed, CallFinished, StateForking, StateKept, ArtifactsCopied and SubmissionTaken. The event stream
-of a hosted run (store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS
+of a durable run (store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS
 of all its runs.
 """
 

@@ -44,7 +44,9 @@ log = get_logger(__name__)
 NOT_ADMITTED = RunFailure.ADMISSION.metadata
 """Metadata of a result that admission created when it refused the call."""
 NOTICE_S = 0.5
-"""Waiting time after which a call is reported, in seconds. In a busy pool, most calls wait for some milliseconds."""
+"""Waiting time, in seconds, after which users are informed that a call waits for a slot. Short waits are not reported:
+in a busy pool, most calls wait for some milliseconds.
+"""
 PAUSE_POLL_S = 0.5
 """Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
 continue within two seconds.
@@ -53,7 +55,9 @@ MIN_WAIT_S = 1.0
 """Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
-"""Seconds that a paused call may wait in `inner` beyond its own limit."""
+"""Seconds by which a call of a paused tenant may wait longer in `inner`, the admission that PausableAdmission wraps,
+than its own limit allows.
+"""
 TICK_S = 1.0
 """Interval at which a queue with waiting calls is checked for new slots, in seconds."""
 RENEWALS_A_LEASE = 4
@@ -68,7 +72,8 @@ LONGEST_PAUSE_S = 5.0
 def was_not_admitted(result: ToolResult) -> bool:
     """Return whether admission refused the call. Such a call was not sent, and may be sent again under its own id.
 
-    A tool can also return RATE_LIMITED; its call was sent.
+    The error code RATE_LIMITED alone does not show this, because a tool can return that code too, and its call was
+    sent.
     """
     return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
 
@@ -76,8 +81,8 @@ def was_not_admitted(result: ToolResult) -> bool:
 class Slot:
     """The slot of one call.
 
-    `used_s`: the worker time that the tenant is charged, in seconds, from the clocks of the result. None: the time for
-    which the slot was held. `pending`: the id of the request until Redis has answered it; then "".
+    `used_s`: seconds of worker time that count for the tenant's fair share, from the durations in the result. None: the
+    time for which the slot was held counts. `pending`: the id of the request until Redis has answered it; then "".
     """
 
     def __init__(self, pending: str = "") -> None:
@@ -94,9 +99,9 @@ class Admission(Protocol):
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
         """Wait for a slot and hold it until the block ends. A request of a paused tenant gets no slot.
 
-        `is_early`: the block may begin as soon as the request is sent. A call that is published in the first iteration
-        of the block joins the same pipeline. Such a call is published only if it has the slot `Slot.pending`.
-        Otherwise `Slot.wait` waits for the slot.
+        `is_early`: the block may begin as soon as the request is sent. A call that is published at once then reaches
+        Redis in the same pipeline as the request. The publish names the request `Slot.pending`, and Redis publishes the
+        call only if that request has its slot. Otherwise `Slot.wait` waits for the slot.
 
         Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata: too many calls of the tenant wait, or no
         slot became free within `wait_s`. Raises BrokerUnavailable when Redis does not answer.
@@ -109,7 +114,7 @@ class Admission(Protocol):
 
 
 class UnlimitedAdmission:
-    """Admission for programs without a pool. Every call has a slot at once."""
+    """Admission for programs without a pool. Every call gets a slot at once."""
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
@@ -136,8 +141,8 @@ _listener: ContextVar[OnWaiting | None] = ContextVar("on_waiting", default=None)
 
 @contextmanager
 def report_waiting(listener: OnWaiting) -> Iterator[None]:
-    """Call `listener` for every call of this task that waits longer than NOTICE_S. The tasks that start in the block
-    count too.
+    """Context manager: call `listener` for every call, of this task and of tasks that start in the block, that waits
+    longer than NOTICE_S.
 
     A context variable holds the listener, because some calls are made indirectly: for example, to open a session.
     """
@@ -189,7 +194,8 @@ class PolicySource(Protocol):
 
 
 class PausableAdmission:
-    """Adds pauses to `inner`. The admission `inner` grants the slots, and counts paused calls as waiting.
+    """Adds the pausing of tenants to another admission, `inner`. `inner` grants the slots, and counts the calls of
+    paused tenants as waiting.
 
     If the tenant is paused before a call is sent, the call releases its slot and waits.
     """
@@ -267,7 +273,9 @@ class PausableAdmission:
         raise _still_paused(request, await self._tenants.policy(tenant))
 
     async def _hold_place(self, request: SlotRequest) -> None:
-        """Wait in `inner`, which grants no slot to a paused tenant. The method ends only with an exception."""
+        """Wait in `inner`, so that the call counts as waiting. `inner` grants no slot to a paused tenant, so the method
+        ends only with an exception.
+        """
         async with self._inner.slot(request):
             raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
 
@@ -319,8 +327,9 @@ class _Ticket:
 class SharedAdmission:
     """Grants weighted fair shares of each queue's slots (docs/design.md).
 
-    A call costs one round trip before it begins. Its release does not wait for the reply. Requests of the same
-    iteration of the event loop share a pipeline. `clock`: Unix seconds in place of Redis's clock, for simulations.
+    Each call needs one round trip to Redis before it is sent. The release of its slot does not wait for the reply.
+    Requests of the same iteration of the event loop share a pipeline. `clock`: Unix seconds in place of Redis's clock,
+    for simulations.
 
     Invariant: every ticket is in `_tickets` until it is dropped, and dropping a ticket sends exactly one release. If a
     grant arrives for a dropped ticket, `_grant` therefore releases the slot at once.
@@ -342,7 +351,7 @@ class SharedAdmission:
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
         self._lines = Counter[tuple[str, str]]()
-        """Number of waiting calls, by tenant and queue."""
+        """Number of waiting calls for each pair of tenant and queue."""
         self._steps = SlotStore(
             self._scripts,
             deployment,
@@ -511,7 +520,7 @@ class SharedAdmission:
             self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
 
     async def _keep(self) -> None:
-        """Renew the leases, and check the queues in which calls wait."""
+        """Renew the leases of this process, and check the queues in which its calls wait, until cancelled."""
         renewed_at = _instant()
         renew_s = self._lease_s / RENEWALS_A_LEASE
         while True:

@@ -1,4 +1,6 @@
-"""Client that all sandboxes of an evaluation share, with the sessions that it opened. Each event loop has one."""
+"""The client that all sandboxes of an Inspect evaluation share, and the sessions that it opened. Each event loop has
+one client.
+"""
 
 import asyncio
 from weakref import WeakKeyDictionary

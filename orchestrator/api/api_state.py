@@ -19,9 +19,9 @@ from store.pressure import PoolPressure
 from store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
-"""Lifetime of a readiness result in seconds.
+"""Seconds for which a result of the readiness check is cached.
 
-Readiness needs no key, so the limit protects Redis from clients without a key.
+The readiness check needs no key, so the cache protects Redis from clients without a key.
 """
 
 PRESSURE_FRESH_S = 3.0

@@ -86,7 +86,9 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Return the methods of all routes at `path`. A route alone knows only its own methods."""
+    """Return the HTTP methods of all routes with that path, for the header `Allow`. A single route knows only its own
+    methods.
+    """
     routes = [
         route
         for router in routers

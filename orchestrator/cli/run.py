@@ -84,9 +84,7 @@ class WorkspaceSaver:
 
 
 def check_store() -> None:
-    """Check that a checkpoint would not be deleted with the embedded stack of this command. Raises ConfigError if it
-    would.
-    """
+    """Raise ConfigError if a checkpoint would be deleted at the end of this command, together with its embedded stack."""
     settings = load_settings()
     if settings.redis_url is None and settings.workspace_store is None:
         raise ConfigError(

@@ -54,7 +54,7 @@ class LossMonitor(Protocol):
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    `clock` learns the time of Redis from every publish. `monitor` finds calls whose worker was lost; without a
+    `clock` is set to the time of Redis with every publish. `monitor` finds calls whose worker was lost; without a
     monitor, the sender notices the loss when its wait ends.
     """
 
@@ -110,8 +110,8 @@ class CeleryTransport:
         return await self._complete(_unpack(stored_result, attempt), attempt)
 
     async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", attempt: Attempt) -> dict[str, Any]:
-        """Return the stored result. If the call has not started by its deadline, forbid it to start and do not wait
-        for it.
+        """Return the stored result. If the call has not started by its deadline, mark the call so that no worker starts
+        it, and stop waiting.
         """
         wait_s = max(0.0, attempt.start_by - self._clock()) + START_GRACE_S
         has_requested = False

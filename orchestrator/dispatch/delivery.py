@@ -51,9 +51,9 @@ RECORD_S = CALL_TTL_S - 3600
 the lifetime of a record, as a margin.
 """
 MIN_WAIT_S = 1.0
-"""Least time, in seconds, that a call may wait in a queue, even after a long wait for its slot."""
+"""Time, in seconds, that a call may always wait in a queue, even after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
-"""Verbs that release resources for which other calls wait."""
+"""Session verbs (calls of the SDK that are no tools) that release resources for which other calls wait."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Delivery:
         """Send the call until it has a result or must not be sent again.
 
         A lost call is sent MAX_ATTEMPTS times in total. A call that no worker takes is sent again for RESEND_S, or
-        for its queue wait if that is shorter. If a process that has died sent the call, this process awaits the
-        result at that attempt's queue.
+        for its queue wait if that is shorter. If another process has sent the call and died, this process does not send
+        the call but awaits the result of that attempt.
         """
         try:
             return await self._send_until_done(progress)
@@ -241,9 +241,9 @@ class Delivery:
         return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
-        """Return the record of another process's attempt that still runs or has ended; `progress` then continues with
-        that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call must not be sent
-        again.
+        """Return the record of an attempt that another process has sent and that still runs or has ended. `progress`
+        then continues with that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call
+        must not be sent again.
         """
         request = progress.request
         record = await progress.calls.find(request.tenant, request.call.id)
@@ -365,7 +365,7 @@ class Delivery:
         raise DeliveryFailed(code, f"{reason}{attempts}: {hint}")
 
     async def _close_record(self, progress: "_Progress", state: CallState, code: ErrorCode) -> None:
-        """Store the end of the call. If Redis does not answer, the caller still gets the result."""
+        """Mark the call as ended in its record. If Redis does not answer, the caller still gets the result."""
         request = progress.request
         try:
             await progress.calls.give_up(request.tenant, request.call.id, progress.attempt, state, code)

@@ -41,9 +41,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_HOSTS = 3
-"""Limit of the hosts that are tried to open one session."""
+"""Maximum number of hosts on which the opening of one session is tried."""
 SETTLE_S = 30.0
-"""Seconds that a call waits for a session whose host does not report, or which another process is moving."""
+"""Seconds that a call waits if the host of its session does not report, or if another process is moving the session."""
 POLL_S = 0.2
 MAX_CACHED = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -284,8 +284,8 @@ class SessionLocator:
         return reports
 
     async def _count_claim(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
-        """Return the result of the claim of a location on that host. A refused claim is not counted as a session;
-        otherwise repeated refusals would make the host appear full.
+        """Count the session for that host while `claim` writes the location, and return the result of `claim`. If the
+        claim is refused, the session is no longer counted: repeated refusals would make the host appear full.
         """
         claimed = None
         try:
@@ -362,8 +362,9 @@ class SessionLocator:
         return claimed
 
     async def _find_adopted(self, opening: OpenRequest, address: SessionAddress) -> SessionAddress | None:
-        """Return the address of an opening that the host's next worker has taken over. The same verb then returns the
-        session that exists. Otherwise no process would have the address of that session.
+        """Return the new address of a session that was being opened, if the next worker of the host has taken the
+        session over. Sending `session.open` there again returns the existing session, so that the session does not stay
+        without a caller.
         """
         location = (
             await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
@@ -425,7 +426,7 @@ class SessionLocator:
 
 
 def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
-    """Return the report about the move that the session's next sandbox gives."""
+    """Return the sentence about the move that the first result from the session's new sandbox contains."""
     at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC).isoformat(timespec="seconds")
     return {"generation": address.fence, "checkpoint_at": at, "is_planned": not before.queue}
 

@@ -63,10 +63,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: a file of
-    the store instead, by its id or location, which the host copies. `restore`: a checkpoint's id. `network` None: the
-    default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the tenant,
-    which is forked; the other fields are not used.
+    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: instead of
+    `workspace`, the id or URL of a file in the store, which the host copies. `restore`: a checkpoint's id. `network`
+    None: the default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the
+    tenant, which is forked; the other fields are not used.
     """
 
     image: str | None = None
@@ -147,7 +147,7 @@ class Session:
         is_guest: bool = False,
     ) -> None:
         """Create a handle of an open session. `is_guest`: another process has opened the session, so the end of a
-        `with` block does not close it.
+        `with` block leaves the session open.
         """
         self._credential = credential
         self._is_guest = is_guest
@@ -206,8 +206,8 @@ class Session:
     async def attach(
         cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
     ) -> "Session":
-        """Return an open session of the tenant, no matter which process opened it. The end of a `with` block leaves
-        it open; `close` closes it.
+        """Return a handle of an open session of the tenant, no matter which process opened the session. The end of a
+        `with` block leaves the session open; `close` closes it.
 
         Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable, SandboxUnavailable. The failure is the same for a
         session that never existed, is closed, or belongs to another tenant.
@@ -316,7 +316,8 @@ class Session:
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def export_files(self, paths: Sequence[str], folder: str = "/workspace") -> bytes:
-        """Return a tar archive of files and links below a folder. The sandbox made the archive: it may hold anything.
+        """Return a tar archive of files and links below a folder. The archive comes from the sandbox, so do not trust
+        its content.
 
         Raises ToolFailure(FILE_NOT_FOUND) when a file cannot be packed, ToolFailure(FILE_TOO_LARGE) above 64 MiB.
         """
@@ -548,7 +549,9 @@ async def _close_when_open(
 
 
 def _require_success(result: ToolResult) -> ToolResult:
-    """Return the result of a successful verb; otherwise raise ToolFailure or OperatorError with the result's code."""
+    """Return the result if the call has succeeded; otherwise raise ToolFailure or OperatorError with the code of the
+    result.
+    """
     if result.success:
         return result
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"

@@ -1,4 +1,4 @@
-"""Objects in LangChain's shape: detection, parameters and handlers.
+"""Objects that have the attributes of LangChain tools: detection, parameters and handlers.
 
 Objects are recognized by their attributes, never by their class, so that LangChain is not a dependency.
 """

@@ -24,7 +24,7 @@ from telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0
-"""Size of a burst: the requests that the allowed rate permits in this number of seconds."""
+"""A client may send as many requests at once as its rate allows in this number of seconds."""
 
 
 class RateLimiter:
@@ -97,7 +97,7 @@ class ConnectedParts:
 
 
 ConnectedWork = Callable[[ConnectedParts], AbstractAsyncContextManager[None]]
-"""Work that runs in the process while the service is connected."""
+"""Background work that a service runs while it is connected to Redis."""
 
 
 class AppState:

@@ -1,4 +1,4 @@
-"""Publishes the events of this process: of the hosted runs that it owns, and of batches.
+"""Publishes the events of this process: of the durable runs that it owns, and of batches.
 
 Pieces of text are collected for a short time, so that a fast model causes only a few events per second.
 
@@ -212,7 +212,7 @@ class RunEventPublisher:
             self._buffers.remove(buffer)
 
     def add(self, tenant: str, batch: str, event: RunEvent) -> None:
-        """Add one of PROGRESS_EVENTS to the stream of a batch. The events of hosted runs are in their own streams."""
+        """Add one of PROGRESS_EVENTS to the stream of a batch. The events of durable runs are in their own streams."""
         if batch == HOSTED_BATCH:
             return
         if len(self._progress) >= MAX_WAITING_PROGRESS:

@@ -88,7 +88,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostedRuns:
-    """Hosted runs of every tenant. Any number of processes may have an instance of this class.
+    """Durable runs of every tenant. Any number of processes may have an instance of this class.
 
     Every method raises BrokerUnavailable when Redis does not answer. Every method raises ToolFailure(FILE_NOT_FOUND)
     for a run that does not exist for the tenant. The error does not reveal whether another tenant has a run of this
@@ -118,7 +118,7 @@ class HostedRuns:
 
     @classmethod
     def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "HostedRuns":
-        """Return the hosted runs of a pool. Create one instance per process: all followers of the instance share one
+        """Return the durable runs of a pool. Create one instance per process: all followers of the instance share one
         connection. Close `hub` before the pool.
         """
         return cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)

@@ -93,8 +93,8 @@ class ItemWork:
         publisher: RunEventPublisher | None = None,
         on_event: OnEvent = lambda _: None,
     ) -> None:
-        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of hosted runs;
-        None: publish no events. `on_event`: receives every published event, too.
+        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of durable runs;
+        None: publish no events. `on_event`: also receives every published event.
         """
         self._publisher, self._on_event = publisher, on_event
         self._pool = pool
@@ -376,7 +376,7 @@ class ItemWork:
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
         """Yield the listener for a run's events, and the display of its partial replies; None for no display. Publish
-        the events and partial replies of a hosted run.
+        the events and partial replies of a durable run.
         """
         if claim.record.batch != HOSTED_BATCH or self._publisher is None:
             yield on_event, None

@@ -1,6 +1,6 @@
-"""Executes one hosted run in the process that starts it, as `toolcrew run` does.
+"""Executes one durable run in the process that starts it, as `toolcrew run` does.
 
-The run is like any other hosted run: its log is in Redis, and other programs can follow and cancel it. If this process
+The run is like any other durable run: its log is in Redis, and other programs can follow and cancel it. If this process
 dies, an orchestrator of the pool continues the run. The run differs in one point: a person waits for it. Therefore it
 is never queued, and a failure ends the run instead of delaying it.
 """

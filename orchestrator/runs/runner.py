@@ -116,8 +116,8 @@ class Runner:
     """Claims and executes runs in one process.
 
     `concurrency`: run slots of this process. The limit of a batch applies to all processes together. `only`: claim
-    only runs of this tenant and batch. None: hosted runs and all detached batches, limited to `tenants` if `tenants`
-    is not empty. `hosted_defaults`: defaults of hosted runs.
+    only runs of this tenant and batch. None: durable runs and all detached batches, limited to `tenants` if `tenants`
+    is not empty. `hosted_defaults`: defaults of durable runs.
     """
 
     client: RedisClient
@@ -474,11 +474,11 @@ class Runner:
             self._end_cancelled(cancelled)
 
     async def _poll_cancels(self) -> None:
-        """Check for cancelled hosted runs often. Clients cancel each hosted run separately and wait for the end."""
+        """Check for cancelled durable runs often. Clients cancel each durable run separately and wait for the end."""
         while True:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
-            # Without a hosted run there is nothing to ask Redis for, twice a second in every idle process.
+            # Without a durable run there is nothing to ask Redis for, twice a second in every idle process.
             if any(one.claim.record.batch == HOSTED_BATCH for one in self._active.values()):
                 with suppress(BrokerUnavailable):
                     self._end_cancelled(await self.queue.cancels())

@@ -77,7 +77,7 @@ class ArchiveStore(Protocol):
         """Return the size of a file that another program has put into the store. `path`: the result of
         `parse_location`.
 
-        Raises NotStored: there is no such file, or a link leads out of the first folder of the path.
+        Raises NotStored: there is no such file, or a symbolic link leads out of the first folder of the path.
         """
         ...
 
