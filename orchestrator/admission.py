@@ -253,7 +253,8 @@ class PausableAdmission:
         slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=remaining_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
-            # Counted before the look-up: the task `_watch` ends when no call of its tenant is counted as waiting.
+            # Count this call before looking for the task `_watch`, which ends when no call of its tenant counts as
+            # waiting.
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
@@ -292,7 +293,7 @@ class PausableAdmission:
         try:
             return (await self._tenants.policy(tenant)).is_paused
         except BrokerUnavailable as error:
-            # In doubt the pause holds. Operators use it to stop a tenant.
+            # If the policy cannot be read, the tenant stays paused, because operators use a pause to stop a tenant.
             log.warning("pause_state_not_read", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
@@ -376,20 +377,21 @@ class SharedAdmission:
             if not is_sent:
                 await self._wait(ticket)
         except BaseException:
-            # A grant may be on its way. Redis handles the release after it, and `_grant` returns a slot without a
-            # ticket.
+            # Redis may just have granted the slot. `_drop` sends the release after the request, and `_grant` returns a
+            # slot that arrives without a ticket.
             self._drop(ticket, 0.0)
             raise
         try:
             yield slot
         finally:
-            # At most the time for which the slot was held: `used_s` is computed from a result, which a worker wrote.
+            # Charge at most the time for which the slot was held, because `used_s` comes from a result that a worker
+            # wrote.
             slot_s = _instant() - ticket.granted_at if ticket.granted_at is not None else 0.0
             self._drop(ticket, slot_s if slot.used_s is None else max(0.0, min(slot.used_s, slot_s)))
 
     async def aclose(self) -> None:
         """Release all slots. Waiting calls fail."""
-        # Set first, so that no new ticket is added while the releases are sent.
+        # Set this first, so that no new ticket is added while the releases are sent.
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.granted_at is None and not ticket.granted.done():
@@ -410,8 +412,8 @@ class SharedAdmission:
             raise _unavailable("the client is closed")
         self._open()
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
-        # If an early published call fails, its publish reports the failure, and no task awaits this future. The
-        # callback prevents asyncio's warning about an unread exception.
+        # A call that was published early gets a failure from its publish, so no task awaits this future. The callback
+        # prevents asyncio's warning about an unread exception.
         ticket.granted.add_done_callback(_retrieve)
         # A call behind other calls of its tenant must wait, so early publishing would be useless.
         is_in_line = self._lines[request.tenant, request.queue] > 0
@@ -488,7 +490,8 @@ class SharedAdmission:
             self._reconcile()
 
     def _on_failure(self, error: str, requested: frozenset[str]) -> None:
-        # Only the new requests fail. Calls that Redis has queued keep their place, and wait until their own limit.
+        # Only the requests in the failed step fail. Calls that Redis has already queued keep their place, and wait
+        # until their own limit.
         self._outage = error
         for call in requested:
             self._fail(call, _unavailable(f"Redis does not answer ({error})"))
@@ -503,7 +506,8 @@ class SharedAdmission:
         for call in unknown:
             ticket = self._tickets.get(call)
             if ticket is not None and ticket.granted_at is not None:
-                # The call runs, whether Redis knows its slot or not. Without it, the queue would get too many calls.
+                # Redis has lost the slot of a call that runs. Add the slot again; otherwise Redis would grant too many
+                # slots of the queue.
                 self._steps.add(restore(call, ticket.request))
             elif ticket is not None:
                 ticket.is_known = False
@@ -513,7 +517,7 @@ class SharedAdmission:
         """Renew all leases. Redis returns the ids that it does not know."""
         granted_calls = [call for call, ticket in self._tickets.items() if ticket.granted_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
-        # In parts: Lua passes these ids as arguments of one command, and their number is limited.
+        # Send the ids in several operations, because Lua limits the number of arguments of one command.
         for at in range(0, len(granted_calls), RENEW_AT_ONCE):
             self._steps.add(renew(granted_calls[at : at + RENEW_AT_ONCE], ()))
         for at in range(0, len(waiting), RENEW_AT_ONCE):

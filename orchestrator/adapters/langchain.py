@@ -45,7 +45,7 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Passed by position, because an argument may have a name that LangChain uses (config, callbacks,
+        # Pass the arguments by position, because an argument may have a name that LangChain uses (config, callbacks,
         # run_manager).
         return (super()._parse_input(tool_input, tool_call_id), tool_call_id), {}
 

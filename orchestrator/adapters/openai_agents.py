@@ -83,7 +83,8 @@ class AgentCalls:
         try:
             return (await self._tools.decide(self._spec.name, arguments)).action == "ask"
         except (ToolFailure, OperatorError):
-            # The call is checked again when it runs, and its result contains the error.
+            # Ask no person about a call that cannot run. It is checked again when it runs, and its result then contains
+            # the error.
             return False
 
 

@@ -206,7 +206,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                 shows_output=False,
             )
         except ModelUnavailable as error:
-            # A limit of verifiers refuses the next request. The work until then is graded.
+            # If verifiers has reached one of its limits, it refuses the next request. The work until then is graded.
             if trace.stop_condition is None and not is_gradable(judge_error(error)):
                 raise
         else:

@@ -75,7 +75,8 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
-        # The text of the error may contain data of other tenants, so only the log contains it.
+        # The text of the error may contain data of other tenants, so it is written to the log and not sent to the
+        # client.
         log.error(
             "api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error
         )

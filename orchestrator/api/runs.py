@@ -240,7 +240,8 @@ async def fork_run(
 async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
     async with AsyncExitStack() as stack:
-        # A transcript may have a hundred megabytes, which are in memory until the client has received them.
+        # Limit the transfers of a key: a transcript may have a hundred megabytes, which are in memory until the client
+        # has received them.
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with convert_not_found():
             messages = await hosted(caller).transcript(caller.tenant, run_id)

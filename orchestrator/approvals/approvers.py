@@ -211,7 +211,7 @@ async def _read_line(stream: TextIO) -> str:
     line = bytearray()
 
     def take(descriptor: int) -> None:
-        # One byte at a time, because the bytes after this line belong to another reader.
+        # Read one byte at a time, because the bytes after this line belong to another reader.
         try:
             byte = os.read(descriptor, 1)
         except BlockingIOError:

@@ -115,7 +115,8 @@ class ApprovalPolicy:
             return _deny(denying[0], build_refusal_subject(spec.name, denying[1]), warning)
         if touching:
             return PolicyDecision("ask", _explain_ask(spec.name, touching[0][1]), warning)
-        # An allow rule for a tool that this call would use indirectly does not allow this tool.
+        # Only allow rules for the called tool count. A rule for a tool that the call uses indirectly does not allow the
+        # call.
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return PolicyDecision("allow", "a rule of the policy allows it", warning)
         if warning:

@@ -37,7 +37,7 @@ _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 MAX_SAMPLES = 1000
-_READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox
+_READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox whose files a program can read
 
 
 @dataclass(frozen=True)

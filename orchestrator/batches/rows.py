@@ -67,7 +67,7 @@ class Row(BaseModel):
 
 
 def build_row(outcome: ItemOutcome) -> dict[str, Any]:
-    """Return the row of an item that has ended. The response of a failed item is null or the partial result of its run."""
+    """Return the row of an item that has ended. The response of a failed item is null or the partial result."""
     response, failure = None, outcome.failure
     if outcome.body is not None or failure is None:
         response = {"status_code": outcome.status_code, "request_id": outcome.run, "body": outcome.body or {}}

@@ -44,9 +44,10 @@ class TagStreamParser:
         self._thinking = False
         self._is_off = False
         self._is_ending = False
-        # True when only markers matter, so a chunk without one is text: no thought and no fences have to be tracked.
+        # True if neither a think block nor code fences must be tracked, so that a chunk without a marker is text.
         self._is_simple = False
-        # True when also nothing is held or open. Checked first, because nearly every chunk is plain text.
+        # True if, in addition, no text is held back and no tag is open. Checked first, because nearly every chunk is
+        # plain text.
         self._is_plain = False
 
     def feed(self, chunk: str) -> list[TagEvent]:

@@ -173,7 +173,7 @@ class CallEventReader:
                 await self._call_handler(handler, event)
             return
         await self._question_slots.acquire()
-        # The call may have ended during that wait.
+        # The call may have ended while this event waited.
         if not self._takes_questions:
             self._question_slots.release()
             return
@@ -254,7 +254,7 @@ class CallEventListener:
             delivering.cancel()
             reader.end_questions()
             if not self._is_closed:
-                # A task of its own, because this block may be cancelled.
+                # Delete the events in a separate task, because this block may be cancelled.
                 task = begin_shared(self._delete(reader), "call-events-end")
                 self._deletions[reader.keys.name] = task
 
@@ -274,7 +274,8 @@ class CallEventListener:
         name = reader.keys.name
         if name in self._readers:
             return None
-        # Registered before the stream is created: a wake-up may arrive immediately, and it must find the call.
+        # Register the call before its stream is created, because a wake-up may arrive immediately and must find the
+        # call.
         self._readers[name] = reader
         try:
             # The events of an earlier attempt at this call have the same keys.

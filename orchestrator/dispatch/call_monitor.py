@@ -133,7 +133,8 @@ class CallMonitor:
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._making:
-            # Another call uses the same id. The order means the call that used the id first.
+            # Another call with the same id is running. Orders to kill are for the call that used the id first, so they
+            # do not stop this one.
             yield
             return
         making = self._making[key] = _CallTask(task, task.cancelling())
@@ -150,8 +151,8 @@ class CallMonitor:
     async def find_kills(self) -> None:
         """Stop those calls that have not begun and that an operator has ordered to kill. Raises BrokerUnavailable."""
         if not self._making:
-            # Orders are read from the beginning again. A later call may have an earlier order: a process that
-            # continues the run of another process makes the run's call again.
+            # Read all orders again, because an older order may be for this call: a process that continues the run of
+            # another process makes the calls of that run again.
             self._kills_read_at = 0.0
             return
         for at, order in await self._store.recent_kills(self._kills_read_at):
@@ -278,7 +279,7 @@ class CallMonitor:
                 FAILED_EVENTS, build_failed_event(attempt, task_id, node, f"HostLost({reason!r})")
             )
         except BrokerUnavailable as error:
-            # The caller has its result. Flower only displays it.
+            # The caller already has its result, so this failure only means that Flower shows a wrong state.
             log.warning("lost_task_not_announced", task=task_id, error=str(error))
 
     def _report(self, task_id: str, lost: CallLost) -> None:

@@ -92,8 +92,8 @@ class CeleryTransport:
             self._in_flight.discard(name)
 
     async def _deliver(self, attempt: Attempt) -> Any:
-        # Every attempt has its own task id: a late result of the first attempt would be taken for the result of the
-        # second.
+        # Every attempt has its own task id. With a common id, a late result of the first attempt would be taken for
+        # that of the second.
         task_id = attempt.published_as or self._hub.task_id(f"{attempt.call_id}.{attempt.number}.{attempt.tenant}")
         with self._hub.expect(task_id, keeps=attempt.request.keeps_result) as stored:
             if attempt.published_as is None:
@@ -248,7 +248,7 @@ def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
     """
     request = attempt.request
     shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}
-    # None: the task keeps the limits that the worker sets.
+    # With None, the task has the time limits that the worker sets.
     limit_s = request.celery_limit_s
     task = _app().amqp.create_task_message(
         task_id,

@@ -142,7 +142,7 @@ class SessionLocator:
             location = await self._sessions.find(tenant, session)
             if location is None:
                 raise no_such_session()
-            # Checked before the attempt, so that a long last attempt that succeeds still counts.
+            # Read the clock before the attempt, so that the last attempt may take longer than the limit.
             is_late = time.monotonic() > until
             try:
                 address = await self._find_address(tenant, session, location, policy, silent)
@@ -184,7 +184,7 @@ class SessionLocator:
         Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable, BrokerUnavailable.
         """
         arguments, queue = await self.start(tenant, session), str(facts["queue"])
-        # Sealed for each child: a start is valid only for the session that it names.
+        # Sign the arguments separately for each new session, because a signature is valid for one session only.
         starts = {name: seal_start(self._keys, tenant, name, arguments) for name in names}
         await self._sessions.fork(tenant, session, starts, queue, facts=json.dumps(dict(facts)), limit=policy.sandboxes)
         for name in names:
@@ -279,7 +279,8 @@ class SessionLocator:
                 del self._placed[report.queue]
         self._reported_at = {report.queue: report.reported_at for report in reports}
         for queue in self._placed.keys() - self._reported_at.keys():
-            # The name belongs to one start of a host. A start that no longer reports never returns under its name.
+            # The queue belongs to one start of a worker. A worker that no longer reports never returns with the same
+            # queue, so its count is not needed.
             del self._placed[queue]
         return reports
 
@@ -386,7 +387,8 @@ class SessionLocator:
         )
         if address is None:
             return None
-        # The host may have stored a newer checkpoint before it lost the location.
+        # Read the location again: the former host may have stored a newer checkpoint before the session was taken from
+        # it.
         latest = await self._sessions.find(tenant, session) or location
         result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
         # The owner may have deleted the last checkpoint. Without a checkpoint, nothing is restored, and the session's
@@ -407,8 +409,8 @@ class SessionLocator:
                 queue=address.queue,
                 checkpoint=checkpoint or None,
             )
-            # The address of the host that answered. Another host may have replaced the first one, and the location is
-            # there now.
+            # Use the address of the host that answered: it may be another host than the first one, and the location
+            # then names that host.
             result, address = await self._send_to_hosts(
                 OpenRequest(tenant, session, arguments), address, policy, excluded
             )

@@ -179,8 +179,8 @@ class Session:
             return (await parent.fork_as([name or new_session_name()]))[0]
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = name or new_session_name()
-        # A task of its own: a cancellation must not stop the opening at a point where a host has made the sandbox and
-        # this process does not know it.
+        # Open the session in a separate task. A cancellation of this task must not stop the opening after a host has
+        # created the sandbox and before this process knows it.
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
             result = _require_success(await asyncio.shield(opening))
@@ -286,7 +286,7 @@ class Session:
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
         result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         data = await self._content(result)
-        # One blob holds both streams, because a result carries one.
+        # A result has only one blob, so the blob contains both streams, stdout first.
         cut = int(str(result.metadata["stdout_bytes"]))
         return ExecResult(
             returncode=int(str(result.metadata["returncode"])),
@@ -369,7 +369,8 @@ class Session:
 
         Raises ToolFailure(FILE_TOO_LARGE) beyond the operator's limit, SandboxUnavailable.
         """
-        # In a file: a list of names can be longer than the arguments of a call. In /output, where it is no artifact.
+        # Pass the names in a file, because the list can be longer than the arguments of a call. The file is in /output,
+        # so that it does not become an artifact itself.
         names = f"/output/.files-{secrets.token_hex(8)}"
         listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
         written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
@@ -440,7 +441,7 @@ class Session:
         failed.
         """
         if not self._closed:
-            # Set before the first await: a second close at the same time must not send a second order.
+            # Set this before the first await, so that a second close at the same time does not send a second order.
             self._closed = True
             try:
                 _require_success(await self._dispatcher.close_session(self.tenant, self.id))
@@ -454,7 +455,8 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._is_guest:
             return
-        # Shielded, so that a cancelled program still removes its sandbox. It does not wait in the host's queue.
+        # The shield makes a cancelled program still remove its sandbox; the order to close it then does not wait in the
+        # host's queue.
         urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
         await asyncio.shield(self._abandon() if urgent else self.close())
 

@@ -178,7 +178,7 @@ class AppState:
             stack.push_async_callback(parts.runs.hub.close)
             stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(work(parts))
-            # Set last: `parts` being set means that every part is ready for requests.
+            # Set `_parts` last, because requests are served as soon as it is set.
             self._parts = parts
             log.info("api_connected")
             try:
