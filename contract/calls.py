@@ -208,7 +208,8 @@ class Spill(Record):
 
 
 class RunFailure(StrEnum):
-    """Reason why a call did not run, or was lost while it ran. Workers and admission set it, tools never do.
+    """Reason why a call did not run, or was lost while it ran. Workers set it, and so does admission, which divides the
+    workers' slots among the tenants. Tools never set it.
 
     A result stores the reason in its metadata. Only `metadata` writes these fields, and only `ToolResult.run_failure`
     reads them.

@@ -19,8 +19,8 @@ RESTART_GRACE_S = 30
 its worker starts again.
 """
 TOMBSTONE_TTL_S = 24 * 3600
-"""Seconds for which an incarnation (one start of a worker) stays marked as lost (`tombstone_key`). If its process
-resumes during this time, the process must not use its old name.
+"""Seconds for which an incarnation (the worker of a host since its last boot) stays marked as lost (`tombstone_key`).
+If its process resumes during this time, the process must not use its old name.
 """
 MAX_PROBLEM_CHARS = 500
 MAX_IMAGES_PRESENT = 1000
@@ -72,8 +72,8 @@ class HostReport(Record):
     images_present: Annotated[
         tuple[str, ...], Field(max_length=MAX_IMAGES_PRESENT, exclude_if=lambda images: not images)
     ] = ()
-    """Images that the host has pulled, at most the most recently used ones. A host that pulls no images omits the
-    field, so that earlier releases can read its report.
+    """Images that the host may pull and already has; if there are too many, only the most recently used ones. A host
+    that pulls no images omits the field, so that earlier releases can read its report.
     """
     healthy: bool = True
     """False while the sandboxd of the host does not answer. The host then gets no new sessions."""

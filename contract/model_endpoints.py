@@ -20,8 +20,8 @@ ENDPOINTS_FRESH_S = 1.0
 MAX_FALLBACKS = 3
 """Longest chain of fallbacks that one request follows."""
 WAIT_NOTICE_S = 0.5
-"""Waiting time in seconds after which the log and the events of a run report that a model request waits for a rate or
-concurrency limit of its endpoint.
+"""Waiting time in seconds after which users of a run are informed that its request to the model waits for a rate or
+concurrency limit of the endpoint.
 """
 BlockReason = Literal["rate_limit", "down"]
 BLOCK_CAUSES: Mapping[str, str] = {

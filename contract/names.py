@@ -47,8 +47,8 @@ def tenant_key(deployment: str, tenant: str, name: str) -> str:
 
 
 def host_queue(host: str, boot: str) -> str:
-    """Return the queue of one incarnation of a host: of its worker since the last boot. A rebooted host gets a new
-    queue, so it never receives calls for sandboxes that it has lost.
+    """Return the queue of one incarnation of a host: its worker between two boots. A rebooted host gets a new queue, so
+    it never receives calls for sandboxes that it has lost.
     """
     return f"host.{host}.{boot}"
 
@@ -177,8 +177,8 @@ def runs_prefix(deployment: str) -> str:
 
 
 def admission_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of admission, which divides the workers' slots among the tenants
-    (store/slots.py).
+    """Return the prefix of the keys of admission, the part of toolcrew that divides the workers' slots among the
+    tenants (store/slots.py).
     """
     return deployment_key(deployment, "admission:")
 

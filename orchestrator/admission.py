@@ -1,4 +1,4 @@
-"""Admission: weighted fair shares of the workers' slots.
+"""Admission: divides the workers' slots among the tenants, in weighted fair shares.
 
 Invariant: a call is sent only with a slot, and a slot is returned exactly once, whatever ends the call. If this process
 dies, the leases of its slots end. If Redis loses its data, the renewals restore the slots of calls that run.

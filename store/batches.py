@@ -244,8 +244,8 @@ class RowLocation(Record):
 
 class BatchRecord(Record):
     """The record of a batch. `sha256`: hash of the input file. `concurrency`: how many items run at the same time,
-    over all orchestrators. `failed`: number of failed runs by kind of failure. `is_detached`: the API service runs the
-    batch; otherwise only a command that was started for this batch runs it.
+    over all orchestrators. `failed`: number of failed runs by kind of failure. `is_detached`: services (`toolcrew serve
+    api`, `toolcrew serve batches`) run the batch; otherwise only a command that was started for this batch runs it.
     """
 
     state: BatchState

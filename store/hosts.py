@@ -1,5 +1,5 @@
-"""The living workers, and the orders to them. Each worker writes a report under the name of its host instance (one
-start of a worker on a host). The report expires if the worker does not renew it.
+"""The living workers, and the orders to them. Each worker writes a report under the name of its host instance (the
+worker of a host since its last boot). The report expires if the worker does not renew it.
 
 Invariant: no worker continues under the name of a lost instance. The list of instances outlives the reports. A listed
 instance without a report is lost. The reaper then answers the calls in its queue and writes a tombstone. After that,

@@ -115,12 +115,14 @@ return 'added'
 
 
 class RunTaken(Exception):
-    """Another process owns the run now. The former owner must stop."""
+    """Another process has claimed the run. This process must stop executing it."""
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """An attempt at a run. `claim`: the token with which the owner appends to the log; empty for a reader."""
+    """An attempt at a run. `claim`: the token with which the owner (the process that executes the run) appends to the
+    log; empty for a process that only reads.
+    """
 
     tenant: str
     run: str
@@ -153,7 +155,7 @@ class RunLog:
         """The session whose usage the tokens of new entries are added to."""
         self._spending: dict[int, ReplySpending] = {}
         self.has_grown = False
-        """True if the run has made progress under this owner."""
+        """True if the run has made progress in this process."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -240,8 +242,8 @@ class RunLog:
         opened = event.session if isinstance(event, SessionOpening | StateForking) else ""
         sealed = self._keys.seal(session_purpose(attempt.tenant, attempt.run), opened) if opened else ""
         names = (self._deployment, attempt.tenant, attempt.run)
-        # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
-        # owner at this point would be resumed without end.
+        # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills each
+        # process at this point would be resumed without end.
         is_further = not isinstance(event, SessionOpening | StateForking)
         spending = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)

@@ -37,9 +37,10 @@ class RunState(StrEnum):
 
 
 class RunRecord(Record):
-    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's owner. `attempt`:
-    1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
-    `losses`: how often a process that executed the run has died since the log of the run last grew."""
+    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the process that executes the
+    run. `attempt`: 1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic
+    restarts. `losses`: how often a process that executed the run has died since the log of the run last grew.
+    """
 
     batch: str
     item: BatchItem

@@ -122,7 +122,7 @@ class BatchPage:
 
 
 class BatchCancelled(Exception):
-    """The batch was cancelled. The owner of one of its runs must end that run."""
+    """The batch was cancelled. A process that executes one of its runs must end the run."""
 
 
 class RunQueue:
@@ -358,8 +358,8 @@ class RunQueue:
     ) -> list[RunClaim]:
         """Claim at most `limit` runs. Runs of dead processes come first, then the next run of each tenant in turn.
         `only`: a tenant and its batch, from which runs are claimed. None: claim from all detached batches (batches that
-        the API service runs), only of `tenants` if it is not empty. A run that this process cannot verify or read is
-        given back.
+        services run), only of `tenants` if it is not empty. A run that this process cannot verify or read is given
+        back.
         """
         limit = min(limit, AT_ONCE)
         filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
@@ -596,8 +596,8 @@ class RunQueue:
         ]
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
-        """End a durable run. A waiting run ends at once; its owner ends a running run. `entry`: the entry for the
-        audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
+        """End a durable run. A waiting run ends at once; a running run is ended by the process that executes it.
+        `entry`: the entry for the audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
         reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
         if reply == "unknown":

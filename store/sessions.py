@@ -402,14 +402,14 @@ class SessionStore:
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
 
     async def facts(self, tenant: str, session: str) -> str | None:
-        """Return the report of the session's host from the opening of the session; None if no report is stored."""
+        """Return what the host reported about the session when the host opened it; None if no report is stored."""
         with broker_errors(_WHAT):
             facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def host_state(self, queue: str) -> HostState:
-        """Return the state of a host instance. A host that is `silent` may report again: after an outage of Redis, all
-        reports are missing.
+        """Return the state of a host instance: alive, silent or given_up. A `silent` host may report again, because
+        after an outage of Redis all reports are missing.
         """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
@@ -571,12 +571,14 @@ class WorkerSessionStore:
             return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
 
     def unhold(self, name: str, fence: int) -> bool:
-        """End a hold and continue to serve the session on this host. Return False if the hold had ended."""
+        """End the effect of `hold` and continue to serve the session on this host. Return False if it had already
+        ended.
+        """
         return self._hold_ended(name, fence, LocationState.OPEN, self.queue)
 
     def release(self, name: str, fence: int) -> bool:
-        """End a hold and leave the session without a host. The next call opens the session on another host, from the
-        checkpoint in its location. Return False if the hold had ended.
+        """End the effect of `hold` and leave the session without a host. The next call opens the session on another
+        host, from the checkpoint in its location. Return False if it had already ended.
         """
         return self._hold_ended(name, fence, LocationState.MOVING, "")
 

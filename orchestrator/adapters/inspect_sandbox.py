@@ -236,7 +236,8 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             except ToolFailure as failure:
                 if failure.code != ErrorCode.PATH_NOT_ALLOWED:
                     raise
-        # The file verbs are limited to /workspace, /tmp and /output. Programs can also read the files of the image.
+        # The session's own calls read files only below /workspace, /tmp and /output, so a program in the sandbox reads
+        # any other file.
         return await read_as(self.session, await self._user(None), path)
 
     @override

@@ -31,8 +31,8 @@ log = get_logger(__name__)
 POLL_S = 0.2
 """Interval in seconds between two reads of answers. One read covers all waiting questions."""
 POLL_PER_QUESTION_S = 0.0002
-"""Minimum interval between two reads for each waiting question, in seconds. With many questions the interval is thus
-longer than POLL_S, because a read of thousands of answers is expensive.
+"""Minimum interval between two reads for each waiting question, in seconds. With many questions the interval is longer
+than POLL_S, because a read of thousands of answers is expensive.
 """
 RETRY_S = 0.5
 ARRIVAL_S = 1.0

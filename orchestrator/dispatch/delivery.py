@@ -257,7 +257,8 @@ class Delivery:
                     "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
-        # Adopt the number of the record, even if that attempt was never published: the scripts accept only this number.
+        # Continue with the number in the record, even if that attempt was never published, because the scripts accept
+        # only this number.
         progress.attempt = record.attempt
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(

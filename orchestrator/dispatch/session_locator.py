@@ -59,7 +59,7 @@ class HostSource(Protocol):
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A session that is being opened, with the arguments of the verb `open`."""
+    """A session that is being opened, with the arguments of the call `session.open`."""
 
     tenant: str
     session: str
@@ -68,8 +68,8 @@ class OpenRequest:
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
 SendOpen = Callable[[OpenRequest, SessionAddress], Awaitable[ToolResult]]
-"""Sends the verb `open` to an address once and returns its result, even if the verb failed. Raises NotSent, CallLost,
-DeliveryFailed.
+"""Function that sends the call `session.open` to an address once and returns its result, even if the call failed.
+Raises NotSent, CallLost, DeliveryFailed.
 """
 
 
@@ -299,8 +299,8 @@ class SessionLocator:
     async def _send_to_hosts(
         self, opening: OpenRequest, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
-        """Send the verb `open`. Try other hosts when a host is lost before it answers, or has no capacity. Return the
-        result and the address of the host that gave it.
+        """Send the call `session.open`. Try other hosts when a host is lost before it answers, or has no capacity.
+        Return the result and the address of the host that gave it.
 
         A failed opening releases the location, so that the next caller may try again.
         """

@@ -79,7 +79,7 @@ class SessionStart:
     fork: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the verb `open`."""
+        """Return the arguments of the call `session.open`."""
         arguments: dict[str, Any] = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
         arguments |= {
             "workspace": self.stored,
@@ -514,7 +514,7 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
     Raises SandboxUnavailable, ToolFailure.
     """
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
-    # A verb needs a session to name its tenant. This session is never opened.
+    # The call must name a session, but the session need not exist. This one is never opened.
     session, queue = new_session_name(), await dispatcher.any_queue(tenant)
     request = Request(call, tenant, session, queue, timeout_s=OPEN_TIMEOUT_S, audience="session")
     return _require_success(await dispatcher.dispatch(request)).metadata["deleted"] is True

@@ -95,8 +95,8 @@ class TenantCatalog:
         )
 
     async def find(self, name: str, tenant: str, audience: str = "model") -> ToolSpec:
-        """Return the tool of that name. `audience`: "model", or "session" for session verbs. The tenant's skills are
-        read only if one of them can be the tool.
+        """Return the tool of that name. `audience`: "model", or "session" for session verbs such as `session.open`. The
+        tenant's skills are read only if one of them can be the tool.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves the tool now.
         """

@@ -28,7 +28,7 @@ _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
 
 @dataclass(frozen=True)
 class WorkspaceSource:
-    """Bytes for the verb `session.import`, and their `kind`."""
+    """Bytes for the call `session.import`, and their `kind`."""
 
     kind: str
     content: bytes

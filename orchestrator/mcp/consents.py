@@ -37,8 +37,8 @@ Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 
 @dataclass(frozen=True)
 class PendingApproval:
-    """Signed and encrypted record of the call that a question is about. The client receives it with the question and
-    returns it with the answer. A call id never runs twice, so one approval allows one run.
+    """Encrypted record of the call that a question is about. The client receives it with the question and returns it
+    with the answer. A call id never runs twice, so one approval allows one run.
     """
 
     call: str
@@ -49,7 +49,7 @@ class PendingApproval:
 
     @classmethod
     def parse(cls, text: str | None) -> "PendingApproval | None":
-        """Parse a record whose signature is already verified, so that this deployment must have written it."""
+        """Parse a record that was already decrypted and verified, so that this deployment must have written it."""
         return cls(*json.loads(text)) if text is not None else None
 
 

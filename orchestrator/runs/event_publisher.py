@@ -76,7 +76,9 @@ class RunEventBuffer:
     is_taken: bool = False
 
     def resume(self) -> None:
-        """Note that an earlier owner has published events. The events after the last complete step are then invalid."""
+        """Add the event that the run was resumed, because an earlier process has published events. Those after the last
+        complete step are then invalid.
+        """
         self._add(self._fields(RunResumed(run=self.run, step=self.published_step + 1)))
 
     def on_event(self, event: RunEvent) -> None:

@@ -101,7 +101,9 @@ class Trace:
 
     @property
     def clocks(self) -> Clocks:
-        """Return the clocks of the run. If the run did not finish, return the sum of the calls' clocks."""
+        """Return the durations of the phases of the run's calls. If the run did not finish, return the sum over the
+        calls.
+        """
         if self.finished is not None:
             return self.finished.clocks
         return sum((call.result.clocks for call in self.calls if call.result), Clocks())

@@ -1,6 +1,7 @@
 """Archives as files in a folder of this host, or in a folder that several hosts mount.
 
-Invariant: an archive without facts does not exist for readers. The facts are written last, and deleted first.
+Invariant: an archive without its facts (a file with size and hash) does not exist for readers. The facts are written
+last, and deleted first.
 """
 
 import contextlib

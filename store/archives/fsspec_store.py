@@ -1,7 +1,8 @@
 """Archives in any storage that fsspec supports: object stores and remote file systems. Only this module imports
 fsspec.
 
-Invariant: an archive without facts does not exist for readers. The facts are written last.
+Invariant: an archive without its facts (a file with size and hash) does not exist for readers. The facts are written
+last.
 """
 
 import asyncio
