@@ -13,8 +13,9 @@ from contract.calls import ToolCall
 class Decision:
     """Decision whether a call may run, with a reason for the model.
 
-    `arguments`: changed arguments, which are validated again. `digest`: the digest of the request that is decided,
-    for approvers that get decisions from another process. A decision with the digest of another request is ignored.
+    `arguments`: changed arguments, which are validated again. `digest`: the digest of the approval request that this
+    decision answers. An approver that receives decisions from another process sets it; a decision with the digest of
+    another request is ignored.
     """
 
     is_allowed: bool

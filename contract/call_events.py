@@ -1,11 +1,12 @@
 """Events of a running call, which its worker sends to the caller: JSON entries of one Redis stream per call, and their
 limits.
 
-The caller creates the stream and names its listener in the signed context. The worker adds entries only to an existing
-stream, and adds the call to the listener's set (store/call_events.py has the keys). So one blocked connection serves
-all calls of a process. The caller deletes delivered entries: the length of the stream is the number of entries that
-wait. The last entry is END, with the number of all other entries. The worker writes END before the result, so a caller
-that has the result can read all events of the call.
+The caller creates the stream, and writes the id of its listener (the process that reads the events) into the signed
+context of the call. The worker adds entries only to an existing stream, and adds the call to the listener's set
+(store/call_events.py has the keys). A process therefore needs only one blocked connection for the events of all its
+calls. The caller deletes delivered entries, so the length of the stream is the number of unread entries. The last entry
+is END, with the number of all other entries. The worker writes END before the result, so a caller that has the result
+can read all events of the call.
 """
 
 import json
@@ -20,13 +21,15 @@ from contract.errors import EnvelopeRefused
 OUTPUT = "output"
 """Event with a piece of output: `stream` and `text`."""
 MODEL = "model"
-"""Event with a request of a tool to the caller's model. The reply comes back in a separate list. Both are signed."""
+"""Event with a tool's request to the caller's model. The caller puts the reply into a separate Redis list. Request and
+reply are signed.
+"""
 END = "end"
 """Last entry. `count`: number of entries before it. `hidden_chars`: characters of output that were not sent."""
 
 HIDDEN = "output_not_shown_chars"
-"""Field of a result's metadata: characters of its output that were not sent while it ran, because the caller read too
-slowly.
+"""Field of a result's metadata: number of output characters that were not sent during the call, because the caller read
+too slowly.
 """
 
 MAX_PIECE_BYTES = 16 * 1024
@@ -35,7 +38,7 @@ MAX_EVENT_BYTES = 256 * 1024
 """Limit of an entry of any other kind, in bytes."""
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_WAITING_EVENTS = 64
-"""Number of unread entries at which the worker waits."""
+"""Number of unread entries from which on the worker waits before it sends more."""
 MAX_WAITING_BYTES = 256 * 1024
 STALL_S = 2.0
 """Seconds without any read by the caller, after which the worker sends no more output of this call."""

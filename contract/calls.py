@@ -11,7 +11,9 @@ from contract.errors import ErrorCode
 from contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
-"""Limit of the text of one result, in characters. Tools have lower limits, and report it when they cut their output."""
+"""Limit of the text of one result, in characters. Each tool has a lower limit of its own, and reports when it cuts its
+output.
+"""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 NO_OUTPUT = "(no output)"
@@ -31,7 +33,9 @@ GRACE_S = 5.0
 """Seconds that the dispatcher waits beyond the timeout of a call, so that the timeout inside the sandbox applies first.
 """
 POOL_GRACE_S = 3.0
-"""Seconds for the cleanup of a call without a sandbox after its timeout or cancel. Then its process is killed."""
+"""Seconds that a call without a sandbox has for its cleanup after a timeout or a cancel. Then the process of the call
+is killed.
+"""
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -46,8 +50,8 @@ class Record(BaseModel):
 
 
 def describe_invalid(error: ValueError) -> str:
-    """Return the first problem of a record as `field: problem`, without the value of the field. For another error than
-    pydantic's, return its text.
+    """Return the first problem of a record as `field: problem`, without the value of the field. For an error that is
+    not from pydantic, return the text of the error.
     """
     if not isinstance(error, ValidationError):
         return str(error)
@@ -60,8 +64,8 @@ R = TypeVar("R", bound=Record)
 
 
 def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
-    """Return a record of the class `kind`. Fields that `source` also has are copied from it; `others` are the other
-    fields.
+    """Return a record of the class `kind`. Fields that `source` also has are copied from `source`; `others` has the
+    values of all other fields.
     """
     names = kind.model_fields.keys() & type(source).model_fields.keys()
     return kind(**{name: getattr(source, name) for name in names} | others)
@@ -87,8 +91,8 @@ class ToolContext(Record):
     run: Identifier | None = None
     session: Identifier | None = None
     fence: int | None = Field(default=None, ge=1)
-    """Fencing token of the session's location, as the sender knows it. The token grows when the session moves. A worker
-    refuses the call if the session has moved since.
+    """Fencing token of the session: a number that grows when the session moves to another host. The sender puts in the
+    number that it knows. A worker refuses the call if the session has moved since.
     """
     attempt: int = Field(default=1, ge=1)
     sent_at: float
@@ -114,7 +118,7 @@ class ToolContext(Record):
 
 class Clocks(Record):
     """Durations of the phases of a call, in seconds. The phases begin when the call is sent, when a worker receives it,
-    with the first byte to the guest, and when the run has ended.
+    when the first byte goes to the guest (the program inside the sandbox), and when the run has ended.
     """
 
     queued_s: float = 0.0
@@ -128,14 +132,14 @@ class Clocks(Record):
         return self.queued_s + self.sandbox_s + self.run_s + self.transfer_s
 
     def __add__(self, other: "Clocks") -> "Clocks":
-        """Return clocks whose fields are the sums of the fields of both."""
+        """Return the sums of the durations of both, phase by phase."""
         return Clocks(**{name: seconds + getattr(other, name) for name, seconds in self})
 
 
 class CallUsage(Record):
     """Resources that a call used in its sandbox. Overlapping calls of one session share the resources that were used
-    during the overlap. `memory_peak_bytes`: highest memory of the whole sandbox during the call, with cached files.
-    `read_bytes` and `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both
+    during the overlap. `memory_peak_bytes`: highest memory use of the whole sandbox during the call, including cached
+    files. `read_bytes` and `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both
     directions.
     """
 
@@ -157,9 +161,10 @@ class CallUsage(Record):
 
 
 class SessionUsage(Record):
-    """Totals of a session in one sandboxd, which only grow. `meter`: random id of the totals. A session gets another
-    meter on another host, and after a restart of sandboxd. The totals include the start of its sandboxes, background
-    jobs, and calls whose results were lost. `sandbox_s`: time in which the session had a sandbox.
+    """Totals of a session, counted by one sandboxd process. They only grow. `meter`: random id of this count; a session
+    gets a new id, and counts from 0, on another host and after a restart of sandboxd. The totals include the start of
+    its sandboxes, background jobs, and calls whose results were lost. `sandbox_s`: time in which the session had a
+    sandbox.
     """
 
     meter: Identifier
@@ -171,8 +176,9 @@ class SessionUsage(Record):
 
 
 class KillReport(Record):
-    """The killed processes of a call. `signalled`: their number. `survivors`: number that did not end; the sandbox was
-    then removed. `method`: what was killed: the call's process tree, all processes, or the container. `ms`: duration.
+    """The killed processes of a call. `signalled`: their number. `survivors`: number of processes that did not end; if
+    there are any, the sandbox is removed. `method`: what was killed (the call's process tree, all processes, or the
+    container). `ms`: duration in milliseconds.
     """
 
     signalled: int = Field(ge=0)
@@ -183,7 +189,8 @@ class KillReport(Record):
 
 class SandboxInfo(Record):
     """Sandbox that ran the call. `generation`: grows when the session gets another sandbox. `rebuilt`: the previous
-    sandbox died and was replaced. `news`: a sentence about what was lost, in one result only.
+    sandbox died and was replaced. `news`: a sentence about what the previous sandbox lost, in the first result after it
+    only.
     """
 
     id: str
@@ -193,7 +200,7 @@ class SandboxInfo(Record):
 
 
 class Spill(Record):
-    """File with the whole output, if the output is `truncated` and was saved."""
+    """File that contains the whole output. It exists if the result is `truncated` and the output was saved."""
 
     path: str
     bytes: int
@@ -201,7 +208,8 @@ class Spill(Record):
 
 
 class RunFailure(StrEnum):
-    """Reason why a call did not run, or was lost while it ran. Workers and admission set it, tools never do.
+    """Reason why a call did not run, or was lost while it ran. Workers set it, and so does admission, which divides the
+    workers' slots among the tenants. Tools never set it.
 
     A result stores the reason in its metadata. Only `metadata` writes these fields, and only `ToolResult.run_failure`
     reads them.
@@ -241,8 +249,8 @@ _NOT_RUN, _OUTCOME_LOST = "not_run", "outcome_lost"
 class ToolResult(Record):
     """The result of a call. A failed call may have `output` too, such as the text printed before a timeout.
 
-    `truncated`: `output` is only a part; `spill` names the file with all of it, if it was saved. `metadata`: facts of
-    the tool, such as the exit code. `blob`: for internal use.
+    `truncated`: `output` is only a part; `spill` names the file with all of it, if it was saved. `metadata`: values
+    that the tool reports, such as the exit code. `blob`: for internal use.
     """
 
     call_id: Identifier
@@ -298,9 +306,9 @@ class ToolResult(Record):
         return self.run_failure not in (None, RunFailure.LOST)
 
     def text(self) -> str:
-        """Return the text for the model: the output, or `Error [CODE]: sentence` and the output until the error. The
-        exit status of a command is explained: small models read "(no output)" as "nothing happened", and the message
-        of a failed command as the answer.
+        """Return the text for the model: the output, or `Error [CODE]: sentence` followed by the output before the
+        error. The exit status of a command is explained: small models read "(no output)" as "nothing happened", and the
+        message of a failed command as the answer.
         """
         if self.success:
             return self._explain_exit(self.output or "")
@@ -313,7 +321,8 @@ class ToolResult(Record):
             return "The command succeeded and printed nothing."
         if not isinstance(code, int) or code == 0:
             return output
-        # grep, diff and test end with 1 when they worked and found nothing.
+        # grep, diff and test exit with status 1 when they worked and found nothing, so status 1 is not shown as a
+        # failure.
         return f"{output}\n{FOUND_NOTHING if code == 1 else COMMAND_FAILED}"
 
 

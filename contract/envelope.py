@@ -27,7 +27,7 @@ message has its key.
 _UTF8_BYTES = 4
 """Maximum bytes of one character."""
 MAX_DEPTH = 100
-"""Limit of the nesting of arguments. JSON parsers fail at some depth beyond this limit."""
+"""Limit of the nesting of arguments. JSON parsers accept this depth; they fail only at some greater depth."""
 
 _OPTIONAL = ("trace", "arguments_blob")
 """Fields of a context that the envelope omits if they are None, so that workers of earlier releases can read it."""
@@ -50,7 +50,7 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
     if is_deeper(call.arguments, MAX_DEPTH) or is_deeper(context.config, MAX_DEPTH):
         raise ValueError(f"the call's arguments nest deeper than {MAX_DEPTH}: send a flatter value, or use a file")
     payload = {
-        # Not dumped by pydantic, which silently converts keys that are not text.
+        # The arguments are not dumped by pydantic, which silently converts keys that are not text.
         "call": {**call.model_dump(mode="json", exclude={"arguments"}), "arguments": call.arguments},
         "context": {
             **context.model_dump(
@@ -150,7 +150,7 @@ def encode_result(
 ) -> dict[str, Any]:
     """Return a result as the plain data that Celery stores: a few public fields, and the record as text.
 
-    `keep` stores a record above INLINE_BYTES elsewhere and returns its key; without it the record is always inline.
+    `keep` stores a record above INLINE_BYTES elsewhere and returns its key; without `keep` the record is always inline.
     Exceptions of `keep` propagate. `seal` signs the record; receivers with a seal refuse a record without signature.
 
     Celery shows the beginning of a task's return value in its log and events. The record is nested deeper than Celery

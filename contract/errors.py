@@ -1,4 +1,4 @@
-"""Error codes that processes exchange, and the exceptions of all processes, grouped by who must act.
+"""Error codes that processes exchange, and the exceptions of all processes. The exceptions are grouped by who must act.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Reports of live workers, and the names of workers in the call records."""
+"""Reports that live workers write, and the names by which call records identify workers."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,9 @@ from contract.calls import Record
 from contract.sandboxes import LargestOptions
 
 RELEASE = "1"
-"""Changes when two releases are not compatible. New sessions go only to workers that report the same value."""
+"""Compatibility number of this release: releases with different numbers cannot work together. New sessions go only to
+workers that report the same number.
+"""
 HEARTBEAT_S = 3.0
 HOST_TTL_S = 10
 """Seconds that a worker counts as alive after its last report."""
@@ -17,18 +19,18 @@ RESTART_GRACE_S = 30
 its worker starts again.
 """
 TOMBSTONE_TTL_S = 24 * 3600
-"""Seconds for which an incarnation stays marked as lost (`tombstone_key`). Its process may resume during this time, and
-must then not use its name.
+"""Seconds for which an incarnation (the worker of a host since its last boot) stays marked as lost (`tombstone_key`).
+If its process resumes during this time, the process must not use its old name.
 """
 MAX_PROBLEM_CHARS = 500
 MAX_IMAGES_PRESENT = 1000
 
 HOST_LOST_TYPE = "HostLost"
-"""Exception type in the stored result of a call that waited when its host was declared lost."""
+"""Exception type in the stored result of a call that was in the queue of a host when the host was declared lost."""
 
 DRAIN_ORDER = "worker.drain"
-"""Order on a worker's control list to leave service. Arguments: `queue`, the addressed incarnation, and `lossy`,
-whether files may be lost.
+"""Name of the order that takes a worker out of service. It is sent through the worker's control list. Arguments:
+`queue`, the queue of the worker, and `lossy`, whether files may be lost.
 """
 
 
@@ -37,9 +39,9 @@ class HostReport(Record):
 
     Sizes are in bytes, times in Unix seconds. `queue`: the queue of the incarnation, `host.<host>.<boot>`, or
     `pool.<host>.<boot>` without sandboxes. `worker`: a random id of the process that serves the queue; "" after a clean
-    stop, while the successor, which uses another queue, is expected. `slots`: number of calls that the worker runs at
-    the same time. `pools`: shared queues that the worker serves too. `process`: lets the successor on the same machine
-    see that the process has ended (workers/reports.py).
+    stop, while the next process of the host, which uses another queue, is expected. `slots`: number of calls that the
+    worker runs at the same time. `pools`: shared queues that the worker serves too. `process`: an id from which the
+    next process on the same machine sees that this one has ended (workers/reports.py).
     """
 
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
@@ -70,15 +72,15 @@ class HostReport(Record):
     images_present: Annotated[
         tuple[str, ...], Field(max_length=MAX_IMAGES_PRESENT, exclude_if=lambda images: not images)
     ] = ()
-    """Images that the host may pull and has; if too many, the last used. A host that pulls none omits the field, so
-    that earlier releases can read its report.
+    """Images that the host may pull and already has; if there are too many, only the most recently used ones. A host
+    that pulls no images omits the field, so that earlier releases can read its report.
     """
     healthy: bool = True
     """False while the sandboxd of the host does not answer. The host then gets no new sessions."""
     draining: bool = False
     """True while the host gets no new sessions, because its sessions move to other hosts or it restarts."""
     store: Literal["local", "shared"] = "local"
-    """Location of the host's checkpoints. Another host cannot restore `local` checkpoints."""
+    """Name of the store with the host's checkpoints. Another host cannot restore checkpoints from a `local` store."""
     problem: str = Field(default="", max_length=MAX_PROBLEM_CHARS, alias="trouble")
     """Message for the operator: why the host is not healthy, or what its drain waits for. In JSON the field is named
     `trouble`, as in the reports of earlier releases.

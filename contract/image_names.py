@@ -80,8 +80,10 @@ class ImageName:
 
 @dataclass(frozen=True)
 class ImagePattern:
-    """An exact name, or a pattern with `*`. `repository` and `tag`: the texts between the `*`; a `tag` of None matches
-    every tag and digest. `names_registry`: the text begins with a registry.
+    """An exact image name (`name` is set), or a pattern with `*` (`name` is None).
+
+    For a pattern, `repository` and `tag` are the pieces of text before, between and after the `*`: `a/*-x` gives
+    `("a/", "-x")`. A `tag` of None matches every tag and digest. `names_registry`: the text begins with a registry.
     """
 
     text: str
@@ -105,7 +107,7 @@ class ImagePattern:
 
 @lru_cache(_CACHED)
 def parse_image_name(text: str) -> ImageName:
-    """Return the name that a text means. Raises ImageNameError."""
+    """Parse an image name as Docker does. Raises ImageNameError."""
     _check_length(text, "image name")
     if _ID.fullmatch(text):
         return ImageName("", "", None, text)
@@ -134,7 +136,7 @@ def parse_image_name(text: str) -> ImageName:
 
 @lru_cache(_CACHED)
 def parse_image_pattern(text: str) -> ImagePattern:
-    """Return the exact name or pattern that a text means. Raises ImageNameError."""
+    """Parse an exact image name or a pattern. Raises ImageNameError."""
     _check_length(text, "image pattern")
     first, slash, path = text.partition("/")
     names_registry = bool(slash) and _is_registry(first)
@@ -225,7 +227,7 @@ def _split_registry(text: str) -> tuple[str, str]:
 
 
 def _fits(parts: tuple[str, ...], text: str) -> bool:
-    """Return whether the text is the parts with any characters between them."""
+    """Return whether the text consists of the parts in order, with any characters between them."""
     if len(parts) == 1:
         return text == parts[0]
     first, *middle, last = parts
@@ -252,7 +254,7 @@ def _check_pattern(text: str) -> str:
 
 
 def _check_registry(text: str) -> str:
-    """Return the registry as complete names contain it."""
+    """Return the registry in the form that complete image names contain."""
     registry, repository = _split_registry(f"{text}/x")
     if "/" in text or repository != "x":
         raise ImageNameError(f"registry '{text}' is not a host name with a dot or a port: write docker.io or HOST:PORT")

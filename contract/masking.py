@@ -17,7 +17,9 @@ MIN_SECRET_CHARS = 6
 text.
 """
 MIN_CORE_CHARS = 7
-"""Minimum length of the base64 characters that a secret always produces, at any position in an encoded text."""
+"""Minimum number of base64 characters by which an encoded secret is recognized: characters that are the same wherever
+the secret is in the encoded text.
+"""
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 4096, 64
 """Limits of the cache of short texts without secrets: entries, and characters of an entry."""
 MARK = "[masked: "
@@ -98,7 +100,7 @@ class Masker:
         # The longest first: if one secret contains another, no part of the longer one may remain.
         self._plain = sorted(plain.items(), key=lambda form: -len(form[0]))
         self._cores = sorted(cores.items(), key=lambda core: -len(core[0]))
-        # Names of fields, roles and tools are masked very often.
+        # Cache of texts without secrets, because the same names of fields, roles and tools are checked very often.
         self._clean: set[str] = set()
 
     def mask(self, text: str) -> str:

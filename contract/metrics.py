@@ -1,4 +1,4 @@
-"""The closed set of metrics: names, help texts, labels and bounds.
+"""All metrics that toolcrew reports: names, help texts, labels and bounds.
 
 Every process adds its counters and histograms to one hash in Redis (store/metrics.py). Gauges are read at each scrape.
 A field of the hash is one number: `<part>` TAB `<metric>` TAB `<label value>`... The part of a counter is empty. The
@@ -32,7 +32,7 @@ REFUSALS = tuple(
         ErrorCode.BUDGET_EXCEEDED,
     )
 )
-"""Error codes of calls that a person or a rule refused."""
+"""Error codes of calls that were refused by a person or by a rule."""
 COUNT, SUM, BUCKET = "count", "sum", "le:"
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -45,9 +45,9 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 class Metric:
     """Metric of the closed set.
 
-    `help`: one line. `check_when`: when an operator checks the metric. `max_series`: the highest number of series in
-    the deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label
-    that are reported as 0 before they occur, so that the first increment is visible.
+    `help`: the description, one line. `check_when`: when an operator checks the metric. `max_series`: the highest
+    number of series in the deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values
+    of the only label that are reported as 0 before they occur, so that the first increment is visible.
     """
 
     name: str
@@ -385,12 +385,12 @@ def clean_label(value: str) -> str:
 
 
 def encode_series(metric: Metric, labels: Sequence[str]) -> str:
-    """Return the end of the field names of one series. `labels`: results of clean_label."""
+    """Return the text that all field names of one series end with. `labels`: results of clean_label."""
     return "\t".join((metric.name, *labels))
 
 
 def overflow_series(metric: Metric) -> str:
-    """Return the series for values beyond the metric's bound."""
+    """Return the series OTHER, which counts all values beyond the metric's bound."""
     return encode_series(metric, [OTHER] * len(metric.labels))
 
 

@@ -20,7 +20,9 @@ ENDPOINTS_FRESH_S = 1.0
 MAX_FALLBACKS = 3
 """Longest chain of fallbacks that one request follows."""
 WAIT_NOTICE_S = 0.5
-"""Waiting time after which a request that waits for a limit is reported, in seconds."""
+"""Waiting time in seconds after which users of a run are informed that its request to the model waits for a rate or
+concurrency limit of the endpoint.
+"""
 BlockReason = Literal["rate_limit", "down"]
 BLOCK_CAUSES: Mapping[str, str] = {
     "rate_limit": "the rate limit of its server",
@@ -104,8 +106,8 @@ class EndpointBlocked(Exception):
 
 @dataclass(frozen=True)
 class RequestLease:
-    """The right to send one request. `second`: when the lease was granted, in Unix seconds. `tokens`: the estimated
-    tokens of the request.
+    """The permission to send one request to an endpoint. `second`: when it was granted, in Unix seconds. `tokens`: the
+    estimated tokens of the request.
     """
 
     second: str = ""
@@ -114,9 +116,9 @@ class RequestLease:
 
 
 class EndpointView(BaseModel):
-    """An endpoint as people and programs see it: never with a key. `tenant`: the owner; null: the deployment.
-    `base_url` and `secret` (its name) are only for operators. `running`: requests now, if `concurrency` is set.
-    `blocked_s`: seconds for which it receives no requests. `state`: `valid`, or why the endpoint is not used.
+    """An endpoint for display, without its API key. `tenant`: the owner; null: the deployment. `base_url` and `secret`
+    (its name) are only for operators. `running`: number of requests that run now, if `concurrency` is set. `blocked_s`:
+    seconds for which it receives no requests. `state`: `valid`, or why the endpoint is not used.
     """
 
     name: str
@@ -150,7 +152,7 @@ def endpoint_purpose(field: str) -> str:
 
 
 def seal_endpoint(keys: SigningKeys, field: str, endpoint: ModelEndpoint) -> str:
-    """Return the signed record of an endpoint. The signature is valid for this field of the hash only."""
+    """Return the signed record of an endpoint. The signature is valid only for this field of the hash of endpoints."""
     return keys.seal(endpoint_purpose(field), endpoint.model_dump_json(exclude_defaults=True))
 
 

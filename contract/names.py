@@ -8,8 +8,8 @@ from urllib.parse import quote
 POOL_WEB = "pool.web"
 POOL_TOOLS = "pool.tools"
 POOL_QUEUES = {"web": POOL_WEB, "tools": POOL_TOOLS}
-"""Pool of a ToolSpec -> queue, for pools whose calls any worker of the pool may run. Other calls run on the host of
-their session.
+"""Name of a pool -> its queue, for pools in which any worker may run any call. All other calls run on the host of their
+session.
 """
 CATALOG_POOLS = ("sandbox", "web", "tools")
 """Pools that publish a catalog. If two pools have a tool of the same name, the first pool in this order wins."""
@@ -36,19 +36,19 @@ def deployment_key(deployment: str, name: str) -> str:
 
 
 def tenant_key(deployment: str, tenant: str, name: str) -> str:
-    """Return the Redis key `name` of one tenant: a kind, or `<kind>.<id>`, and fixed words after a colon, as in
-    `call.c1:events`.
+    """Return the Redis key `name` of one tenant, such as `call.c1:events`. A name is a kind (`call`), then a dot and an
+    id if there are several (`c1`), then fixed words after a colon if the record has several keys (`events`).
 
-    Two builders never build equal keys. A pattern of a Redis user (`t:*:call.*`) matches the keys of one kind only,
-    for any names of tenants, sessions and calls. Three rules ensure this. The name of a deployment's key never begins
-    with `t:`. Names and ids contain no colon and no dot. The words after the last colon contain no dot.
+    Two functions of this module never return equal keys. A pattern of a Redis user (`t:*:call.*`) matches the keys of
+    one kind only, for any names of tenants, sessions and calls. Three rules ensure this. The name of a deployment's key
+    never begins with `t:`. Names and ids contain no colon and no dot. The words after the last colon contain no dot.
     """
     return deployment_key(deployment, f"t:{tenant}:{name}")
 
 
 def host_queue(host: str, boot: str) -> str:
-    """Return the queue of one incarnation of a host. A rebooted host gets a new queue, so it never receives calls for
-    sandboxes that it has lost.
+    """Return the queue of one incarnation of a host: its worker between two boots. A rebooted host gets a new queue, so
+    it never receives calls for sandboxes that it has lost.
     """
     return f"host.{host}.{boot}"
 
@@ -64,8 +64,8 @@ def host_of(queue: str) -> str:
 
 
 def task_name(tool: str) -> str:
-    """Return the Celery task name of a tool. Each tool has its own, so that Flower's charts are per tool. Session verbs
-    keep their name.
+    """Return the Celery task name of a tool. Each tool has its own task name, so that Flower shows charts per tool. A
+    session verb (a call of the SDK, such as `session.open`) is its own task name.
     """
     return tool if tool.startswith("session.") else f"tool.{tool}"
 
@@ -78,15 +78,15 @@ def catalog_key(deployment: str, pool: str) -> str:
 
 
 def catalog_names_key(deployment: str, pool: str) -> str:
-    """Return the key of the tool names that a pool served last. The key outlives the workers, so that an error message
-    can name the pool that does not run.
+    """Return the key of the names of the tools that a pool offered most recently. The key remains after the last worker
+    has stopped, so that an error message can name the pool that does not run.
     """
     return deployment_key(deployment, f"catalog:{pool}:names")
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """Return the name of one incarnation of a worker without sandboxes. The name also names the worker's control list,
-    and is the prefix of the holder names that the worker claims calls with.
+    """Return the name of one incarnation of a worker without sandboxes. The worker's control list has the same name.
+    The names under which the worker claims calls begin with it.
     """
     return f"pool.{host}.{boot}"
 
@@ -119,7 +119,7 @@ def active_tenants_key(deployment: str) -> str:
 
 
 def kills_key(deployment: str) -> str:
-    """Return the key of the sorted set of the last minute's orders to end calls, by the Unix time of each order
+    """Return the key of the sorted set of the orders of the last minute to kill calls, by the Unix time of each order
     (orchestrator/dispatch/call_monitor.py).
     """
     return deployment_key(deployment, "kills")
@@ -133,8 +133,8 @@ def host_key(deployment: str, queue: str) -> str:
 
 
 def hosts_key(deployment: str) -> str:
-    """Return the key of the sorted set of all worker incarnations, by the Unix time of their last report. The reaper
-    reads it to find lost workers.
+    """Return the key of the sorted set of all worker incarnations, by the Unix time of their last report. The reaper,
+    which cleans up after lost workers, reads the set to find them.
     """
     return deployment_key(deployment, "hosts")
 
@@ -169,16 +169,16 @@ def refusals_key(deployment: str) -> str:
 
 
 def runs_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by the end of each
-    lease), `delayed` (by the time at which a run is due), `batches` (batches with waiting runs, by the time of the last
-    claim), `cancels`.
+    """Return the prefix of the keys of the queue of runs (store/runs.py). The keys are: `leases` (sorted set of claimed
+    runs, by the end of each lease), `delayed` (sorted set of runs, by the time at which each is due), `batches` (sorted
+    set of batches with waiting runs, by the time of the last claim), and `cancels` (runs that must be cancelled).
     """
     return deployment_key(deployment, "runs:")
 
 
 def admission_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of admission, which divides the workers' slots among the tenants
-    (store/slots.py).
+    """Return the prefix of the keys of admission, the part of toolcrew that divides the workers' slots among the
+    tenants (store/slots.py).
     """
     return deployment_key(deployment, "admission:")
 
@@ -203,11 +203,13 @@ def is_blob_of(key: str, deployment: str, tenant: str, pools: Iterable[BlobPool]
 
 
 HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))
-"""Possible prefixes of the random id of a ResultHub, which receives the results of calls (store/call_messages.py)."""
+"""Possible first two characters of the random id of a ResultHub, which receives the results of calls
+(store/call_messages.py).
+"""
 
 
 def result_channel_pattern(hub: str) -> str:
-    """Return the pub/sub pattern on which a hub receives its results.
+    """Return the pub/sub pattern on which a ResultHub receives the results of its calls.
 
     The pattern also matches the few hubs whose id begins with the same two hex digits. A Redis user can subscribe only
     to patterns that its rules list, so the number of patterns must be fixed.
@@ -273,12 +275,12 @@ def session_state_key(deployment: str, tenant: str, session: str) -> str:
 
 
 def audit_key(deployment: str) -> str:
-    """Return the key of the stream of changes by operators and administrators (store/audit.py)."""
+    """Return the key of the audit log of changes by operators and administrators, a stream (store/audit.py)."""
     return deployment_key(deployment, "audit")
 
 
 def tenant_audit_key(deployment: str, tenant: str) -> str:
-    """Return the key of the stream of changes by the holders of a tenant's API keys."""
+    """Return the key of the audit log of changes by the holders of a tenant's API keys, a stream."""
     return tenant_key(deployment, tenant, "audit")
 
 

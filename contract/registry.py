@@ -20,11 +20,11 @@ Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
 """Custom check of arguments that match the schema. Returns None, or a sentence: what is wrong and what to do."""
 SWITCHES_FRESH_S = 1.0
-"""Maximum age, in seconds, of the switches that a process has cached. A switch takes effect everywhere within twice
-this time.
+"""Maximum age, in seconds, of a process's cached switches (records that disable tools). A switch takes effect
+everywhere within twice this time.
 """
 LAST_INSTANT = 253_402_300_800
-"""Unix time of the year 10000, the first that datetime cannot represent."""
+"""Unix time of the start of the year 10000, the first time that datetime cannot represent."""
 
 
 class Switch(Record):
@@ -35,7 +35,7 @@ class Switch(Record):
     reason: str | None = Field(default=None, max_length=1024)
 
     def refusal(self, name: str) -> str:
-        """Return the error text for a model that calls the disabled tool."""
+        """Return the error text that a model gets when it calls the disabled tool."""
         reason = f" ({self.reason})" if self.reason else ""
         return (
             f"an operator has disabled the tool {name}{reason}. Do not call it again. Use another tool, or say what "
@@ -166,8 +166,8 @@ class ToolRegistry(Generic[Handler]):
             return self._tools.get(name)
 
     def disable(self, name: str, switch: Switch | None = None) -> bool:
-        """Disable the tool until `enable`. Return False if no tool has that name. Raises ValueError for a session verb,
-        because no session works without it.
+        """Disable the tool until `enable`. Return False if no tool has that name. Raises ValueError for a session verb
+        (a call of the SDK, such as `session.open`), because no session works without it.
         """
         with self._lock:
             tool = self._tools.get(name)
@@ -185,7 +185,7 @@ class ToolRegistry(Generic[Handler]):
             return name in self._tools
 
     def switch(self, name: str) -> Switch | None:
-        """Return the switch of a disabled tool; None if the tool is enabled or not registered."""
+        """Return the record that disables the tool; None if the tool is enabled or not registered."""
         with self._lock:
             return self._switches.get(name)
 
@@ -208,7 +208,9 @@ class ToolRegistry(Generic[Handler]):
 
 
 def switch_field(name: str, tenant: str | None = None) -> str:
-    """Return the Redis field of a switch for all tenants or for one tenant. Tool and tenant names contain no `/`."""
+    """Return the field, in the Redis hash of switches, that disables a tool for all tenants or for one tenant. Tool and
+    tenant names contain no `/`.
+    """
     return name if tenant is None else f"{tenant}/{name}"
 
 
@@ -260,8 +262,8 @@ def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, poli
 
 
 RELEASING = frozenset({"session.close", "session.cancel", "session.delete_checkpoint"})
-"""Session verbs that only release resources. Workers also serve them for tenants that are no longer registered or have
-used up a budget, so that their sessions, calls and checkpoints can be cleaned up.
+"""Session verbs (calls of the SDK that are no tools) that only release resources. Workers also serve them for tenants
+that are no longer registered or have used up a budget, so that their sessions, calls and checkpoints can be cleaned up.
 """
 
 

@@ -3,7 +3,7 @@ API, traces, and the progress of a batch.
 
 A run's log (store/run_log.py) has the events from which another process resumes the run: SessionOpening, SessionOpened,
 ModelReplied, CallReviewed, CallFinished, StateForking, StateKept, ArtifactsCopied and SubmissionTaken. The event stream
-of a hosted run (store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS
+of a durable run (store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS
 of all its runs.
 """
 
@@ -22,7 +22,7 @@ from contract.functions.completions import TokenUsage
 
 
 class FailureKind(StrEnum):
-    """The origin of a run's failure. Repeating the same attempt is useful only after `infrastructure`."""
+    """The origin of a run's failure. A repetition of the attempt can help only after `infrastructure`."""
 
     MODEL = "model"
     """The model gave no usable answer: cut, empty or malformed replies, a limit of the run, or a request that the
@@ -33,7 +33,9 @@ class FailureKind(StrEnum):
     INFRASTRUCTURE = "infrastructure"
     """No sandbox, no host, no Redis, no model endpoint, a process that died."""
     INPUT = "input"
-    """A name in the line does not exist or is not allowed: its workspace, a checkpoint, a tool, or an image."""
+    """A name in the line of the batch file does not exist or is not allowed: a workspace, a checkpoint, a tool, or an
+    image.
+    """
     CANCELLED = "cancelled"
     GRADER = "grader"
     """The grader's command ended without a valid reward."""
@@ -71,8 +73,9 @@ class Grade(Record):
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
     """Base of all events. `at`: Unix seconds. `attempt`: number of the attempt of the run, from 1. `item`: the
-    custom_id of its batch line; "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the
-    run until the event, in seconds. The setup, and the time in which no process ran the run, do not count.
+    custom_id of the run's line in the batch file; "" for a run that is not part of a batch. `wall_s`: in a log, the
+    working time of the run until the event, in seconds. The setup, and the time in which no process ran the run, do not
+    count.
     """
 
     # Pydantic uses this configuration when it parses an event.
@@ -120,8 +123,8 @@ class ModelAsked(RunEvent):
     request follows.
 
     The messages are the first `kept` messages of the previous request in the run, then `new_messages`, in the OpenAI
-    wire format. `new_tools`: the tool definitions, or None if they equal those of the previous request. The lists
-    belong to the loop: do not change them.
+    wire format. `new_tools`: the tool definitions, or None if they equal those of the previous request. The agent loop
+    uses the same list objects: do not change them.
     """
 
     step: int
@@ -143,8 +146,8 @@ _TRACE_ONLY = ("kept", "new_messages", "new_tools", "extra")
 
 
 class ReplyTokens(Record):
-    """Tokens of a request and its reply, as reported by the endpoint. A list is empty if the endpoint did not report
-    it.
+    """The single tokens of a request and its reply, as reported by the endpoint. Each list is empty if the endpoint did
+    not report it.
     """
 
     prompt_token_ids: tuple[int, ...] = ()
@@ -174,8 +177,8 @@ class ModelAnswered(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyRepaired(RunEvent):
-    """A reply without a call was repaired. `repair`: `code_block` when its command runs, `reminder` when the model
-    was asked to call a tool.
+    """A reply without a tool call was repaired. `repair`: `code_block` if the command in the reply's code block is run,
+    `reminder` if the model was asked to call a tool.
     """
 
     step: int
@@ -238,8 +241,8 @@ class CallSent(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxReady(RunEvent):
-    """The session of the run's calls is open. `start_s`: seconds that its sandbox took to start. `sandbox`: the id of
-    the sandbox, "" if it is not known yet.
+    """The session in which the run's calls run is open. `start_s`: seconds that the sandbox of the session took to
+    start. `sandbox`: the id of the sandbox, "" if it is not known yet.
     """
 
     session: str
@@ -269,13 +272,15 @@ class OutputArrived(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallFinished(RunEvent):
-    """A call has ended; this event has its only result. `seconds`: time from the request of the call to its result."""
+    """A call has ended. Each call has exactly one event of this class, with its result. `seconds`: time from the
+    request of the call to its result.
+    """
 
     result: ToolResult
     seconds: float = 0.0
 
     def without_output(self) -> "CallFinished":
-        """Return the event as a batch's stream stores it: how the call ended and its times."""
+        """Return the event without the output of the call. The event stream of a batch stores this form."""
         result = self.result
         brief = ToolResult(
             call_id=result.call_id,
@@ -334,7 +339,7 @@ class RunClaimed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpening(RunEvent):
-    """A session of that name is about to be opened for the run."""
+    """The session `session` is about to be opened for the run."""
 
     session: str
 
@@ -349,7 +354,7 @@ class SessionOpened(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReady(RunEvent):
-    """The session is ready: the run's limits count from here. `setup_s`: since the claim."""
+    """The session is ready. The limits of the run count from now on. `setup_s`: seconds since the claim of the run."""
 
     setup_s: float = 0.0
 
@@ -374,7 +379,7 @@ class CallReviewed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StateForking(RunEvent):
-    """The run's session is about to be forked into the session `session`, as the state after `step` steps."""
+    """The run's session is about to be forked. The new session `session` will keep the state after `step` steps."""
 
     step: int
     session: str
@@ -382,8 +387,8 @@ class StateForking(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StateKept(RunEvent):
-    """The session `session` stores the state after `step` steps, and no call uses it. "": the state could not be
-    stored; `problem` is the reason.
+    """The session `session` keeps the state after `step` steps; no call runs in that session. `session` "": the state
+    could not be kept, for the reason in `problem`.
     """
 
     step: int
@@ -394,7 +399,8 @@ class StateKept(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class ArtifactsCopied(RunEvent):
     """The run's artifacts were copied, and its session is no longer needed. `missing`: a sentence for each artifact
-    that was not found. `file`: their archive in the store; "" when they went to a folder.
+    that was not found. `file`: id of the archive of the artifacts in the store; "" if the artifacts were copied to a
+    folder.
     """
 
     paths: tuple[str, ...] = ()
@@ -404,8 +410,8 @@ class ArtifactsCopied(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionTaken(RunEvent):
-    """The agent's work has ended with `body` and `failure`, and its artifacts were copied. Only the grading remains.
-    `sha256`: hash of the archive of the artifacts; "" if they were refused; `refusal` is then the reason.
+    """The agent's work has ended with `body` and `failure`, and the artifacts were copied. Only the grading has yet to
+    be done. `sha256`: hash of the archive of the artifacts; "" if they were refused; `refusal` is then the reason.
     """
 
     body: dict[str, JsonValue] | None
@@ -418,7 +424,7 @@ class SubmissionTaken(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(RunEvent):
-    """Another process continues the run: its earlier events from `step` on are replaced."""
+    """Another process continues the run. The earlier events of the run from `step` on are void; new events follow."""
 
     step: int
 
@@ -432,11 +438,11 @@ class RunRetried(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(RunEvent):
-    """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
-    `answer` contains only the beginning. `cost` None: no prices are known. `clocks`, `call_usage`: sums over its calls.
-    `sandbox_s`: time in which it had a session of its own. `seconds`: since it was claimed. `artifacts_file`: the id of
-    its artifacts in the store. `task`: the id of the batch line, for an item with a grader. `grade` None: the run has
-    no reward.
+    """The end of a durable run. Each durable run has exactly one event of this class. `state`: succeeded, failed or
+    cancelled. `answer`: the model's last text; `is_cut`: `answer` contains only the beginning. `cost` None: no prices
+    are known. `clocks`, `call_usage`: sums over its calls. `sandbox_s`: seconds in which the run had a session of its
+    own. `seconds`: seconds since the run was claimed. `artifacts_file`: the id of the archive of its artifacts in the
+    store. `task`: the id of the batch line, for an item with a grader. `grade` None: the run has no reward.
     """
 
     state: str
@@ -511,7 +517,7 @@ def pass_to(*listeners: OnEvent) -> OnEvent:
 
 
 PROGRESS_EVENTS = (RunClaimed, RunReady, StepFinished, CallFinished, RunRetried, RunEnded, BatchNotice)
-"""Events from which the progress and the report of a batch are counted."""
+"""Classes of the events from which the progress and the report of a batch are computed."""
 _TYPES = {kind.__name__: kind for kind in RunEvent.__subclasses__()}
 
 

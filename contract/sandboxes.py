@@ -10,7 +10,7 @@ from contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
 MIN_MEMORY_BYTES = 224 * MIB
-"""Least memory of a sandbox: 160 MiB for /tmp, /output and /dev/shm, which are in memory, and 64 MiB for programs."""
+"""Minimum memory of a sandbox: 160 MiB for /tmp, /output and /dev/shm, which are in memory, and 64 MiB for programs."""
 Cpus = Annotated[float, Field(ge=0.01, le=4096)]
 Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]

@@ -46,7 +46,8 @@ Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 def prepare_arguments(
     spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False, checks: Checks = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments for the tool's handler, and the aliases that were used (`alias -> canonical`).
+    """Return the arguments for the tool's handler, and the parameter aliases that were used (`alias -> canonical
+    name`).
 
     Order: conversion of strings (only if `text`: the arguments come from a text dialect), aliases, defaults, schema,
     custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS) for arguments that the model must correct.
@@ -92,7 +93,7 @@ def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False
 
 
 class _ValueBudget:
-    """Counter of the values that the arguments of a call may still get."""
+    """Number of values that the defaults may still add to the arguments of a call."""
 
     def __init__(self, spec: ToolSpec) -> None:
         self._tool = spec.name
@@ -150,7 +151,7 @@ def _find(schema: Mapping[str, Any], reference: str) -> Any:
 
 
 def find_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the aliases that were used, as in prepare_arguments. Raises ToolFailure(INVALID_ARGUMENTS)."""
+    """Return the used parameter aliases (`alias -> canonical name`). Raises ToolFailure(INVALID_ARGUMENTS)."""
     return _fold_aliases(spec, arguments)[1]
 
 
@@ -212,7 +213,7 @@ def _short(name: str) -> str:
 
 
 def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
-    """Return the first errors in arguments that have their defaults."""
+    """Return the first errors in arguments to which the defaults were added."""
     try:
         found = _facts(spec.parameters).validator.iter_errors(prepared)
         return sorted(
@@ -402,9 +403,10 @@ def _simple_parameter(schema: Any) -> _Parameter | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about a schema. `parts`: the most parts of the schema that a check of one value reads. `simple`: its simple
-    parameters, by name. `simple` is None if a default is a list or is invalid, or if the schema has other rules than
-    parameters and required names; then only `validator` decides. `defaults`: of all its parameters.
+    """Prepared information about a schema. `parts`: the highest number of parts of the schema that the check of one
+    value reads. `simple`: its simple parameters, by name. `simple` is None if a default is a list or is invalid, or if
+    the schema has other rules than parameters and required names; then only `validator` decides. `defaults`: the
+    defaults of all parameters.
     """
 
     schema: Mapping[str, Any]

@@ -12,7 +12,7 @@ MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
 MAX_SECRETS = 100
 """Limit of the number of secrets of one tenant."""
 MAX_HOSTS = 32
-# A program that could write a secret into these headers could route or frame a request with it.
+# No secret may be written into these headers: its value could change where the request goes or where its body ends.
 _ROUTING = frozenset(
     {
         "accept-encoding",
@@ -60,7 +60,9 @@ SecretPlace = Annotated[
     Field(pattern=r"^(?:header:[A-Za-z0-9-]{1,64}|query:[A-Za-z0-9._~-]{1,64}|basic)$"),
     AfterValidator(_check_place),
 ]
-"""Part of a request with the secret: a header, a query parameter, or the password of basic authentication."""
+"""Part of an HTTP request that may contain the secret: a header, a query parameter, or the password of basic
+authentication.
+"""
 
 
 class SecretInfo(Record):

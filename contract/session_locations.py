@@ -1,4 +1,4 @@
-"""Location of a session: the host of the session, and the arguments that open the session on another host.
+"""Location of a session: which host runs the session, and the arguments that open the session on another host.
 
 The docstring of store/sessions.py shows the states.
 """
@@ -25,8 +25,8 @@ LOCATION_MARGIN_S = 3600
 class LocationState(StrEnum):
     OPEN = "open"
     MOVING = "moving"
-    """The session has no host now. Either a drain holds or has released the session, or another host is opening it.
-    The next call opens the session.
+    """No host serves the session now: its host is being drained (emptied before a stop), or another host is opening the
+    session. The next call opens the session.
     """
 
 
@@ -37,8 +37,8 @@ class SessionLocation(Record):
     `checkpoint_at`. `automatic`: the last checkpoint that a worker took on its own. The automatic checkpoint may be
     older than `checkpoint`, and is deleted after the next automatic checkpoint. `ttl_s`: seconds that the session
     lives without a call. `moving_until`: the time from which another process may open the session elsewhere. `held`:
-    the fence of the last hold by a drain. While `held` equals `fence`, the host that held the session has all its
-    files.
+    the value of `fence` when a drain of the host last stopped new calls of the session. While `held` equals `fence`,
+    that host still has all files of the session.
     """
 
     state: LocationState

@@ -105,7 +105,9 @@ class SharedSettings(BaseSettings):
     change of TOOLCREW_SECRET.
     """
     redis_sentinel_master: str | None = None
-    """The name under which the sentinels of a `sentinel://` URL watch Redis. The operator sets it with such a URL."""
+    """The name of the Redis master in the configuration of the sentinels of a `sentinel://` URL. The operator sets it
+    with such a URL.
+    """
     redis_sentinel_password: SecretStr | None = None
     """The password of the sentinels themselves. The operator sets it if they ask for one."""
 

@@ -31,8 +31,8 @@ class SigningKey:
 
     @classmethod
     def of(cls, secret: str, deployment: str = "") -> "SigningKey":
-        """Derive the key. The deployment is part of it, so that a record of one deployment is refused by every
-        other.
+        """Derive the key from a secret and the name of the deployment, so that every other deployment refuses the
+        records of this one.
         """
         key = hashlib.sha256(b"toolcrew signing v3\0" + deployment.encode() + b"\0" + secret.encode()).digest()
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
@@ -94,9 +94,9 @@ class SigningKeys:
 
 @contextmanager
 def readable(name: str, advice: str, consequence: str = "it is not used") -> Iterator[None]:
-    """Context manager around code that reads a stored record. Raise RecordRefused for a record that is not signed for
-    the place where it is stored, and ConfigError for a record that another release wrote. Their messages say what to
-    do, and contain no text of the record.
+    """Context manager around code that reads a stored record. It raises RecordRefused for a record that is not signed
+    for the key or field where it is stored, and ConfigError for a record that another release wrote. The messages of
+    both errors say what to do, and contain no text of the record.
     """
     try:
         yield

@@ -10,7 +10,7 @@ from contract.signing import SigningKeys
 NO_NETWORK = "without network"
 """Default network access of a sandbox, in the words of tool descriptions."""
 TIMEOUT_DESCRIPTION = "seconds, at most {:g}"
-"""Text of a parameter `timeout` with the limit of the tool."""
+"""Description of the parameter `timeout` of a tool. It contains the limit of the tool."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
 MAX_TOOL_TENANTS = 1000
@@ -20,8 +20,8 @@ MAX_ALLOWED_TOOLS = 50
 
 
 class ToolSpec(Record):
-    """Spec of a tool: name, description, JSON Schema of the parameters, limits and flags. `audience` session: a verb of
-    the SDK that models never see.
+    """Spec of a tool: name, description, JSON Schema of the parameters, limits and flags. `audience`: "model" for a
+    tool that models may call; "session" for a call that only the SDK makes, such as `session.open`.
     """
 
     name: ToolName
@@ -35,8 +35,8 @@ class ToolSpec(Record):
     read_only: bool = False
     idempotent: bool = False
     pool: Literal["sandbox", "web", "tools", "local"] = "sandbox"
-    """Pool where the tool runs: on the host of the session's sandbox, in the pool with network, in the pool of
-    operators' tools, or in the program itself.
+    """Where the tool runs: on the host of the session's sandbox (`sandbox`), in the workers with network access
+    (`web`), in the workers with the operators' tools (`tools`), or in the program itself (`local`).
     """
     audience: Literal["model", "session"] = "model"
     aliases: dict[str, str] = Field(default_factory=dict)
@@ -48,7 +48,7 @@ class ToolSpec(Record):
     text is checked too if a shell may read it.
     """
     network: str = NO_NETWORK
-    """Network access of the sandbox, in the words of the description."""
+    """Network access of the sandbox, as the description of the tool states it."""
     tells_network: bool = Field(default=True, exclude_if=lambda tells: tells)
     """True if toolcrew has added the text of `network` to the description."""
     is_installed_skill: bool = Field(default=False, exclude_if=lambda is_skill: not is_skill)
@@ -58,8 +58,8 @@ class ToolSpec(Record):
     tenants: tuple[TenantName, ...] | None = Field(
         default=None, max_length=MAX_TOOL_TENANTS, exclude_if=lambda tenants: tenants is None
     )
-    """Tenants that the tool exists for; None: all tenants. JSON omits the field if it is None, for releases that do not
-    know it.
+    """Tenants that the tool exists for; None: all tenants. JSON omits the field if it is None, so that earlier releases
+    can read the spec.
     """
 
     def is_for(self, tenant: str) -> bool:
@@ -72,7 +72,8 @@ class ToolSpec(Record):
             return self
         if not self.tells_network:
             return self.model_copy(update={"network": network_text})
-        # toolcrew adds its words at the end. Earlier occurrences are text of the author and stay.
+        # toolcrew adds its text at the end. Earlier occurrences of the same text are from the author of the tool and
+        # stay.
         before, separator, after = self.description.rpartition(self.network)
         return self.model_copy(
             update={

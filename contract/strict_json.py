@@ -19,8 +19,8 @@ _KINDS = {
 
 
 class InvalidJson(ValueError):
-    """The text is not acceptable. `message`: a clause. `column`: position of the problem, counted from 1, if the text
-    is not JSON.
+    """The text is not acceptable. `message`: the reason, as a clause. `column`: position of the problem, counted from
+    1, if the text is not JSON.
     """
 
     def __init__(self, message: str, column: int | None = None) -> None:

@@ -15,24 +15,27 @@ from contract.signing import UNSEAL_LUA, SigningKeys, readable
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
-"""Tenant that always exists. Until the first registration, every name is served with its policy; afterwards only
-registered names, even when none is left."""
+"""Tenant that always exists. Until the first tenant is registered, calls of every tenant name are accepted, with the
+policy of this tenant. Afterwards only registered names are accepted, even after all of them were removed.
+"""
 POLICY_FRESH_S = 1.0
 """Maximum age, in seconds, of the policies that a process has cached."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
 """Limit of a signed policy, in bytes. A larger policy is neither written nor read."""
 VERSION_FIELD = "#version"
-"""Field of the hash of tenants that is not a tenant. Its value changes with every change of a policy, so that one small
-read shows if anything has changed.
+"""Field of the hash of tenants that contains a version instead of a tenant. The version changes with every change of a
+policy, so that a process can detect a change with one small read.
 """
 VERB_TOOLS = {"session.exec": "bash_tool", "session.write_file": "write_tool", "session.read_file": "read_tool"}
-"""Session verbs that do the same as a tool. A rule that forbids the tool also forbids the verb. All tenants may use all
-other verbs.
+"""Session verbs (calls of the SDK) that do the same as a tool, with the tool. A rule that forbids the tool also forbids
+the verb. All tenants may use all other verbs.
 """
 SKILL_TOOL, BASH_TOOL = "skill_tool", "bash_tool"
 LONG_TOOLS = (BASH_TOOL, SKILL_TOOL, "session.exec")
-"""Tools whose calls may run longer than MAX_TIMEOUT_S, where the tenant class allows it. Installed skills may, too."""
+"""Tools whose calls may run longer than MAX_TIMEOUT_S if the tenant class allows it. Calls of installed skills may do
+so, too.
+"""
 NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NamePattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
@@ -55,8 +58,8 @@ class CommandRule(Record):
 
 
 class SandboxPolicy(Record):
-    """Part of a tenant's policy about its sandboxes. A session sends it to sandboxd, which never exceeds the limits of
-    the tenant class.
+    """The part of a tenant's policy that is about sandboxes. Each session sends this part to sandboxd, which never
+    exceeds the limits of the tenant class.
 
     `tenant_class`: a class of the host (TOOLCREW_TENANT_CLASSES), which sets runtime and sizes. null in other fields:
     the value of the class.
@@ -162,7 +165,7 @@ class TenantPolicy(Record):
 def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the tools that a call uses, its own tool first. Each of them must be allowed and enabled.
 
-    `arguments`: prepared arguments, without aliases and with defaults. A skill that runs can do the same as bash.
+    `arguments`: prepared arguments, without aliases and with defaults. The script of a skill can do the same as bash.
     Therefore rules and switches of bash also apply to the call.
     """
     if spec.is_installed_skill:
@@ -209,8 +212,8 @@ def build_refusal_subject(name: str, used: str) -> str:
 
 def seal_policy(keys: SigningKeys, tenant: str, policy: TenantPolicy) -> str:
     """Return the signed policy of a tenant. The signature is valid for this tenant only."""
-    # Only fields that differ from the default: a release with one more field can still be read by its neighbour until
-    # the field is used.
+    # Write only fields that differ from the default. An earlier release can then read a record of a later one until a
+    # new field is used.
     return keys.seal(f"policy {tenant}", policy.model_dump_json(exclude_defaults=True))
 
 

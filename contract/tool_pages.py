@@ -1,4 +1,4 @@
-"""Markdown page of a tool, made from its spec, for the documentation and for `toolcrew tools show`."""
+"""Markdown description of a tool, made from its spec, for the documentation and for `toolcrew tools show`."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -29,7 +29,7 @@ class Webhook(Record):
 
 
 def sign(secret: str, notice: str, timestamp: int, body: str) -> str:
-    """Return the value of the header `webhook-signature`. `notice`: the id of the webhook message."""
+    """Return the value of the header `webhook-signature`. `notice`: the id of the sent message."""
     signed = hmac.new(_key(secret), f"{notice}.{timestamp}.{body}".encode(), hashlib.sha256).digest()
     return f"v1,{base64.b64encode(signed).decode()}"
 

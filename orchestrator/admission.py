@@ -1,4 +1,4 @@
-"""Admission: weighted fair shares of the workers' slots.
+"""Admission: divides the workers' slots among the tenants, in weighted fair shares.
 
 Invariant: a call is sent only with a slot, and a slot is returned exactly once, whatever ends the call. If this process
 dies, the leases of its slots end. If Redis loses its data, the renewals restore the slots of calls that run.
@@ -44,7 +44,9 @@ log = get_logger(__name__)
 NOT_ADMITTED = RunFailure.ADMISSION.metadata
 """Metadata of a result that admission created when it refused the call."""
 NOTICE_S = 0.5
-"""Waiting time after which a call is reported, in seconds. In a busy pool, most calls wait for some milliseconds."""
+"""Waiting time, in seconds, after which users are informed that a call waits for a slot. Short waits are not reported:
+in a busy pool, most calls wait for some milliseconds.
+"""
 PAUSE_POLL_S = 0.5
 """Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
 continue within two seconds.
@@ -53,7 +55,9 @@ MIN_WAIT_S = 1.0
 """Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
-"""Seconds that a paused call may wait in `inner` beyond its own limit."""
+"""Seconds by which a call of a paused tenant may wait longer in `inner`, the admission that PausableAdmission wraps,
+than its own limit allows.
+"""
 TICK_S = 1.0
 """Interval at which a queue with waiting calls is checked for new slots, in seconds."""
 RENEWALS_A_LEASE = 4
@@ -68,7 +72,8 @@ LONGEST_PAUSE_S = 5.0
 def was_not_admitted(result: ToolResult) -> bool:
     """Return whether admission refused the call. Such a call was not sent, and may be sent again under its own id.
 
-    A tool can also return RATE_LIMITED; its call was sent.
+    The error code RATE_LIMITED alone does not show this, because a tool can return that code too, and its call was
+    sent.
     """
     return result.error_code is ErrorCode.RATE_LIMITED and result.run_failure is RunFailure.ADMISSION
 
@@ -76,8 +81,8 @@ def was_not_admitted(result: ToolResult) -> bool:
 class Slot:
     """The slot of one call.
 
-    `used_s`: the worker time that the tenant is charged, in seconds, from the clocks of the result. None: the time for
-    which the slot was held. `pending`: the id of the request until Redis has answered it; then "".
+    `used_s`: seconds of worker time that count for the tenant's fair share, from the durations in the result. None: the
+    time for which the slot was held counts. `pending`: the id of the request until Redis has answered it; then "".
     """
 
     def __init__(self, pending: str = "") -> None:
@@ -94,9 +99,9 @@ class Admission(Protocol):
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
         """Wait for a slot and hold it until the block ends. A request of a paused tenant gets no slot.
 
-        `is_early`: the block may begin as soon as the request is sent. A call that is published in the first iteration
-        of the block joins the same pipeline. Such a call is published only if it has the slot `Slot.pending`.
-        Otherwise `Slot.wait` waits for the slot.
+        `is_early`: the block may begin as soon as the request is sent. A call that is published at once then reaches
+        Redis in the same pipeline as the request. The publish names the request `Slot.pending`, and Redis publishes the
+        call only if that request has its slot. Otherwise `Slot.wait` waits for the slot.
 
         Raises ToolFailure(RATE_LIMITED) with `retry_after_s` in its metadata: too many calls of the tenant wait, or no
         slot became free within `wait_s`. Raises BrokerUnavailable when Redis does not answer.
@@ -109,7 +114,7 @@ class Admission(Protocol):
 
 
 class UnlimitedAdmission:
-    """Admission for programs without a pool. Every call has a slot at once."""
+    """Admission for programs without a pool. Every call gets a slot at once."""
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
@@ -136,8 +141,8 @@ _listener: ContextVar[OnWaiting | None] = ContextVar("on_waiting", default=None)
 
 @contextmanager
 def report_waiting(listener: OnWaiting) -> Iterator[None]:
-    """Call `listener` for every call of this task that waits longer than NOTICE_S. The tasks that start in the block
-    count too.
+    """Context manager: call `listener` for every call, of this task and of tasks that start in the block, that waits
+    longer than NOTICE_S.
 
     A context variable holds the listener, because some calls are made indirectly: for example, to open a session.
     """
@@ -189,7 +194,8 @@ class PolicySource(Protocol):
 
 
 class PausableAdmission:
-    """Adds pauses to `inner`. The admission `inner` grants the slots, and counts paused calls as waiting.
+    """Adds the pausing of tenants to another admission, `inner`. `inner` grants the slots, and counts the calls of
+    paused tenants as waiting.
 
     If the tenant is paused before a call is sent, the call releases its slot and waits.
     """
@@ -247,7 +253,8 @@ class PausableAdmission:
         slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=remaining_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
-            # Counted before the look-up: the task `_watch` ends when no call of its tenant is counted as waiting.
+            # Count this call before looking for the task `_watch`, which ends when no call of its tenant counts as
+            # waiting.
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
@@ -267,7 +274,9 @@ class PausableAdmission:
         raise _still_paused(request, await self._tenants.policy(tenant))
 
     async def _hold_place(self, request: SlotRequest) -> None:
-        """Wait in `inner`, which grants no slot to a paused tenant. The method ends only with an exception."""
+        """Wait in `inner`, so that the call counts as waiting. `inner` grants no slot to a paused tenant, so the method
+        ends only with an exception.
+        """
         async with self._inner.slot(request):
             raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
 
@@ -284,7 +293,7 @@ class PausableAdmission:
         try:
             return (await self._tenants.policy(tenant)).is_paused
         except BrokerUnavailable as error:
-            # In doubt the pause holds. Operators use it to stop a tenant.
+            # If the policy cannot be read, the tenant stays paused, because operators use a pause to stop a tenant.
             log.warning("pause_state_not_read", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
@@ -319,8 +328,9 @@ class _Ticket:
 class SharedAdmission:
     """Grants weighted fair shares of each queue's slots (docs/design.md).
 
-    A call costs one round trip before it begins. Its release does not wait for the reply. Requests of the same
-    iteration of the event loop share a pipeline. `clock`: Unix seconds in place of Redis's clock, for simulations.
+    Each call needs one round trip to Redis before it is sent. The release of its slot does not wait for the reply.
+    Requests of the same iteration of the event loop share a pipeline. `clock`: Unix seconds in place of Redis's clock,
+    for simulations.
 
     Invariant: every ticket is in `_tickets` until it is dropped, and dropping a ticket sends exactly one release. If a
     grant arrives for a dropped ticket, `_grant` therefore releases the slot at once.
@@ -342,7 +352,7 @@ class SharedAdmission:
         self._tickets: dict[str, _Ticket] = {}
         self._waiting: dict[str, _Ticket] = {}
         self._lines = Counter[tuple[str, str]]()
-        """Number of waiting calls, by tenant and queue."""
+        """Number of waiting calls for each pair of tenant and queue."""
         self._steps = SlotStore(
             self._scripts,
             deployment,
@@ -367,20 +377,21 @@ class SharedAdmission:
             if not is_sent:
                 await self._wait(ticket)
         except BaseException:
-            # A grant may be on its way. Redis handles the release after it, and `_grant` returns a slot without a
-            # ticket.
+            # Redis may just have granted the slot. `_drop` sends the release after the request, and `_grant` returns a
+            # slot that arrives without a ticket.
             self._drop(ticket, 0.0)
             raise
         try:
             yield slot
         finally:
-            # At most the time for which the slot was held: `used_s` is computed from a result, which a worker wrote.
+            # Charge at most the time for which the slot was held, because `used_s` comes from a result that a worker
+            # wrote.
             slot_s = _instant() - ticket.granted_at if ticket.granted_at is not None else 0.0
             self._drop(ticket, slot_s if slot.used_s is None else max(0.0, min(slot.used_s, slot_s)))
 
     async def aclose(self) -> None:
         """Release all slots. Waiting calls fail."""
-        # Set first, so that no new ticket is added while the releases are sent.
+        # Set this first, so that no new ticket is added while the releases are sent.
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.granted_at is None and not ticket.granted.done():
@@ -401,8 +412,8 @@ class SharedAdmission:
             raise _unavailable("the client is closed")
         self._open()
         ticket = _Ticket(f"{self.id}.{next(self._numbers)}", request, asyncio.get_running_loop().create_future())
-        # If an early published call fails, its publish reports the failure, and no task awaits this future. The
-        # callback prevents asyncio's warning about an unread exception.
+        # A call that was published early gets a failure from its publish, so no task awaits this future. The callback
+        # prevents asyncio's warning about an unread exception.
         ticket.granted.add_done_callback(_retrieve)
         # A call behind other calls of its tenant must wait, so early publishing would be useless.
         is_in_line = self._lines[request.tenant, request.queue] > 0
@@ -479,7 +490,8 @@ class SharedAdmission:
             self._reconcile()
 
     def _on_failure(self, error: str, requested: frozenset[str]) -> None:
-        # Only the new requests fail. Calls that Redis has queued keep their place, and wait until their own limit.
+        # Only the requests in the failed step fail. Calls that Redis has already queued keep their place, and wait
+        # until their own limit.
         self._outage = error
         for call in requested:
             self._fail(call, _unavailable(f"Redis does not answer ({error})"))
@@ -494,7 +506,8 @@ class SharedAdmission:
         for call in unknown:
             ticket = self._tickets.get(call)
             if ticket is not None and ticket.granted_at is not None:
-                # The call runs, whether Redis knows its slot or not. Without it, the queue would get too many calls.
+                # Redis has lost the slot of a call that runs. Add the slot again; otherwise Redis would grant too many
+                # slots of the queue.
                 self._steps.add(restore(call, ticket.request))
             elif ticket is not None:
                 ticket.is_known = False
@@ -504,14 +517,14 @@ class SharedAdmission:
         """Renew all leases. Redis returns the ids that it does not know."""
         granted_calls = [call for call, ticket in self._tickets.items() if ticket.granted_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
-        # In parts: Lua passes these ids as arguments of one command, and their number is limited.
+        # Send the ids in several operations, because Lua limits the number of arguments of one command.
         for at in range(0, len(granted_calls), RENEW_AT_ONCE):
             self._steps.add(renew(granted_calls[at : at + RENEW_AT_ONCE], ()))
         for at in range(0, len(waiting), RENEW_AT_ONCE):
             self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
 
     async def _keep(self) -> None:
-        """Renew the leases, and check the queues in which calls wait."""
+        """Renew the leases of this process, and check the queues in which its calls wait, until cancelled."""
         renewed_at = _instant()
         renew_s = self._lease_s / RENEWALS_A_LEASE
         while True:

@@ -68,8 +68,8 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
     """The API key of the model server. A batch team sets it with the URL."""
     queue_wait_s: float = Field(default=60.0, gt=0)
-    """Seconds that a call waits for a free worker; then it fails and has not run. A batch team raises it on a crowded
-    pool.
+    """Seconds that a call waits for a free worker. After this time the call fails without having run. A batch team
+    raises it on a crowded pool.
     """
     tenant_classes: dict[str, dict[str, JsonValue]] = Field(default={})
     """See sandboxd. An operator of an embedded stack sets it here too: the stack starts an egress proxy if a class

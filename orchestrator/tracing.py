@@ -1,5 +1,5 @@
-"""Spans of runs and calls in the orchestrator, and the run and the call of the current task. Used only while tracing
-is on.
+"""Creates the spans of runs and calls in the orchestrator, and tracks which run and which call the current task
+executes. Used only while tracing is on.
 """
 
 import json
@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 SERVICE = "toolcrew-orchestrator"
 CALL_LOST = "CALL_LOST"
-"""Error of an attempt that ended without a result, if another attempt followed."""
+"""Value of the attribute `error` in the span of an attempt that had no result and was followed by another attempt."""
 CANCELLED = "CANCELLED"
 INTERRUPTED = "interrupted"
 NO_REPLY = "no_reply"
@@ -36,9 +36,9 @@ USUAL_PORTS = {"https": 443, "http": 80}
 
 
 class CallSpans:
-    """Spans of a call in progress. `is_own`: this object ends the span of the call; otherwise the RunSpans of its run
-    end it. `leave`: receives each open span when this process no longer waits for the call; None: these spans then end
-    at once.
+    """Spans of a call in progress. `is_own`: this object ends the span of the call; otherwise RunSpans, which has the
+    spans of the call's run, ends it. `leave`: receives each open span when this process no longer waits for the call;
+    None: these spans then end at once.
     """
 
     def __init__(

@@ -271,7 +271,9 @@ class ApiKeys(AuditedStore):
 
 
 class Credential:
-    """The key of a client. The key is checked before each call, because it may have been revoked."""
+    """The API key of a client. The key is checked before each call, because it may have been revoked since the last
+    call.
+    """
 
     def __init__(self, keys: ApiKeys, text: str) -> None:
         self._keys = keys
@@ -360,5 +362,5 @@ class LoginStore:
 
 
 def login_digest(purpose: str, token: str) -> str:
-    """Return a digest of a login's token. A plain hash is enough, because the token has 32 random bytes."""
+    """Return a digest of a login's token. A fast hash is secure here, because the token has 32 random bytes."""
     return hashlib.sha256(f"toolcrew page {purpose} v1\0{token}".encode(errors="replace")).hexdigest()

@@ -48,8 +48,8 @@ MAX_PENDING = 1000
 """Limit of the open questions of one tenant."""
 MAX_WAIT_S = 7 * 86_400.0
 ANSWER_TTL_S = 86_400.0
-"""Lifetime of an answer, in seconds. The lifetime is long because no process may be executing the run when the answer
-arrives.
+"""Lifetime of an answer, in seconds. The lifetime is long because it is possible that no process executes the run when
+the answer arrives; the answer then waits for the next one.
 """
 CLOSED_QUESTION_TTL_S = 3600.0
 """Lifetime of a withdrawn or expired question, in seconds. During this time, an answer to the question gets the error
@@ -128,8 +128,8 @@ return {'done'}
 
 class ApprovalQuestion(Record):
     """The question whether a call may run with exactly these arguments. `command`: the shell command of the call, if
-    its tool takes one. `reason`: why approval is needed. `warning`: why the call is dangerous; "" if it is not.
-    `digest`: the answer is bound to this digest.
+    its tool takes one. `reason`: why approval is needed. `warning`: why the call is dangerous; "" if the call is not
+    dangerous. `digest`: the answer must repeat this digest.
     """
 
     id: str = Field(pattern=rf"^[0-9a-f]{{{ID_CHARS}}}$")
@@ -287,8 +287,8 @@ class ApprovalQueue:
         )
 
     async def answers(self, ids: Sequence[str]) -> dict[str, ApprovalAnswer | EnvelopeRefused]:
-        """Return the answers of those questions that have one. An answer with a wrong signature is replaced by an
-        EnvelopeRefused.
+        """Return the answers to these questions. Questions without an answer are left out. An answer with a wrong
+        signature is replaced by an EnvelopeRefused.
         """
         answers: dict[str, ApprovalAnswer | EnvelopeRefused] = {}
         for at in range(0, len(ids), _AT_ONCE):
@@ -304,7 +304,8 @@ class ApprovalQueue:
         self, actor: Actor, tenant: str | None = None, cursor: str | None = None, limit: int = 50
     ) -> QuestionPage:
         """Return open questions of all tenants that the actor may see, or of one tenant. Raises
-        ToolFailure(PERMISSION_DENIED): another tenant. Raises ToolFailure(INVALID_ARGUMENTS): invalid limit or cursor.
+        ToolFailure(PERMISSION_DENIED): the actor may not see that tenant. Raises ToolFailure(INVALID_ARGUMENTS):
+        invalid limit or cursor.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit {limit} is invalid: use 1 to {MAX_PAGE}")
@@ -330,8 +331,8 @@ class ApprovalQueue:
                         return QuestionPage(tuple(questions), f"{score}-{id_}")
             if len(positions) < _AT_ONCE:
                 return QuestionPage(tuple(questions), None)
-            # A whole read found no new question, because so many expire in the same millisecond. The next read starts
-            # further on.
+            # If a whole read found only known questions, all of them expire in the same millisecond. Then the next read
+            # skips as many questions of that millisecond as were read.
             after, at = (new[-1], 0) if new else (after, at + len(positions))
 
     async def get(self, id_: str, actor: Actor) -> PendingQuestion:

@@ -91,8 +91,8 @@ local function audit(key, entry)
   redis.call('XADD', key, 'MAXLEN', '~', max_entries, '*', 'entry', entry)
 end
 """
-"""Lua code for scripts that change something: `audit(audit_key, entry as text)` writes the entry to the stream of its
-actor. For the entry '', nothing is written.
+"""Lua function for scripts that change something. `audit(audit_key, entry as text)` writes the entry to the stream of
+the actor who made the change. With the entry '', it writes nothing.
 """
 
 _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
@@ -126,7 +126,7 @@ class NewAuditEntry(Record):
     """A change and its author. `tenant`: the affected tenant, None for all tenants. `target`: the tool, tenant, key,
     approval, call, host, batch, run, session, skill, model endpoint or secret.
 
-    `details` never contain a secret or the content of a call.
+    `details`: other facts about the change. They never contain a secret or the content of a call.
     """
 
     actor: Actor
@@ -196,14 +196,14 @@ def entry_text(entry: NewAuditEntry) -> str:
 
 
 class AuditedStore:
-    """Base of the stores whose changes are in the audit log. The actor of a change is the one that `acting_as` was
-    given, or otherwise the system user.
+    """Base of the stores whose changes are in the audit log. The actor of each change is the argument of `acting_as`,
+    or the system user if `acting_as` was not called.
     """
 
     _actor: Actor | None = None
 
     def acting_as(self, actor: Actor) -> Self:
-        """Return the same store, with changes by `actor`."""
+        """Return a copy of the store whose changes are attributed to `actor`."""
         mine = copy.copy(self)
         mine._actor = actor
         return mine
@@ -314,7 +314,9 @@ class Audit:
 
 
 class SecretUse(Record):
-    """Requests of a session that carried a secret. `run` is empty for calls outside of runs."""
+    """Number and target of the requests of a session that contained a secret. `run` is empty for calls outside of
+    runs.
+    """
 
     tenant: Identifier
     session: Identifier
@@ -325,7 +327,7 @@ class SecretUse(Record):
 
 
 def parse_uses(rows: object) -> list[SecretUse]:
-    """Return the uses that sandboxd reports."""
+    """Parse the uses of secrets that sandboxd reports."""
     return TypeAdapter(list[SecretUse]).validate_python(rows)
 
 
@@ -336,7 +338,7 @@ class SecretAudit:
         self._client, self._deployment = client, deployment
 
     def write(self, uses: Sequence[SecretUse]) -> None:
-        """Write an entry for each use. Raises BrokerUnavailable."""
+        """Write an audit entry for each use. Raises BrokerUnavailable."""
         if not uses:
             return
         pipe = self._client.pipeline(transaction=False)

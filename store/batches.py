@@ -21,16 +21,19 @@ from contract.signing import SigningKeys, readable
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
 HOSTED_BATCH = "@runs"
-"""The batch of each tenant's hosted runs, which never ends. No submitted batch can have this name."""
+"""Id of a hidden batch that each tenant has. Its items are the tenant's durable runs that were started without a batch.
+It never ends, and no submitted batch can have this id.
+"""
 RECORD_ADVICE = "continue it with the release that wrote it, or submit it again"
 """Advice on a run or a batch whose record this release cannot read."""
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
-    """Return the key of the hash of a batch (BatchRecord). Suffixes lead to the ids of its runs: `:waiting` (sorted
-    set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list). The suffix `:events` leads to a
-    stream. HOSTED_BATCH also has `:index` (sorted set, by the start of the runs) and its parts `:succeeded`, `:failed`
-    and `:cancelled`. Its `:sessions` is a hash of the sessions that hosted runs use.
+    """Return the key of the hash of a batch (BatchRecord). Keys with a suffix hold the ids of its runs: `:waiting`
+    (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list). The key with `:events` is
+    the stream of its events. HOSTED_BATCH also has `:index` (sorted set of all runs, by their start), the sorted sets
+    `:succeeded`, `:failed` and `:cancelled` with parts of `:index`, and `:sessions` (hash of the sessions that durable
+    runs use).
     """
     return tenant_key(deployment, tenant, f"batch.{batch}")
 
@@ -43,8 +46,8 @@ def batches_key(deployment: str, tenant: str) -> str:
 
 
 def member(tenant: str, name: str) -> str:
-    """Return the name of a tenant's run or batch in the sets of the deployment. The separator is safe, because the
-    name of a tenant has no bar.
+    """Return `<tenant>|<id>`, the name of a run or batch in Redis sets that all tenants share. It is unambiguous,
+    because the name of a tenant contains no `|`.
     """
     return f"{tenant}|{name}"
 
@@ -138,15 +141,15 @@ class CallBody(Record):
 
 
 class ForkPoint(Record):
-    """The step of a run after which another run was forked from it. `step`: number of shared steps."""
+    """The point of a run at which another run was forked from it. `step`: number of steps that both runs share."""
 
     run: str
     step: int = Field(ge=0)
 
 
 class ForkSource(ForkPoint):
-    """The shared steps in the log of the forked run. `attempt`: the attempt of the forked run. `entries`: the number of
-    entries of its log that the fork copies.
+    """The log entries that a fork copies from the original run. `attempt`: the attempt of the original run. `entries`:
+    how many entries of its log are copied.
     """
 
     attempt: int = Field(ge=1)
@@ -155,8 +158,9 @@ class ForkSource(ForkPoint):
 
 class BatchItem(Record):
     """A line of a batch, or one sample of it. `line`: its number in the file, from 1. `url`: the format of the body in
-    its row. `priority`: items with a higher priority start first. `task`: the id of the line if it has a grader.
-    `forked_from`: where the log of a forked run begins; its `environment.fork` is the kept state.
+    its row. `priority`: items with a higher priority start first. `task`: the id of the line, for a line with a grader.
+    `forked_from`: for a forked run, the steps that it shares with the run it was forked from; `environment.fork` then
+    names the session that keeps the state after these steps.
     """
 
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
@@ -174,7 +178,7 @@ class BatchItem(Record):
 
     @property
     def sources(self) -> list[str]:
-        """Return the paths and files of the store from which the item's sandboxes begin."""
+        """Return the paths and the files of the store that the item's sandboxes start with."""
         paths = [self.environment.workspace, self.grader.files if self.grader is not None else None]
         return [path for path in paths if path is not None]
 
@@ -229,7 +233,9 @@ class BatchDefaults(Record):
 
 
 class RowLocation(Record):
-    """The last location of the rows of a batch. `host`: the name of the machine with these paths."""
+    """The paths of the row files to which a batch was last written. `host`: the name of the machine with these
+    paths.
+    """
 
     host: str
     output: str
@@ -238,8 +244,8 @@ class RowLocation(Record):
 
 class BatchRecord(Record):
     """The record of a batch. `sha256`: hash of the input file. `concurrency`: how many items run at the same time,
-    over all orchestrators. `failed`: numbers by kind. `is_detached`: the orchestrators of the service run the batch;
-    otherwise only a process that names the batch.
+    over all orchestrators. `failed`: number of failed runs by kind of failure. `is_detached`: services (`toolcrew serve
+    api`, `toolcrew serve batches`) run the batch; otherwise only a command that was started for this batch runs it.
     """
 
     state: BatchState

@@ -29,10 +29,10 @@ blobs.
 """
 CHECK_FIRST_BYTES = 1024 * 1024
 """Size, in bytes, above which the tenant's limit is checked before the blob is sent to Redis. A smaller blob is sent at
-once, and one transaction stores and checks it.
+once; one transaction stores the blob and checks the limit.
 """
 SIZES_TTL_S = 2 * 3600
-"""Lifetime of the hash of sizes, in seconds. Longer than the lifetime of any blob."""
+"""Lifetime of the hash with the sizes of a tenant's blobs, in seconds. It is longer than the lifetime of any blob."""
 ROOM_WAIT_S = 30.0
 """Seconds that a call waits for other calls of its tenant to delete their blobs, if the limit is reached."""
 RESULT_ROOM_WAIT_S = 10.0
@@ -42,7 +42,8 @@ waits for the result.
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
 # KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of
-# the sizes. Returns 1 if there is room; the blob then counts. Returns 0 if there is no room; the blob is then deleted.
+# the sizes. Returns 1 if there is room; the size of the blob is then added. Returns 0 if there is no room; the blob is
+# then deleted.
 ROOM_LUA = """
 local size, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)

@@ -1,6 +1,6 @@
-"""Budgets of tenants: the amounts used on this day and in this month, and the notices about them. Each process reads
-the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the tenant has budgets. So calls need
-no extra read, and a budget is in force everywhere within 2 seconds.
+"""Budgets of tenants: the amounts used on this day and in this month, and the notices that a budget is nearly or
+completely used up. Each process reads the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the
+tenant has budgets. So calls need no extra read, and a budget is in force everywhere within 2 seconds.
 """
 
 import time
@@ -23,7 +23,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 WARN_SHARE = 0.8
-"""Part of a budget from which on a notice says that it is nearly used up."""
+"""Share of a budget, 0 to 1. When a tenant has used this share, a notice says that the budget is nearly used up."""
 NOTICES_TTL_S = 62 * DAY_S
 _METRICS = {
     "tokens": ("prompt_tokens", "completion_tokens"),
@@ -31,7 +31,7 @@ _METRICS = {
     "cpu_s": ("cpu_us",),
     "stored_bytes": ("stored_bytes",),
 }
-"""Amount of a budget -> amounts of usage that it sums."""
+"""Name of a budget -> names of the used amounts whose sum counts for the budget."""
 _ACTOR = Actor(key="local", role="operator", name="toolcrew")
 
 # KEYS: notices of the tenant, audit. ARGV: the notice, its lifetime, audit entry. Returns 1 for the first one.
@@ -64,7 +64,9 @@ class BudgetState(Record):
 
 
 class BudgetStore:
-    """Spending of tenants within their budgets. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Reads what tenants have used of their budgets. Every method raises BrokerUnavailable when Redis does not
+    answer.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
@@ -75,7 +77,8 @@ class BudgetStore:
 
     async def check(self, tenant: str, budgets: Budgets) -> None:
         """Raise ToolFailure(BUDGET_EXCEEDED) with the time of the reset if a budget is used up. The metadata has
-        `budget`, `resets_at` in ISO 8601, and `retry_after_s`. Write each notice once in its period.
+        `budget`, `resets_at` in ISO 8601, and `retry_after_s`. Also writes the notices about budgets, each one once per
+        day or month.
         """
         read_at, checked, states = self._read.get(tenant, (float("-inf"), None, []))
         if checked != budgets or time.monotonic() - read_at >= POLICY_FRESH_S:
@@ -92,7 +95,7 @@ class BudgetStore:
             )
 
     async def read(self, tenant: str, budgets: Budgets) -> list[BudgetState]:
-        """Return the budgets that have a limit."""
+        """Return the state of each budget for which the tenant has a limit."""
         limits = {name: float(limit) for name, limit in budgets if limit is not None}
         if not limits:
             return []

@@ -28,7 +28,7 @@ from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
 
 READ_COUNT = 256
-"""Limit of entries from one stream in one read. A stream that returns this many may have more."""
+"""Limit of entries from one stream in one read. If a read returns this many, the stream may have more."""
 IDLE_S = 5.0
 """Time that `take_wakes` waits for the first name, in seconds."""
 WAKES_AT_ONCE = 64
@@ -98,7 +98,7 @@ class CallEventStore:
 
     async def create(self, keys: CallEventKeys, ttl_s: int) -> None:
         """Create the empty stream of a call. Raises BrokerUnavailable when Redis does not answer, or when the stream
-        exists: another process reads this call.
+        exists: another process reads the events of this call.
         """
         with broker_errors("the stream of the call's events was not created"):
             async with self._client.pipeline(transaction=True) as pipe:
@@ -139,8 +139,8 @@ class CallEventStore:
         return [name.decode(errors="replace") for name, _ in rows]
 
     async def read(self, positions: Sequence[tuple[CallEventKeys, str]]) -> list[list[Entry]]:
-        """Return the next entries of each stream, at most READ_COUNT, in one round trip. A position: the keys of a
-        call, and the id of the last entry read.
+        """Return the next entries of each stream, at most READ_COUNT, in one round trip. Each position is a pair: the
+        keys of a call, and the id of the last entry that was read.
         """
         with broker_errors("the events of running calls were not read"):
             pipe = self._client.pipeline(transaction=False)
@@ -217,5 +217,7 @@ class WorkerCallEventStore:
 
 
 def _slice(seconds: float) -> float:
-    """Return the time limit of one blocking command. It is never close to 0, which Redis understands as no limit."""
+    """Return the time limit of one blocking command. The limit is never close to 0, because Redis takes 0 as no
+    limit.
+    """
     return max(0.05, min(seconds, WAIT_SLICE_S))

@@ -37,16 +37,17 @@ SEND_WAIT_S = 3.0
 """Seconds that a call waits while Redis does not answer, if the call was certainly not sent yet."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
-"""Limit of the round trip for clock updates, in seconds. After a longer round trip, the time in the reply is out of
-date.
+"""Longest round trip, in seconds, after which the clock is set from the time in Redis's reply. After a longer round
+trip that time is out of date.
 """
 
 _PUBLISH = LuaScript(PUBLISH)
 
 
 class NotSent(Exception):
-    """The call was not published. `host_lost`: the host of the queue does not live. `moved`: the session is on another
-    host, or is moving. `duplicate`: the call id was used before. `no_slot`: admission has not granted the slot yet.
+    """The call was not published. `host_lost`: the worker of the queue does not report. `moved`: the session is on
+    another host, or is moving. `duplicate`: the call id was used before. `no_slot`: admission has not granted the slot
+    yet.
     """
 
     def __init__(self, reason: str) -> None:
@@ -117,7 +118,7 @@ class Publisher:
                         f"the call was not sent: Redis does not answer ({unanswered}). Check that Redis is running"
                     ) from unanswered
             except RedisError as error:
-                # Redis refused only the repetition. The first publish may have pushed the message.
+                # This error is about the repetition only. The first publish may already have pushed the message.
                 if not may_be_sent:
                     raise BrokerUnavailable(
                         f"the call was not sent: Redis refuses it ({error}). Check its user "
@@ -125,7 +126,7 @@ class Publisher:
                     ) from error
                 log.warning("publish_outcome_unknown", call=call.call_id, error=str(error))
             if may_be_sent and self._clock() > call.start_by:
-                return  # the caller forbids the call, or gets its result
+                return  # the caller now forbids the call or receives its result
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
         if outcome != "sent":
@@ -193,8 +194,9 @@ async def read_result_record(client: RedisClient, key: str) -> bytes | None:
 
 
 class ResultHub:
-    """Futures of results by task id. Task ids start with the id of the hub, so one subscription before the first
-    publish receives all results. A few other hubs share the pattern; their results are ignored.
+    """Receives the results of the calls of one process, and passes each to the future of its Celery task. Task ids
+    start with the id of the hub, so one subscription receives all results. A few other hubs share the subscription's
+    pattern; their results are ignored.
 
     Pub/sub delivers each message at most once. The hub therefore reads the keys of all awaited results after every
     connection and every SWEEP_EVERY_S. A result is deleted after its caller has received it, or if no caller waits for
@@ -266,8 +268,8 @@ class ResultHub:
             self._stored.discard(task_id)
 
     async def read_result(self, task_id: str) -> None:
-        """Read the result of one task now, if it is stored. Use this method for a task that another hub has published,
-        because Redis does not announce its result to this hub.
+        """Read the result of one task now, if it is stored. Use this method for a task that another process has
+        published, because Redis does not announce the result of such a task to this hub.
         """
         try:
             await self._take_stored([task_id])

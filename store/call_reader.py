@@ -4,8 +4,9 @@ record, its queue, its worker, its session and its result.
 Invariant: this module only reads, and shows one tenant's call to that tenant alone. A call of another tenant looks like
 a call that never existed. The scripts that change a call are in store/calls.py.
 
-Admission lists the calls that wait for a slot, and the calls that hold a slot (store/slots.py). An index lists the
-calls that have ended. The publish script writes the index, with the newest CALLS_LISTED calls of each tenant.
+Admission, which divides the workers' slots among the tenants, lists the calls that wait for a slot and the calls that
+have one (store/slots.py). An index lists the calls that have ended. The publish script writes the index, with the
+newest CALLS_LISTED calls of each tenant.
 
 The parts are read one after another, not in one step. A call can therefore end between two reads. A reader gets a state
 that the call has had, and never a result without a valid signature.
@@ -46,20 +47,20 @@ from store.sessions import parse_session_location
 from store.slots import WaitReason
 
 MAX_SEARCHED = 200_000
-"""Maximum number of waiting calls that a search for one call reads. Calls wait by ticket, so a search by call id reads
-all of them.
+"""Maximum number of waiting calls that a search for one call reads. Waiting calls are stored by the id of their slot
+request, so a search by call id must read all of them.
 """
 MAX_LISTED = 20_000
 """Maximum number of entries of admission that are read for one list."""
 _SCAN_COUNT = 1000
 SESSION_COMMANDS = "session."
 WAITING = "waiting"
-"""State of a call that has no record yet, because it waits for a slot."""
+"""State of a call that waits for a slot and therefore has no record yet."""
 _ORDER = (WAITING, *(state.value for state in CallState if not state.has_ended))
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
-"""Pattern of a call id of a run in a program's own process."""
+"""Pattern of the ids of calls that belong to a run in a program's own process."""
 
 # KEYS: queue. ARGV: a text that only the message of the call contains. Returns the number of messages before the call
 # (-1 if the call is not among the first 5,000), and the length of the queue.
@@ -78,7 +79,7 @@ return {-1, length}
 
 
 Moment = Annotated[float, PlainSerializer(lambda at: format_instant(at, "milliseconds"), when_used="json-unless-none")]
-"""Unix seconds. Its JSON is ISO 8601 in UTC, with milliseconds."""
+"""Field type for a time in Unix seconds that is written as ISO 8601 in UTC, with milliseconds, in JSON."""
 
 
 class ShownCall(Record):
@@ -121,7 +122,7 @@ class CallLife(ShownCall):
     """The state of a call. Unknown values are None.
 
     - `noticed_by`, `reason`: for a lost call, as in its record.
-    - `is_held`: whether the worker that runs the call still reports.
+    - `is_held`: whether the worker that runs the call is alive.
     - `run_s`: None for a lost call, because `ended_at` is then the time at which the loss was noticed.
     - `waits_in`: `admission` (for a slot) or `queue`. `ahead`: how many of the `waiting` calls are before this call.
     - `location`: the location of its session; None if the session is closed or has expired.
@@ -209,8 +210,8 @@ class CallReader:
         return CallPage(data=tuple(listed[:limit]), has_more=is_cut or is_also_cut or len(listed) > limit)
 
     async def _scan(self, name: str, limit: int, part: bytes = b"") -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-        """Return the entries of a hash of admission whose text contains `part`, as pairs of ticket and fields. Also
-        return whether more than `limit` entries are there, so that some were not read.
+        """Return the entries of one of admission's hashes whose text contains `part`, as pairs of request id and
+        fields. Also return whether entries were left out because there are more than `limit`.
         """
         found: list[tuple[str, dict[str, Any]]] = []
         cursor, rows_read = 0, 0
@@ -397,7 +398,7 @@ class CallReader:
             result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
         except (ValueError, KeyError, EnvelopeRefused):
             return None
-        # A genuine result of another call under this key would pass the signature of its own call.
+        # Check the call id too: a genuine result of another call, copied to this key, has a valid signature.
         return result if result is not None and result.call_id == call_id else None
 
     async def _run(self, tenant: str, call_id: str) -> tuple[str | None, str | None]:
@@ -405,7 +406,8 @@ class CallReader:
         run.
         """
         parts = call_id.split("-")
-        # An id of a later attempt or of a step has up to three parts more than the run, and a run's id may contain `-`.
+        # A call id is the id of the run and up to three more parts. The id of a run may contain `-` itself, so try each
+        # length.
         names = ["-".join(parts[:count]) for count in range(len(parts), max(0, len(parts) - 4), -1)]
         pipe = self._client.pipeline(transaction=False)
         for name in names:
@@ -457,7 +459,7 @@ def _build_listed(tenant: str, call: str, record: CallRecord) -> ListedCall:
 def _select(
     entries: Iterable[tuple[str, dict[str, Any]]], tenants: Sequence[str]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the entries of admission that are calls of these tenants, by tenant and call."""
+    """Return the entries of admission that belong to calls of these tenants, by tenant and call id."""
     # Commands to sessions take slots too, but are not calls of a user.
     names = set(tenants)
     return {
@@ -480,7 +482,7 @@ def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> L
 
 
 def _find_reason(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> WaitReason:
-    """Return the reason as `waiting_reason` in slots_operations.lua determines it."""
+    """Return why a call waits. The rules are the same as those of `waiting_reason` in slots_operations.lua."""
 
     def number(name: bytes) -> float:
         return float(limits.get(name, b"0"))

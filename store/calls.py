@@ -73,7 +73,7 @@ RESULT_TTL_S = 3600
 CALLS_LISTED = 1000
 """Maximum number of calls in the list of a tenant, including calls that have ended."""
 MAX_ATTEMPTS = 3
-"""Maximum number of attempts at a call. A lost call is retried only if it cannot have acted, or if its tool is
+"""Maximum number of attempts at a call. A lost call is sent again only if it cannot have had effects, or if its tool is
 idempotent.
 """
 
@@ -121,8 +121,8 @@ class CallRecord(Record):
     of the shared clock.
 
     - `holder`: the process that runs the call (contract/hosts.py: holder_name).
-    - `claim`: the random token of the claim that started the call. A repeated claim recognizes its own decision by the
-      token.
+    - `claim`: the random token of the claim that started the call. By the token, a repeated claim recognizes that it
+    has started the call itself.
     - `code`: the error code of the result; "" if the call succeeded.
     - `nonce`: the last published attempt and a random token.
     - `task`: the Celery task id of the attempt.
@@ -188,12 +188,12 @@ log = get_logger(__name__)
 
 REAP_BATCH = 500
 TRUSTED_S = int(HOST_TTL_S - 2 * HEARTBEAT_S)
-"""Seconds after a moment at which Redis certainly received reports. Within this time, a missing report proves that its
-host is lost.
+"""When it is certain that Redis received workers' reports at some time, a missing report proves, for this many seconds
+after that time, that the host of the report is lost.
 """
 FORGET_S = 600
-"""Seconds after the last report of a host for which its queue is still checked. A message may have been sent to the
-queue in that time.
+"""Seconds after the last report of a lost host during which its queue is still checked, because another process may
+still have sent a message to the queue.
 """
 READ_BATCH = 500
 KILL_TTL_S = 60
@@ -604,11 +604,11 @@ class CallStore:
         return reason, state == CallState.FORBIDDEN
 
     async def reap(self, queue: str, now: int) -> bool:
-        """Give up the host instance `queue` unless it lives, and answer the calls in its queue. Return whether the
-        instance is lost. A lost instance can never continue under that name.
+        """Unless the host instance `queue` reports, declare it lost, and answer the calls in its queue with an error.
+        Return whether the instance is lost. A lost instance can never continue under that name.
 
-        Any orchestrator may reap, because the script is atomic. `now`: Redis's time at which reports certainly
-        arrived, at most TRUSTED_S before the script runs.
+        Any orchestrator may call this method, because the script is atomic. `now`: a time of Redis at which reports
+        certainly arrived, at most TRUSTED_S before the script runs.
         """
         deployment = self._deployment
         keys = [
@@ -623,7 +623,7 @@ class CallStore:
         arguments += [FORGET_S, now + TRUSTED_S, self._process, _describe_lost_queue(queue)]
         total = 0
         with broker_errors("the queue of a lost host was not read"):
-            # Small batches: a script blocks Redis while it runs.
+            # Remove the messages in small batches, because a script blocks Redis while it runs.
             while (count := int(await self._reap(keys=keys, args=arguments))) > 0:
                 total += count
         if total:
@@ -637,8 +637,8 @@ class CallStore:
         return [queue for queue in (name.decode() for name in names) if await self.reap(queue, now)]
 
     async def announce(self, channel: str, event: str) -> None:
-        """Publish a Celery event in place of a dead worker. `channel`: the name without the number of the Redis
-        database; kombu puts that number before the name.
+        """Publish the Celery event that a dead worker can no longer send. `channel`: the name of the pub/sub channel,
+        without the number of the Redis database that kombu puts before it.
         """
         database = self._client.connection_pool.connection_kwargs.get("db") or 0
         with broker_errors("the event was not published"):
@@ -655,7 +655,9 @@ class CallStore:
 
 
 def _lost_result(queue: str) -> tuple[str, str]:
-    """Return the stored result of a call in a dead host's queue, as the text before and the text after the task id."""
+    """Return the error result for calls that are left in a dead host's queue, as two texts: what comes before and what
+    comes after the task id.
+    """
     error = {"exc_type": HOST_LOST_TYPE, "exc_message": [_describe_lost_queue(queue)], "exc_module": "toolcrew"}
     fields = json.dumps({"status": "FAILURE", "result": error, "traceback": None, "children": []})
     return '{"task_id": ', ", " + fields[1:]
@@ -723,15 +725,15 @@ class WorkerCallStore:
         return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context, arguments)
 
     def confirm(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Store again that a call runs which this worker has claimed. Return GRANTED if Redis had lost the claim, even
-        if the session has moved.
+        """Store again that a call runs, after this worker has claimed it. Return GRANTED if Redis had lost the claim,
+        even if the session has moved.
         """
         # The call runs already, and the record must say so, whatever its deadline and its session's location are.
         return self.claim(call, context.model_copy(update={"deadline_at": _NO_DEADLINE, "fence": None}), holder)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Refuse a call. Return GRANTED if the refusal is the result of the call, which then never starts. `holder`: if
-        this holder has claimed the call for this message, the refusal reverts the claim.
+        """Refuse a call. Return GRANTED if the refusal is the final result of the call; the call then never starts.
+        `holder`: if this holder has claimed the call for this message, the refusal reverts the claim.
         """
         return self._decide(self._refuse, [self._key(context.tenant, call.id)], context, [holder])
 
@@ -742,7 +744,7 @@ class WorkerCallStore:
         return state in (CallState.QUEUED, CallState.FORBIDDEN)
 
     def holder(self, tenant: str, call_id: str) -> str | None:
-        """Return the holder that runs the call, as in its claim; None if the call does not run."""
+        """Return the name under which a worker has claimed the running call; None if the call does not run."""
         with broker_errors("it is not known who runs the call"):
             state, holder = self._client.hmget(self._key(tenant, call_id), "state", "holder")
         return (
@@ -755,7 +757,7 @@ class WorkerCallStore:
         return call_key(self._deployment, tenant, call_id)
 
     def _decide(self, script: Any, keys: list[str], context: ToolContext, arguments: list[Any]) -> CallClaim:
-        ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # `finish` sets CALL_TTL_S
+        ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # `finish` sets CALL_TTL_S again
         with broker_errors("the call was not run, because its claim was not recorded"):
             # A token for each decision: with one per call, a repeated message would pass as the first one.
             verdict, now = script(keys=keys, args=[context.attempt, ttl_s, secrets.token_hex(8), *arguments])

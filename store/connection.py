@@ -48,7 +48,7 @@ from store.tasks import begin_shared, cancel_all
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"
 SKEW_WARNING_S = 5.0
-"""Difference between a host's clock and Redis's clock above which the host is reported, in seconds."""
+"""Difference between a host's clock and Redis's clock, in seconds, above which a warning about the host is logged."""
 
 
 class SharedClock:
@@ -66,7 +66,9 @@ class SharedClock:
         return self._local() + self.offset_s
 
     def learn(self, redis_now: float) -> float:
-        """Adopt the time that Redis has just sent. Return how many seconds the local clock is behind."""
+        """Set the clock to the time that Redis has just sent. Return by how many seconds the local clock is behind
+        Redis's clock.
+        """
         self.offset_s = redis_now - self._local()
         return self.offset_s
 
@@ -80,7 +82,7 @@ _REDIS_ERRORS = (RedisError, OSError)
 
 _sync_clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
 _thread_connections: "weakref.WeakKeyDictionary[SyncPool, threading.local]" = weakref.WeakKeyDictionary()
-"""The connection of each thread for its scripts, by pool."""
+"""The connections that each thread uses for its scripts, by connection pool."""
 
 
 class RedisAccessDenied(OperatorError):
@@ -271,7 +273,7 @@ def check_connection(broker: BrokerSettings) -> None:
     client = connect(broker)
     try:
         client.ping()
-    except _REDIS_ERRORS as error:  # as in `check_redis`
+    except _REDIS_ERRORS as error:  # not `broker_errors`: this message contains the address and advice
         raise BrokerUnavailable(
             f"Redis at {broker.redis_address()} does not answer ({error}): {broker.connection_advice(str(error))}"
         ) from error
@@ -348,7 +350,7 @@ class WorkerScript:
         connection.connect()
         try:
             is_clean = not connection.can_read()
-        except _REDIS_ERRORS:  # not `broker_errors`: nothing has failed, the connection is opened again
+        except _REDIS_ERRORS:  # not `broker_errors`: the connection is opened again
             is_clean = False
         if not is_clean:
             connection.disconnect()
@@ -403,7 +405,9 @@ class ScriptConnection(asyncio.Protocol):
         self._connection: Any = None
         self._transport: asyncio.Transport | None = None
         self._client_protocol = asyncio.Protocol()
-        """The client's own protocol of the transport. It gets the transport back, and the notice of its end."""
+        """The asyncio protocol object of the Redis client. It gets the transport back when this class closes, and is
+        notified of the end of the transport.
+        """
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self._unsent: list[_Invocation] = []
         self._unanswered: deque[_Invocation] = deque()
@@ -417,7 +421,7 @@ class ScriptConnection(asyncio.Protocol):
     def run(
         self, script: LuaScript, keys: Sequence[str], arguments: Sequence[str | int | float]
     ) -> "asyncio.Future[Any]":
-        """Return the future reply of the script. The future raises ReplyMissing, or the RedisError that Redis sent as
+        """Return a future of the script's reply. The future raises ReplyMissing, or the RedisError that Redis sent as
         the reply.
 
         A script whose future is cancelled before the script is written is not sent.

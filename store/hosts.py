@@ -1,5 +1,5 @@
-"""The living workers, and the orders to them. Each worker writes a report under the name of its host instance. The
-report expires if the worker does not renew it.
+"""The living workers, and the orders to them. Each worker writes a report under the name of its host instance (the
+worker of a host since its last boot). The report expires if the worker does not renew it.
 
 Invariant: no worker continues under the name of a lost instance. The list of instances outlives the reports. A listed
 instance without a report is lost. The reaper then answers the calls in its queue and writes a tombstone. After that,
@@ -33,7 +33,7 @@ _WHAT = "the workers' reports were not read or changed"
 
 Departure = Literal["drained", "restarting", "stopped"]
 """The reason why a worker ends. "drained": its queue is empty. "restarting": its next process is expected. "stopped":
-the reaper must process the rest of its queue.
+the reaper, which cleans up after lost workers, must answer the calls that are left in its queue.
 """
 
 
@@ -127,7 +127,9 @@ return redis.call('DEL', KEYS[1])
 
 
 class HostStore:
-    """Reports of workers, for orchestrators. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Reads the reports of workers, for orchestrators. Every method raises BrokerUnavailable when Redis does not
+    answer.
+    """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
@@ -150,7 +152,9 @@ class HostStore:
         return [report for report in found.values() if report is not None]
 
     async def find(self, queue: str) -> HostReport | None:
-        """Return the last report of a listed instance; None if there is none, or if this release cannot read it."""
+        """Return the last report of a listed instance; None if it has no report, or if this release cannot read the
+        report.
+        """
         return next((report for report in await self.read() if report.queue == queue), None)
 
     async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
@@ -226,7 +230,8 @@ class HostStore:
 
 
 async def check_tenant_class(client: RedisClient, deployment: str, tenant_class: str) -> list[str]:
-    """Return a warning if no sandbox host reports, so that the classes are unknown.
+    """Check that a host with the tenant class exists. Return a warning if no sandbox host reports, because the classes
+    are then unknown.
 
     Raises ToolFailure(INVALID_ARGUMENTS) with the known classes: no host has the class. Raises BrokerUnavailable when
     Redis does not answer.
@@ -261,8 +266,8 @@ class ReportResult(StrEnum):
 
 
 class WorkerHostStore:
-    """Reports of workers, for the workers themselves. A report names its host instance (`queue`) and its process
-    (`worker`).
+    """Writes the reports of workers, for the workers themselves. A report names its host instance (`queue`) and its
+    process (`worker`).
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
@@ -292,8 +297,8 @@ class WorkerHostStore:
         return ReportResult(result[0].decode())
 
     def leave(self, departure: Departure, last: HostReport) -> bool:
-        """Remove the report. With "restarting", keep the report for a while, until the next process starts. Return
-        False if the departure is "drained" but the queue has calls.
+        """Remove the report. For the departure "restarting", keep the report for a while, until the next process
+        starts. Return False if the departure is "drained" but the queue has calls.
         """
         parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
         keys = [*self._keys(last), last.queue, *self._slot_keys(last)]

@@ -1,4 +1,5 @@
-"""Requests with an Idempotency-Key in Redis. Each key has one slot.
+"""Requests with an Idempotency-Key. Each Idempotency-Key has one slot in Redis, which holds a claim while the request
+runs, and then the response.
 
 Invariant: at most one request at a time holds a slot, and only its holder stores the response.
 """
@@ -16,20 +17,20 @@ from store.connection import RedisClient, broker_errors
 
 KEEP_S = 24 * 3600
 PENDING_S = 900
-"""Maximum time for which a request holds its slot, in seconds. The time is longer than any call. Afterwards, the key
-still leads to the work that the request has started.
+"""Maximum time for which a request holds its slot, in seconds. The time is longer than any call. After that time a
+repeated request finds the work of the first request by the id that is derived from the Idempotency-Key.
 """
 MAX_STORED_BYTES = 256 * 1024 * 1024
 """Limit of the responses of one API key within a day, in bytes. All tenants share the memory of Redis."""
 SLOT_BYTES = 200
-"""Additional memory of a stored response, in bytes."""
+"""Memory that each stored response needs in addition to its text, in bytes."""
 FULL = (
     f"the stored responses of this API key fill {MAX_STORED_BYTES // 2**20} MiB, so the request was not started: send "
     "it without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
 )
-# Every script is repeatable after a lost reply. A claim recognizes itself, and a settled slot is not settled again. A
-# claim may also arrive after its own release, from a connection that was given up. Its result then has no reader, so
-# the script must not take the slot.
+# Every script is repeatable after a lost reply. A repeated claim recognizes the first one, and a response is stored
+# only once. A claim may also arrive after the release of the same claim, from a connection that was given up. No
+# process reads the reply to such a claim, so the script must not take the slot.
 _CLAIM = """
 if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
 local found = redis.call('GET', KEYS[1])
@@ -55,9 +56,8 @@ return 0
 
 @dataclass(frozen=True)
 class SlotClaim:
-    """The claim of a request to its slot. `pending`: the content of the slot while the request runs; no other request
-    writes the same content. `released`: the Redis key that exists if the claim was released before Redis received the
-    claim itself.
+    """The claim of a request to its slot. `pending`: the content of the slot while the request runs, unique for each
+    request. `released`: the Redis key that exists if the claim was released before Redis received the claim itself.
     """
 
     slot: str
@@ -67,7 +67,9 @@ class SlotClaim:
 
 
 class IdempotencyStore:
-    """The slots of one deployment. `account`: the id of the API key whose limit the responses count for."""
+    """The slots of one deployment. Stored responses count for the limit of an account, which is the id of an API
+    key.
+    """
 
     def __init__(
         self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
@@ -89,8 +91,8 @@ class IdempotencyStore:
         )
 
     async def claim(self, claim: SlotClaim) -> dict[str, Any] | None:
-        """Take the slot and return None, or return the content of the slot. Raises BrokerUnavailable: the slot may
-        have been taken. Raises ToolFailure(QUOTA_EXCEEDED): the account is full.
+        """Take the slot and return None. If the slot is taken, return its content: a claim or a response. Raises
+        BrokerUnavailable: the slot may have been taken. Raises ToolFailure(QUOTA_EXCEEDED): the account is full.
         """
         with broker_errors("the request was not started"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.

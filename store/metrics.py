@@ -47,7 +47,7 @@ log = get_logger(__name__)
 COUNTED_TTL_S = 7 * 24 * 3600
 """Lifetime of the totals of a source that sends nothing, in seconds."""
 MAX_VALUE = 1e15
-"""Maximum counted value. The server of a model may report any number."""
+"""Maximum value that is counted. A limit is needed because a model server may report any number."""
 MAX_BATCHES = 1000
 ROWS_PER_READ = 250
 """Number of entries of a hash or set that one run of the script reads. Between two runs, Redis serves other clients."""
@@ -152,7 +152,7 @@ class Counts:
             self._add(bucket, 1.0)
 
     def set_total(self, metric: Metric, part: str, total: float, *labels: str) -> None:
-        """Set a total that another program (the source) has counted, if the total has grown."""
+        """Set a total that another program has counted. A total that is not larger than before changes nothing."""
         field, value = f"{part}{self._find(metric, labels).field}", _sensible(total)
         if value > self._totals.get(field, 0.0):
             self._totals[field] = value
@@ -210,9 +210,7 @@ class Counts:
 
 
 def is_mark(field: str) -> bool:
-    """Return whether a field of the hash of sums contains the number of series of a metric, and not the value of a
-    series.
-    """
+    """Return whether a field of the hash of sums only counts the series of a metric, and is not a value of a series."""
     return field.startswith(SERIES_MARK)
 
 
@@ -225,9 +223,9 @@ def _sensible(value: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """Sums of the deployment. `queues`: the queues of all listed workers, with or without a report. `sums`: field ->
-    number (contract/metrics.py). `refusals`: reason -> number. `tenants`: registered tenants, the default tenant, and
-    tenants that have opened sessions.
+    """The stored sums of all metrics, and the names for which gauges are read. `queues`: the queues of all listed
+    workers, with or without a report. `sums`: field -> number (contract/metrics.py). `refusals`: reason -> number.
+    `tenants`: registered tenants, the default tenant, and tenants that have opened sessions.
     """
 
     queues: Sequence[str]

@@ -64,8 +64,8 @@ class StoredEndpoint:
 
 
 class ModelEndpoints(AuditedStore):
-    """The endpoints in Redis. The endpoints are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are
-    visible at once.
+    """The endpoints in Redis. They are read at most once every ENDPOINTS_FRESH_S seconds. Changes by this process are
+    visible to it at once.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -226,7 +226,8 @@ class ModelEndpoints(AuditedStore):
             fields: Any = await self._client.hgetall(self._key)
         if fields != cache.fields:
             cache.fields, cache.endpoints = fields, parse_endpoints(self._keys, fields)
-        # The age counts from the request: a slow reply must not delay a change.
+        # The age of the cache counts from the request and not from the reply, so that a slow reply does not delay a
+        # change.
         cache.read_at = requested_at
 
 

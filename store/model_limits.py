@@ -32,7 +32,9 @@ RENEWALS_A_LEASE = 4
 CHECK_INTERVAL_S = 0.2
 """Seconds between two checks whether a limit allows the next request."""
 MAX_SPREAD_S = 2.0
-"""Longest time over which the requests of all processes are spread after a block, in seconds."""
+"""After a block by the server, the waiting requests of all processes are sent at random moments within at most this
+time, in seconds.
+"""
 MAX_BLOCK_S = 3600.0
 """Longest time for which a reply of a server can block its endpoint, in seconds."""
 _CAUSES: Mapping[str, str] = {
@@ -181,7 +183,7 @@ class SharedLimits:
                     return RequestLease(value, lease.tokens, lease.id)
                 if state == "blocked" and float(value) > max_wait_s:
                     raise EndpointBlocked(float(value), "down" if reason == "down" else "rate_limit")
-                # The random part spreads the requests of all processes after a block.
+                # Add a random time, so that the processes do not all send their requests at the end of the block.
                 remaining_s, spread_s = float(value), min(MAX_SPREAD_S, 0.2 * float(value))
                 wait_s = remaining_s + spread_s * self._jitter() + CHECK_INTERVAL_S * (0.5 + self._jitter())
                 with suppress(TimeoutError):
@@ -190,7 +192,9 @@ class SharedLimits:
 
     @contextmanager
     def _noticing(self, on_wait: Callable[[str], object]) -> Iterator[None]:
-        """Report why a request waits in the block. All requests in line wait for the same cause as the first one."""
+        """Context manager that reports why the request in it waits. All waiting requests wait for the same cause as the
+        first one.
+        """
 
         def report() -> None:
             if self._waits_for in _CAUSES:
@@ -213,8 +217,8 @@ class SharedLimits:
             await asyncio.shield(begin_shared(self._release(lease, more), "end-lease"))
 
     async def block(self, wait_s: float, reason: BlockReason) -> None:
-        """Let no orchestrator send a request for `wait_s` seconds. Raises BrokerUnavailable: Redis does not answer for
-        long.
+        """Prevent all orchestrators from sending requests to the endpoint for `wait_s` seconds. Raises
+        BrokerUnavailable: Redis does not answer for long.
         """
         log.warning("model_endpoint_blocked", endpoint=self._endpoint, wait_s=round(wait_s, 3), reason=reason)
 

@@ -30,9 +30,9 @@ _WHAT = "the state of the deployment was not read"
 
 class QueueSummary(Record):
     """The state of a queue. `length`: messages that no worker has taken. `slots`: how many calls all its workers can
-    run at the same time, 0 if no worker lives. `held`: calls in flight, which run or are on their way. `waiting`:
-    calls that wait for a slot. `oldest_s`: longest wait in seconds, possibly underestimated if hundreds of tenants
-    wait; None: no call waits for this queue alone.
+    run at the same time, 0 if no worker lives. `held`: calls that have a slot: they run, or their messages are in the
+    queue. `waiting`: calls that wait for a slot. `oldest_s`: longest wait in seconds, possibly underestimated if
+    hundreds of tenants wait; None: no call waits for this queue alone.
     """
 
     queue: str
@@ -81,7 +81,7 @@ class BatchSummary(Record):
 
 class Overview(Record):
     """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MAX_BATCHES. `running`:
-    number of runs that have a holder. `approvals`: number of questions that wait for a person.
+    number of runs that an orchestrator executes now. `approvals`: number of questions that wait for a person.
     """
 
     hosts: tuple[HostReport, ...]

@@ -1,4 +1,4 @@
-"""The demand of each pool in relation to its workers: numbers for autoscalers."""
+"""Demand for workers and hosts: for each pool, how many calls run and wait. Autoscalers read these numbers."""
 
 import asyncio
 import json

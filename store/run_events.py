@@ -1,5 +1,5 @@
-"""Streams of events in Redis: one for each hosted run, and one for each batch. One task per process follows all hosted
-runs.
+"""Streams of events in Redis: one for each durable run, and one for each batch. One task per process follows all
+durable runs for its clients.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 def run_events_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the stream of a hosted run's events."""
+    """Return the key of the stream of a durable run's events."""
     return tenant_key(deployment, tenant, f"run.{run}:events")
 
 
@@ -86,8 +86,9 @@ of the runs contain the outcomes.
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: the number of events of the run that the owner has added before these.
-    `last_step`: the last step whose events are complete after this batch; None: no further step is complete.
+    """Consecutive events of one run. `first`: how many events of the run its owner (the process that executes the run)
+    has added before these. `last_step`: the last step of the run whose events are all in the stream after this batch;
+    None: this batch completes no step.
     """
 
     tenant: str
@@ -122,7 +123,7 @@ class RunEventStore:
         return run_events_key(self._deployment, tenant, run)
 
     async def progress(self, tenant: str, run: str) -> tuple[int, bool]:
-        """Return the last step whose events are complete (0 for none), and whether the stream has events."""
+        """Return the last step whose events are all in the stream (0 for none), and whether the stream has events."""
         pipe = self._client.pipeline(transaction=False)
         pipe.hget(run_key(self._deployment, tenant, run), "published_step")
         pipe.exists(self.key(tenant, run))
@@ -130,8 +131,8 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
-        """Add events. Return, for each of `batches`, whether the process still owns the run. A repetition after a lost
-        reply adds no event of a run twice, and may repeat events of `progress`.
+        """Add events. Return, for each of `batches`, whether the process still owns the run. If the reply is lost, the
+        caller may repeat the call: no event of a run is added twice, but events of `progress` may be.
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
@@ -297,7 +298,7 @@ def build_event(event: dict[str, Any]) -> str:
 
 def _dump(event: dict[str, Any]) -> str:
     text = json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str)
-    # Half of a surrogate pair cannot be encoded as UTF-8.
+    # The cut may have split a surrogate pair, and half of a pair cannot be encoded as UTF-8.
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -341,7 +342,7 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, tip: str) -> None:
-        """Start after the last id that a follower has read."""
+        """Keep events in memory from now on. `tip`: the id of the last event that a follower has read."""
         if self.last is None:
             self.last = self.floor = tip
 
@@ -377,8 +378,8 @@ class RunEventHub:
         self._reading: asyncio.Task[None] | None = None
 
     async def follow(self, tenant: str, run: str, after: str = "") -> AsyncIterator[StoredEvent]:
-        """Yield events as `HostedRuns.follow`. Raises BrokerUnavailable only before the first event. Later, the method
-        waits until Redis answers.
+        """Yield the events of a run after an id until the end of the run. Raises BrokerUnavailable only before the
+        first event. Later, the method waits until Redis answers.
         """
         event = parse_id(after)
         page = await self.read(tenant, run, event)
@@ -476,12 +477,14 @@ def _is_end(entry: StoredEvent) -> bool:
 
 
 def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
-    """Parse either form of the reply: pairs of key and entries, or a dict whose entries may be in an inner list."""
+    """Parse the reply of XREAD, which has one of two forms: pairs of key and entries, or a dict whose entries may be in
+    an inner list.
+    """
     streams = []
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
         if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):
             entries = entries[0]
-        # An entry has one field.
+        # Each entry has exactly one field, the JSON of the event.
         streams.append((key.decode(), [(event.decode(), _only(fields).decode()) for event, fields in entries]))
     return streams
 

@@ -1,4 +1,4 @@
-"""The log of one run in Redis. Only the owner of the run appends entries, in order.
+"""The log of one run in Redis. Only the owner of the run (the process that executes it) appends entries, in order.
 
 Invariant: an event takes effect only after its entry is in the log. Another process can therefore resume the run.
 
@@ -6,7 +6,7 @@ Each entry is signed for its tenant, run, attempt and position. Without signatur
 orchestrator send calls, and a forged result could hide that a call did not run. A process without the secret can only
 remove entries, or restore earlier genuine entries at their own positions.
 
-The transcript of a hosted run contains its messages, and is stored after the end of the run. The transcript is only
+The transcript of a durable run contains its messages, and is stored after the end of the run. The transcript is only
 shown, so it is not signed.
 """
 
@@ -69,7 +69,7 @@ def run_sessions_key(deployment: str, tenant: str, run: str) -> str:
 
 
 def run_artifacts_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the archive that waits for the grader of a run."""
+    """Return the key of the archive with a run's artifacts, which are stored until the grader of the run needs them."""
     return tenant_key(deployment, tenant, f"run.{run}:artifacts")
 
 
@@ -115,12 +115,14 @@ return 'added'
 
 
 class RunTaken(Exception):
-    """Another process owns the run now. The former owner must stop."""
+    """Another process has claimed the run. This process must stop executing it."""
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """An attempt at a run. `claim`: the token with which the owner appends to the log; empty for a reader."""
+    """An attempt at a run. `claim`: the token with which the owner (the process that executes the run) appends to the
+    log; empty for a process that only reads.
+    """
 
     tenant: str
     run: str
@@ -129,8 +131,8 @@ class RunAttempt:
 
 
 class RunLog:
-    """The log of one run in the memory of its owner. `entries`: the entries of former owners, then its own. `clock`:
-    Redis's clock.
+    """The log of one run, with a copy in the memory of its owner. `entries`: the entries that earlier owners wrote,
+    then those of this owner. `clock`: Redis's clock.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class RunLog:
         self.run = attempt.run
         self.entries = entries
         self.session: str | None = None
-        """The session for which the tokens of new entries count."""
+        """The session whose usage the tokens of new entries are added to."""
         self._spending: dict[int, ReplySpending] = {}
         self.has_grown = False
-        """True if the run has made progress under this owner."""
+        """True if the run has made progress in this process."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -186,13 +188,14 @@ class RunLog:
         return cls(client, deployment, keys, attempt, entries, clock)
 
     async def append(self, entry: RunEvent, spending: ReplySpending | None = None) -> None:
-        """Append an entry, and count `spending` in the same step. Wait while Redis does not answer. Raises RunTaken:
-        another process owns the run.
+        """Append an entry, and add `spending` (tokens and cost) to the usage of the tenant in the same step. Wait while
+        Redis does not answer. Raises RunTaken: another process owns the run.
         """
         # Calls of one step run at the same time. The position is a part of the signature, so entries must not race for
         # it.
         async with self._one_at_a_time:
-            # In memory first. If this task is cancelled below, the next append adds this entry, too, or finds it there.
+            # Add the entry in memory first. If this task is cancelled below, the next append writes this entry too,
+            # unless Redis has it already.
             self.entries.append(entry)
             index, failures = len(self.entries) - 1, 0
             if spending is not None:
@@ -217,7 +220,7 @@ class RunLog:
         """Store the archive of artifacts that waits for the grader, with the lifetime of the log. Raises
         BrokerUnavailable.
         """
-        # Not signed: the log entry has its hash.
+        # The archive is not signed, because the signed log entry contains its hash.
         with broker_errors("the artifacts were not stored"):
             await self._client.set(self._artifacts_key, archive, ex=RUN_TTL_S)
 
@@ -239,8 +242,8 @@ class RunLog:
         opened = event.session if isinstance(event, SessionOpening | StateForking) else ""
         sealed = self._keys.seal(session_purpose(attempt.tenant, attempt.run), opened) if opened else ""
         names = (self._deployment, attempt.tenant, attempt.run)
-        # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
-        # owner at this point would be resumed without end.
+        # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills each
+        # process at this point would be resumed without end.
         is_further = not isinstance(event, SessionOpening | StateForking)
         spending = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
@@ -265,7 +268,7 @@ class RunLog:
 
 
 def _open_entries(keys: SigningKeys, attempt: RunAttempt, texts: Iterable[str | bytes]) -> list[RunEvent]:
-    """Raises EnvelopeRefused or ValueError."""
+    """Verify and parse the entries of a log. Raises EnvelopeRefused or ValueError."""
     return [
         parse_entry(keys.unseal(entry_purpose(attempt.tenant, attempt.run, attempt.number, index), text))
         for index, text in enumerate(texts)

@@ -1,4 +1,4 @@
-"""Records of runs: the fields of a run's hash, the fields of a hosted run that lists show, and the end of a hosted
+"""Records of runs: the fields of a run's hash, the fields of a durable run that lists show, and the end of a durable
 run.
 """
 
@@ -37,9 +37,10 @@ class RunState(StrEnum):
 
 
 class RunRecord(Record):
-    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's owner. `attempt`:
-    1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
-    `losses`: how often a owner has died since the log of the run last grew."""
+    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the process that executes the
+    run. `attempt`: 1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic
+    restarts. `losses`: how often a process that executed the run has died since the log of the run last grew.
+    """
 
     batch: str
     item: BatchItem
@@ -62,12 +63,13 @@ _HOSTED_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "event_count", "published_step", "asking",
     "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
 ))  # fmt: skip
-"""Additional fields in the hash of a hosted run."""
+"""Additional fields in the hash of a durable run."""
 
 
 class HostedState(StrEnum):
-    """The state of a hosted run. `waiting_for_approval`: the run is in progress, and a call waits for a person's
-    approval."""
+    """The state of a durable run. `waiting_for_approval`: the run is in progress, and one of its calls waits for a
+    person's approval.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -103,9 +105,10 @@ class RunEnd(Record):
 
 
 class HostedRun(Record):
-    """A hosted run. `instruction`: its beginning. `attempt`: above 1 after a restart because of an infrastructure
-    failure. `forked_from` None: the run is no fork. `end`: set exactly if the state is final. Times are Unix seconds of
-    Redis's clock."""
+    """A durable run. `instruction`: the beginning of its instruction. `attempt`: above 1 if an infrastructure failure
+    made a restart necessary. `forked_from` None: the run is no fork. `end`: set exactly if the state is final. Times
+    are Unix seconds of Redis's clock.
+    """
 
     id: str
     tenant: str
@@ -124,14 +127,14 @@ class HostedRun(Record):
 
 
 class RunPage(Record):
-    """A page of hosted runs, the newest first. `next_cursor` None: this is the last page."""
+    """A page of durable runs, the newest first. `next_cursor` None: this is the last page."""
 
     runs: tuple[HostedRun, ...]
     next_cursor: str | None = None
 
 
 class About(Record):
-    """The part of a hosted run's request that lists show."""
+    """The fields of a durable run's request that lists of runs show."""
 
     instruction: str
     model: str | None = None
@@ -144,7 +147,7 @@ LISTED = (
     "state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end",
     "batch",
 )  # fmt: skip
-"""The fields of a run's hash that lists need."""
+"""The fields of a run's hash that lists of runs need."""
 
 
 def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
@@ -161,8 +164,8 @@ def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, b
 
 
 def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    """Return the run in these fields; None if the run was removed or is an item of a batch. Raises ConfigError:
-    another release wrote the fields.
+    """Return the durable run that these fields of a hash describe; None if the run was removed or is an item of a
+    batch. Raises ConfigError: another release wrote the fields.
     """
     values = {name: value.decode() for name, value in fields.items() if value is not None}
     if values.get("batch") != HOSTED_BATCH or "about" not in values:

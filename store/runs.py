@@ -4,8 +4,8 @@ Invariant: a forged field can disturb or restart a run, but cannot change its ta
 run does) and the outcome (its result) are therefore signed, for one tenant and one run id. Fields that scripts change
 or compare (states, claims, counters) are not signed.
 
-A program starts a hosted run on its own, without a batch. The run is an item of the tenant's batch HOSTED_BATCH, which
-never ends.
+A run that was started without a batch is called durable run in the guides and hosted run in the code. It is stored as
+an item of the tenant's hidden batch HOSTED_BATCH, which never ends.
 """
 
 import asyncio
@@ -65,9 +65,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_PENDING = 10_000
-"""Limit of waiting hosted runs of a tenant. Further runs are refused."""
+"""Limit of waiting durable runs of a tenant. Further runs are refused."""
 MAX_LISTED = 100_000
-"""Limit of listed hosted runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
+"""Limit of listed durable runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
 MAX_BODY_BYTES = 1024 * 1024
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 SHOWN_INSTRUCTION = 300
@@ -122,7 +122,7 @@ class BatchPage:
 
 
 class BatchCancelled(Exception):
-    """The batch was cancelled. The owner of one of its runs must end that run."""
+    """The batch was cancelled. A process that executes one of its runs must end the run."""
 
 
 class RunQueue:
@@ -188,7 +188,8 @@ class RunQueue:
         mapping: dict[Any, Any] = fields
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(self._batch_key(tenant, batch), mapping=mapping)
-        # The batch may have just been deleted. What this leaves then expires, and no reader takes it for a batch.
+        # The batch may have just been deleted. The hash that this command then creates expires, and no reader treats it
+        # as a batch.
         pipe.expire(self._batch_key(tenant, batch), RUN_TTL_S)
         await _ask(pipe.execute())
 
@@ -232,8 +233,8 @@ class RunQueue:
         return BatchPage(batches, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
 
     async def reopen(self, tenant: str, batch: str) -> bool:
-        """Continue a batch that was cancelled or appeared complete. Return whether the batch has runs that wait or
-        must be added. Without such runs, nothing changes.
+        """Set a cancelled or ended batch to running again. Return whether the batch has runs that wait, or lacks runs
+        of its file that must be added. If not, nothing changes.
         """
         return bool(await self.step("reopen", tenant, batch))
 
@@ -278,8 +279,7 @@ class RunQueue:
         kind_names, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
-            # With the first run that is queued, in the same step: no retry without an entry, and no entry without a
-            # retry.
+            # Write the audit entry in the step that queues the first run, so that neither exists without the other.
             audited = entry if not count else ""
             count += len(
                 await self.step(
@@ -303,7 +303,9 @@ class RunQueue:
         return [(int(number), run.decode()) for run, number in rows]
 
     async def items(self, tenant: str, batch: str, first: int = 0, last: int = -1) -> list[str]:
-        """Return the ids of the runs at these positions, both included, in the order of their addition."""
+        """Return the ids of the runs from the first to the last position, both included, in the order in which they
+        were added.
+        """
         key = self._batch_key(tenant, batch) + ":items"
         return [run.decode() for run in await _ask(self._client.lrange(key, first, last))]
 
@@ -323,15 +325,15 @@ class RunQueue:
     # --- Runs
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
-        """Add the runs that do not exist yet; they can be claimed at once. Return how many were added. Raises
-        BatchCancelled: the batch is cancelled; no more runs are added. Raises ToolFailure(QUOTA_EXCEEDED): Redis is
-        nearly full; the next call continues.
+        """Add those of the runs that do not exist yet. The added runs can be claimed at once. Return how many were
+        added. Raises BatchCancelled: the batch is cancelled; no more runs are added. Raises
+        ToolFailure(QUOTA_EXCEEDED): Redis is nearly full; the next call continues.
         """
         added, waiting = 0, iter(runs)
-        # In threads: an item has up to 16 MB, and the caller may parse each one again when it is read.
+        # The items are sealed in threads, because an item has up to 16 MB, and reading it may mean parsing it again.
         while values := await asyncio.to_thread(self._seal_step, tenant, batch, waiting):
             count = int(await self.step("add", tenant, batch, *values))
-            # Cancelled between two steps. Runs of earlier steps are waiting, and the cancel ends them.
+            # The batch was cancelled between two steps. The cancel also ends the runs that earlier steps have added.
             if count == -1:
                 raise BatchCancelled(batch)
             if count == -2:
@@ -355,8 +357,9 @@ class RunQueue:
         self, limit: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
     ) -> list[RunClaim]:
         """Claim at most `limit` runs. Runs of dead processes come first, then the next run of each tenant in turn.
-        `only`: claim from that tenant's batch. None: claim from all detached batches, of `tenants` if not empty. A run
-        that this process cannot verify or read is given back.
+        `only`: a tenant and its batch, from which runs are claimed. None: claim from all detached batches (batches that
+        services run), only of `tenants` if it is not empty. A run that this process cannot verify or read is given
+        back.
         """
         limit = min(limit, AT_ONCE)
         filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
@@ -396,7 +399,7 @@ class RunQueue:
         return lost, cancelled
 
     async def cancels(self) -> set[tuple[str, str]]:
-        """Return the hosted runs that their owners must end, as (tenant, run)."""
+        """Return the durable runs that their owners must end, as (tenant, run)."""
         return {
             split_member(name.decode())
             for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
@@ -404,13 +407,13 @@ class RunQueue:
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
         """Store how a run ended. Return False if another process owns the run. `calls`, `seconds`: number of calls and
-        duration, which the last event of a hosted run contains.
+        duration, which the last event of a durable run contains.
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == HOSTED_BATCH:
-            # In the same step as the state: a follower that reads the last event finds the outcome there.
-            # In a thread: a transcript may have 64 MB, which take seconds to compress.
+            # The last event is written in the same step as the outcome, so that a follower of the event finds the
+            # outcome. A thread packs the transcript, because 64 MB take seconds to compress.
             outcome, event, transcript = await asyncio.to_thread(pack_end, outcome, calls, seconds)
             rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
@@ -428,7 +431,7 @@ class RunQueue:
 
     async def _end_abandoned(self, abandoned: Sequence[tuple[str, ...]]) -> None:
         """End the runs of cancelled batches whose owner died, because no process may be following those batches. A
-        cancelled hosted run has already ended; only its sessions are closed.
+        cancelled durable run has already ended; only its sessions are closed.
         """
         for tenant, _, run in (row for row in abandoned if row[1] == HOSTED_BATCH):
             await self.close_sessions(tenant, [run])
@@ -443,7 +446,7 @@ class RunQueue:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
     async def settle(self, tenant: str, batch: str, outcomes: Iterable[ItemOutcome]) -> set[str]:
-        """End waiting runs with these outcomes, without executing them. Return the ids of the runs that were
+        """End waiting runs with these outcomes without executing the runs. Return the ids of the runs that were
         waiting.
         """
         settled: set[str] = set()
@@ -460,22 +463,23 @@ class RunQueue:
                 run.decode()
                 for run in await self.step("settle", tenant, batch, *(part for entry in sealed for part in entry))
             }
-            # After the runs have ended: a run that another process has just claimed still needs its session.
+            # Close the sessions only of the runs that this step has ended. A run that another process has just claimed
+            # still needs its session.
             await self.close_sessions(tenant, ended)
             settled |= ended
         return settled
 
     async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
-        """Close the sessions of runs that no process continues. A former owner may have opened sessions. Wait while
-        Redis does not answer.
+        """Close the sessions that earlier owners have opened for runs that no process continues. Wait while Redis does
+        not answer.
         """
         await retry_until_available(
             lambda: close_left_sessions(self._client, self._deployment, self.keys, tenant, runs)
         )
 
     async def runs(self, names: Sequence[tuple[str, str]]) -> list[RunRecord | None]:
-        """Return records by (tenant, run); None for a removed run. Raises ConfigError: a record cannot be verified or
-        read.
+        """Return the records of runs by (tenant, run); None for a removed run. Raises ConfigError: a record cannot be
+        verified or read.
         """
         rows = list(zip(names, await self._fields(names), strict=True))
 
@@ -504,7 +508,7 @@ class RunQueue:
 
         return await asyncio.to_thread(read_ids)
 
-    # --- Hosted runs
+    # --- Durable runs
 
     async def start_hosted(
         self,
@@ -517,10 +521,10 @@ class RunQueue:
         webhook: Webhook | None = None,
         token: str = "",
     ) -> list[str]:
-        """Queue a hosted run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
-        may wait, and how many are listed. `token`: claim the run for this process instead of queueing it. Return
-        `started`; `known` (the same request has that id); `other` (another request has that id); `full`; `memory`
-        (Redis is nearly full); or `busy` and the id of the run that uses the session.
+        """Queue a durable run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
+        may wait, and how many are listed. `token`: if it is set, claim the run with this token for this process instead
+        of queueing the run. Return `started`; `known` (the same request has that id); `other` (another request has that
+        id); `full`; `memory` (Redis is nearly full); or `busy` and the id of the run that uses the session.
         """
         defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
@@ -547,7 +551,7 @@ class RunQueue:
         return RunClaim(tenant, run, token, False, await self._parse(tenant, run, fields))
 
     async def hosted(self, tenant: str, run: str) -> HostedRun:
-        """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""
+        """Return a durable run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""
         names = [*LISTED, "outcome"]
         values: Any = await _ask(self._client.hmget(run_key(self._deployment, tenant, run), names))
         fields = dict(zip(names, values, strict=True))
@@ -562,8 +566,8 @@ class RunQueue:
     async def list_hosted(
         self, tenant: str, before: int, limit: int, state: HostedState | None
     ) -> tuple[list[HostedRun], int]:
-        """Return the newest hosted runs before the position `before`, without removed runs. Also return the position of
-        the next page, 0 if there is none.
+        """Return the newest durable runs before the position `before`, without removed ones. Also return the position
+        of the next page, 0 if there is none.
         """
         runs: list[HostedRun] = []
         state_name, max_checked = (
@@ -581,7 +585,7 @@ class RunQueue:
         return runs, before
 
     async def find_hosted(self, tenant: str, names: Sequence[str]) -> list[HostedRun | None]:
-        """Return these hosted runs as lists show them; None for a removed run and for an item of a batch."""
+        """Return these durable runs as lists show them; None for a removed run and for an item of a batch."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.hmget(run_key(self._deployment, tenant, name), *LISTED)
@@ -592,8 +596,8 @@ class RunQueue:
         ]
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
-        """End a hosted run. A waiting run ends at once; its owner ends a running run. `entry`: the entry for the
-        audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
+        """End a durable run. A waiting run ends at once; a running run is ended by the process that executes it.
+        `entry`: the entry for the audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
         reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
         if reply == "unknown":
@@ -603,7 +607,7 @@ class RunQueue:
             await self.close_sessions(tenant, [run])
 
     async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:
-        """Return the messages of a hosted run that has ended. None: the run has not ended, is not hosted, or has a
+        """Return the messages of a durable run that has ended. None: the run has not ended, is not hosted, or has a
         transcript that is too large to store; its log then contains the messages. Raises ConfigError: the transcript
         cannot be read.
         """
@@ -704,7 +708,7 @@ def _build_cancelled_outcome(run: str, record: RunRecord) -> ItemOutcome:
     return ItemOutcome(custom_id=custom_id, run=run, status_code=499, failure=failure, attempt=attempt)
 
 
-# --- The parts of a hosted run
+# --- The parts of a durable run
 
 HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
-"""Defaults of a hosted run. Such a run has no terminal, so approval requests go to the queue of questions."""
+"""Defaults of a durable run. Such a run has no terminal, so approval requests go to the queue of questions."""

@@ -164,7 +164,7 @@ class SecretStore(AuditedStore):
         try:
             present = _parse(self._keys, tenant, info.name, sealed).info
         except ConfigError:
-            return info  # A new value repairs a record that cannot be verified.
+            return info  # The stored record cannot be verified. The new record replaces it.
         return info.model_copy(update={"revision": present.revision + 1, "created_at": present.created_at})
 
 
@@ -222,7 +222,7 @@ def open_secret(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes)
     """
     record = _parse(keys, tenant, name, sealed)
     key = keys.find(sealed.partition(b".")[0].decode())
-    assert key is not None  # the signature was verified with it
+    assert key is not None  # `key` exists, because the signature was verified with this key
     nonce, text = record.encrypted[:_NONCE_BYTES], record.encrypted[_NONCE_BYTES:]
     try:
         value = _build_cipher(key).decrypt(nonce, text, secret_purpose(tenant, name).encode())

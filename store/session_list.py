@@ -104,7 +104,7 @@ class SessionList:
             return dict(zip(tenants, await pipe.execute(), strict=True)) if tenants else {}
 
     async def _rows(self, tenant: str | None, after: "_Row | None") -> list["_Row"]:
-        """Return up to AT_ONCE entries of the list, after `after`."""
+        """Return up to AT_ONCE entries of the list, starting after the entry `after`."""
         key = (
             open_sessions_key(self._deployment)
             if tenant is None

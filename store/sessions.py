@@ -1,8 +1,8 @@
 """Locations of sessions: one hash for each session. Only the scripts of this module change a location.
 
-Invariant: no two hosts serve the same session. The fence grows with every change of the host. A script changes a
-location only if the caller knows its present queue or fence, and a worker claims a call only with the present fence. A
-location expires by itself when its session is not used.
+Invariant: no two hosts serve the same session. The fence, a number in the location, grows with every change of the
+host. A script changes a location only if the caller knows its present queue or fence, and a worker claims a call only
+with the present fence. A location expires by itself when its session is not used.
 
 ::
 
@@ -62,12 +62,12 @@ MOVE_S = 600
 """Seconds that a process has to open a session on another host. After this time, another process may try."""
 MAX_SEEN_TENANTS = 10_000
 FACTS_MARGIN_S = 24 * 3600
-"""Additional lifetime of a session's facts after its location expires, in seconds. Calls extend only the life of the
-location.
+"""Additional lifetime, in seconds, of a session's facts (the report of its host) after the location expires. Calls
+extend only the lifetime of the location.
 """
 CLOSED = "closed"
-"""The state in the hash of a closed session. A host that still has a sandbox of the session sees the state and removes
-the sandbox.
+"""Value of the field `state` in the location of a closed session. A host that still has a sandbox of the session reads
+this state and removes the sandbox.
 """
 CLOSED_MARGIN_S = 600
 """Additional lifetime, in seconds, of the hash of a closed session after the session's time to live. Until then, every
@@ -297,7 +297,9 @@ return redis.call('DEL', KEYS[1])
 
 @dataclass(frozen=True)
 class SessionAddress:
-    """Destination of a session's calls. An address is valid until the fence of the session changes."""
+    """Queue and fence to which the calls of a session are sent. An address is valid until the fence of the session
+    changes.
+    """
 
     queue: str
     fence: int
@@ -382,8 +384,8 @@ class SessionStore:
     async def begin_move(
         self, tenant: str, session: str, expected_fence: int, expected_state: LocationState, queue: str
     ) -> SessionAddress | None:
-        """Claim the move of a session to `queue`. Return None if its location has changed, or if another process is
-        moving it.
+        """Begin to move a session to the host of `queue`. Return None if the location has changed, or if another
+        process is moving the session.
         """
         keys = [location_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
@@ -392,28 +394,30 @@ class SessionStore:
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
         """End a move: the session is open on the new host, or (MOVING) any process may try again. `facts`: the report
-        of its host, for a program that attaches later. Return False if the session has been moved again.
+        of the new host about the session, for programs that attach to the session later. Return False if the session
+        has been moved again.
         """
         keys = [location_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
 
     async def facts(self, tenant: str, session: str) -> str | None:
-        """Return the report of the session's host from the opening of the session; None if no report is stored."""
+        """Return what the host reported about the session when the host opened it; None if no report is stored."""
         with broker_errors(_WHAT):
             facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def host_state(self, queue: str) -> HostState:
-        """Return the state of a host instance. A host that is `silent` may report again: after an outage of Redis, all
-        reports are missing.
+        """Return the state of a host instance: alive, silent or given_up. A `silent` host may report again, because
+        after an outage of Redis all reports are missing.
         """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
         pipe.zscore(hosts_key(self._deployment), queue)
         with broker_errors(_WHAT):
             (report, tombstone), listed_at = await pipe.execute()
-        # A worker that ended normally is not listed, and a tombstone expires.
+        # The instance is lost if it has a tombstone. It has also ended if it is not listed: a worker that ended
+        # normally leaves the list, and tombstones expire.
         if tombstone is not None or (report is None and listed_at is None):
             return "given_up"
         return "alive" if report is not None else "silent"
@@ -448,22 +452,24 @@ def _full(tenant: str, limit: int) -> ToolFailure:
 
 
 class AdoptionResult(StrEnum):
-    """The action of a starting worker for a session in its sandboxd."""
+    """Result of an adoption: what a worker that starts must do with a session that it finds in its sandboxd."""
 
     OURS = "ours"
     ADOPTED = "adopted"
-    """The session belonged to an earlier instance of this host. Calls that were sent to that instance are refused from
-    now on, and sent again.
+    """The session belonged to an earlier worker of this host, and now belongs to this one. Calls that were sent to the
+    earlier worker are refused from now on, and are sent again.
     """
     ELSEWHERE = "elsewhere"
     """The session is on another host. The sandbox on this host is useless."""
     CLOSED = "closed"
     """The session was closed while no worker served it. The sandbox on this host is useless."""
     HELD = "held"
-    """An earlier instance of the host may still serve the session or be moving it. The worker must try again later."""
+    """An earlier worker of the host may still serve the session, or the session may be moving. The worker must try
+    again later.
+    """
     NONE = "none"
-    """Redis has no location of the session: a program uses sandboxd without a queue, or Redis was flushed. The session
-    ends after its time to live.
+    """Redis has no location of the session: a program that uses sandboxd directly has opened it, or Redis was flushed.
+    The session ends after its time to live.
     """
 
 
@@ -497,8 +503,8 @@ class WorkerSessionStore:
         self._forget = client.register_script(_FORGET)
 
     def adopt(self, names: Sequence[str], ended: Sequence[str] = ()) -> dict[str, AdoptionResult]:
-        """Take over the sessions of this host. `ended`: queues of earlier instances that have ended, but whose reports
-        have not expired.
+        """Take over the sessions that earlier workers of this host served. `ended`: queues of the workers that have
+        ended but whose reports have not expired.
         """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
@@ -558,19 +564,21 @@ class WorkerSessionStore:
             self._count_stored(args=[self._usage_prefix(name), -stored_bytes])
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
-        """Prevent new calls for `seconds`; callers wait. Return the fence of the hold; None if the session no longer
-        belongs to this worker.
+        """Prevent new calls of the session for `seconds`, while a drain moves it; callers wait. Return the fence of the
+        session after this; None if the session no longer belongs to this worker.
         """
         with broker_errors(_WHAT):
             return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
 
     def unhold(self, name: str, fence: int) -> bool:
-        """End a hold and continue to serve the session on this host. Return False if the hold had ended."""
+        """End the effect of `hold` and continue to serve the session on this host. Return False if it had already
+        ended.
+        """
         return self._hold_ended(name, fence, LocationState.OPEN, self.queue)
 
     def release(self, name: str, fence: int) -> bool:
-        """End a hold and leave the session without a host. The next call opens the session on another host, from the
-        checkpoint in its location. Return False if the hold had ended.
+        """End the effect of `hold` and leave the session without a host. The next call opens the session on another
+        host, from the checkpoint in its location. Return False if it had already ended.
         """
         return self._hold_ended(name, fence, LocationState.MOVING, "")
 

@@ -1,5 +1,5 @@
-"""Skills that are installed for tenants. Each skill has a signed record, a bundle of its files, and a count of its
-uses by runs. One step changes a record and writes the audit entry.
+"""Skills that are installed for tenants. Each skill has a signed record, a bundle (its compressed files), and a count
+of its uses by runs. One step changes a record and writes the audit entry.
 """
 
 import hashlib
@@ -73,8 +73,8 @@ return 1
 
 
 class InstalledSkill(Record):
-    """The record of an installed skill. `tool`: the tool that its sidecar describes. `bundle_bytes`, `bundle_sha256`:
-    size and hash of its compressed files in Redis. `installed_at`: Unix seconds.
+    """The record of an installed skill. `tool`: the tool that its file skill.tool.json describes; None without that
+    file. `bundle_bytes`, `bundle_sha256`: size and hash of its compressed files in Redis. `installed_at`: Unix seconds.
     """
 
     skill: SkillSummary
@@ -94,7 +94,7 @@ class SkillStore(AuditedStore):
         self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
-        """Return the tenant's skills by name, in order. A skill that cannot be verified is logged and omitted. Raises
+        """Return the tenant's skills by name, sorted. A skill that cannot be verified is logged and omitted. Raises
         BrokerUnavailable when Redis does not answer.
         """
         with broker_errors(_WHAT):
@@ -112,10 +112,10 @@ class SkillStore(AuditedStore):
     async def install(
         self, tenant: str, skill: SkillSummary, bundle: bytes, tool: ToolSpec | None = None, *, replace: bool = False
     ) -> InstalledSkill:
-        """Install a skill for an existing tenant. `bundle`: the output of workers.skills. `tool`: the tool that the
-        sidecar describes. Raises ToolFailure(INVALID_ARGUMENTS): the name is taken. Raises
-        ToolFailure(QUOTA_EXCEEDED): too many skills or bytes. Raises ToolFailure(UNKNOWN_TENANT): no such tenant.
-        Raises BrokerUnavailable when Redis does not answer.
+        """Install a skill for an existing tenant. `bundle`: the compressed files of the skill, from workers.skills.
+        `tool`: the tool that skill.tool.json describes, if there is that file. Raises ToolFailure(INVALID_ARGUMENTS):
+        the name is taken. Raises ToolFailure(QUOTA_EXCEEDED): too many skills or bytes. Raises
+        ToolFailure(UNKNOWN_TENANT): no such tenant. Raises BrokerUnavailable when Redis does not answer.
         """
         if len(bundle) > MAX_INSTALLED_BYTES:
             raise _too_large(tenant)

@@ -1,10 +1,10 @@
 """Slots of the workers of all queues. One Lua script, which all orchestrators run, divides the slots between tenants
 (docs/design.md).
 
-Invariant: only the script grants a slot. One step of the script is atomic. A step records what an orchestrator
-requests and returns, and computes the resulting grants for every orchestrator. The script publishes the grants of
-other orchestrators. Each call that has a slot or waits for one has a lease. If the orchestrator dies, these leases
-end.
+Invariant: only the script grants a slot. Each run of the script is one atomic step. A step records which slots an
+orchestrator requests and releases, and computes the resulting grants for every orchestrator. The script publishes the
+grants of other orchestrators. Each call that has a slot or waits for one has a lease. If the orchestrator dies, these
+leases end.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ def count_slots_in_use(in_flight: int, slots: int) -> int:
 # --- The script -------------------------------------------------------------------------------------------------------
 
 LEASE_S = 20.0
-"""Lifetime of a slot or of a queue entry after the last message of its orchestrator, in seconds."""
+"""Time, in seconds, after which a slot or a request for a slot ends if its orchestrator no longer renews it."""
 _FILES = ("slots_state.lua", "slots_operations.lua")
 
 Operation = Sequence[object]
@@ -196,15 +196,17 @@ AT_ONCE = 200
 RETRY_S = 0.5
 STEP_DELAY_S = 0.003
 """Delay of a release, and of a request behind other requests of its tenant, to fill a step with more operations. In
-seconds. No worker waits because of the delay: a queue has a few calls more than its workers have slots.
+seconds. No worker waits because of the delay, because a queue always has a few calls more than its workers have slots.
 """
 OTHERS_AT_ONCE = 4
 
 Clock = Callable[[], float]
 OnReply = Callable[[SlotReply, frozenset[str]], None]
-"""Receives the reply of Redis, and the calls that the step has requested slots for."""
+"""Function that receives the reply of Redis to a step, and the calls for which the step has requested slots."""
 OnFailure = Callable[[str, frozenset[str]], None]
-"""Receives the reason for a missing reply, and the calls whose requests may or may not have arrived."""
+"""Function that receives the reason why Redis did not answer a step, and the calls whose requests may or may not have
+arrived.
+"""
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class SlotStore:
         return is_sent_now
 
     def give_back(self, call: str, used_s: float) -> None:
-        """Release the slot of a call, or its queue entry."""
+        """Release the slot of a call, or withdraw the request for it."""
         # A request that was not sent yet needs no release.
         if self._requests.pop(call, None) is None:
             self._releases[call] = used_s
@@ -287,7 +289,7 @@ class SlotStore:
         self._schedule()
 
     def close(self) -> None:
-        """Stop: send no more steps."""
+        """Send no more steps."""
         self._is_closed = True
         self._stop_waiting()
 
@@ -318,8 +320,8 @@ class SlotStore:
 
     def _send(self) -> None:
         """Send one step. Releases come first, so that the requests of the same step can use their slots."""
-        # One step at a time: a release must not overtake the request of its own call, and a full Redis is not given
-        # more.
+        # Send one step at a time, so that a release cannot overtake the request of the same call, and a busy Redis does
+        # not get more work.
         self._next, self._is_sending, self._is_hurried = None, True, False
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
@@ -349,8 +351,8 @@ class SlotStore:
     def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
         error = done.exception()
         if isinstance(error, ReplyMissing) and error.may_have_run and not step.is_repeated:
-            # The connection may have been lost before Redis ran the step. Repeating a step is safe. Only once: the
-            # callers must learn soon that Redis does not answer.
+            # The connection may have been lost before Redis ran the step, and repeating a step is safe. Repeat it only
+            # once, because the callers must learn soon that Redis does not answer.
             self._run(replace(step, is_repeated=True))
             return
         self._is_sending = False

@@ -18,7 +18,7 @@ T = TypeVar("T")
 CANCEL_INTERVAL_S = 0.1
 LONGEST_PAUSE_S = 2.0
 OUTAGE_S = 120.0
-"""Seconds that work which is not urgent waits for Redis before it fails."""
+"""Seconds for which work that is not urgent waits for an unavailable Redis before the work fails."""
 
 
 def is_being_cancelled() -> bool:
@@ -59,8 +59,8 @@ def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
 
 
 class SharedReads(Generic[T]):
-    """Shares reads that are in progress, by their subject, so that concurrent callers cause one read. Cancelling one
-    caller does not cancel the read for the others.
+    """Lets concurrent callers that want to read the same subject share one read. Cancelling one caller does not cancel
+    the read for the others.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,9 @@ class SharedReads(Generic[T]):
 
 
 class Backoff:
-    """Waits a little longer each time, at most `limit_s` seconds in total from the first wait."""
+    """Pauses between retries. Each pause is longer than the one before. The pauses end `limit_s` seconds after the
+    first one began.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

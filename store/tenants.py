@@ -133,8 +133,8 @@ class StoredPolicy:
 class PolicyCache:
     """The policies in the memory of a process, and their freshness. Thread-safe.
 
-    The user of the cache reads Redis and passes the time of each request. A reply to an older request than the last
-    one changes nothing.
+    The code that uses the cache reads Redis, and passes the time at which it sent each request. A reply to a request
+    that is older than the last one changes nothing.
     """
 
     def __init__(self, keys: SigningKeys, clock: Callable[[], float] = time.monotonic) -> None:
@@ -384,8 +384,8 @@ class RedisTenants(AuditedStore):
         return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), requested_at)
 
     async def _read_present(self, name: str) -> bytes:
-        """Return the stored policy of a tenant that can be changed; b"" for the default tenant before its policy is
-        set.
+        """Return the stored policy of a tenant that is about to be changed; b"" for the default tenant before its
+        policy is set. Raises ToolFailure for a removed tenant.
         """
         _check_name(name)
         with broker_errors(f"tenant {name} was not changed"):
@@ -396,8 +396,8 @@ class RedisTenants(AuditedStore):
         try:
             is_removed = self._parse(name, present).is_removed
         except ConfigError:
-            # `replace` may repair a policy, but must never restore a removed tenant. A forged mark can only block a
-            # name.
+            # The policy cannot be read. `replace` may repair it, but must never restore a removed tenant, so search the
+            # text for the field. A forged field can only block the name.
             is_removed = b'"is_removed":true' in present
         if is_removed:
             raise ToolFailure(

@@ -1,4 +1,4 @@
-"""The state of a session for the tools of every worker: one hash for each session.
+"""Values that the tools of a session share between calls and workers: one hash for each session.
 
 Invariant: `update` stores a value only if its version has not changed since it was read. No update is lost.
 """

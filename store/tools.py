@@ -219,8 +219,8 @@ class WorkerCatalogStore:
 
 
 async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: str, policy: TenantPolicy) -> list[str]:
-    """Return warnings about patterns that match no tool. Tools without a running worker count, if a worker has
-    published them before.
+    """Return warnings about patterns that match no tool. Tools that no worker offers now count too, if a worker has
+    offered them before.
 
     Raises ToolFailure(INVALID_ARGUMENTS) with the nearest names: no tool has the given name. Raises BrokerUnavailable
     when Redis does not answer.
@@ -266,7 +266,7 @@ return was_off
 
 
 class SwitchSource(Protocol):
-    """A source of the switches that turn tools off."""
+    """Interface that returns the switches, the records that turn tools off."""
 
     async def switches(self) -> Mapping[str, Switch]:
         """Return the switches of all tools that are off, for all tenants or for one tenant. See `find_switch` and
@@ -287,8 +287,8 @@ class RedisSwitches(AuditedStore):
         self._cache = _SwitchCache(keys, time.monotonic)
 
     async def switches(self) -> Mapping[str, Switch]:
-        """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
-        called.
+        """Return the switches. Raises BrokerUnavailable when Redis does not answer, because a tool that may be off must
+        not be called.
         """
         if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors("the switches were not read"):
@@ -333,10 +333,11 @@ class _SwitchCache:
         return now if now - self.read_at >= SWITCHES_FRESH_S else None
 
     def learn(self, fields: Any, requested_at: float) -> None:
-        """Take the hash from Redis, which was requested at that time."""
+        """Cache the hash of switches from Redis. `requested_at`: the time at which it was requested."""
         if fields != self._fields:
             self._fields, self.switches = fields, parse_switches(self._keys, fields)
-        # The age counts from the request: a slow reply must not delay a switch.
+        # The age of the cache counts from the request and not from the reply, so that a slow reply does not delay a
+        # switch.
         self.read_at = requested_at
 
 
@@ -371,7 +372,7 @@ class WorkerSwitches:
 
     def find(self, name: str, tenant: str) -> Switch | None:
         """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
-        when Redis does not answer: a tool that may be off must not run.
+        when Redis does not answer, because a tool that may be off must not run.
         """
         if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors(f"the call was not run, because it is not known whether {name} is disabled"):

@@ -30,11 +30,13 @@ colon.
 """
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
-"""Longest time of one report, in days, by the length of its periods."""
+"""Longest time that one report may cover, in days: for reports by hour, and for reports by day."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
-"""Field -> number of the units stored in Redis that make one unit of a report. Redis stores whole numbers only."""
+"""Name of an amount -> factor between the unit of reports and the smaller unit in Redis, which stores whole numbers
+only.
+"""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
@@ -42,7 +44,7 @@ AMOUNTS = (
 """Names of the amounts that are stored for each hour and each session, in their order in Redis."""
 By = Literal["hour", "day"]
 _PACKED = struct.Struct(f">{len(AMOUNTS)}d")
-"""The amounts of an hour or of a session in Redis. Whole numbers up to 2**53 are exact."""
+"""Binary format in which Redis stores the amounts of an hour or of a session. Whole numbers up to 2**53 are exact."""
 
 # All amounts of an hour are one packed field. A field for each amount would take more of Redis's time than the rest of
 # the script that stores a result, and so would numbers as text.
@@ -157,7 +159,9 @@ class CallEnding:
 
 @dataclass(frozen=True)
 class ReplySpending:
-    """Tokens of a reply of a model, and their cost in the currency of the prices; None without prices."""
+    """Tokens of a model's reply, and the cost of the reply in the currency of the prices; a cost of None: no prices are
+    set.
+    """
 
     usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
@@ -305,8 +309,8 @@ class WorkerUsageStore:
         self._count = client.register_script(_COUNT)
 
     def count(self, usages: Iterable[tuple[str, SessionUsage]]) -> None:
-        """Add the growth of sessions' totals to the usage. `usages`: pairs of the name `<tenant>:<session>` and the
-        totals. Raises BrokerUnavailable.
+        """Add to the usage by how much the totals of sessions have grown. `usages`: pairs of the name
+        `<tenant>:<session>` and the totals. Raises BrokerUnavailable.
         """
         with broker_errors("the usage of sessions was not counted"), self._client.pipeline(transaction=False) as pipe:
             for name, usage in usages:

@@ -1,5 +1,5 @@
-"""Cache of the web pages that a tenant has fetched, so that reading further does not fetch a page again. Also counts
-the fetches of a tenant per minute.
+"""Cache of the web pages that a tenant has fetched, so that a tool that reads the next part of a page does not fetch
+the page again. Also counts the fetches of a tenant per minute.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class PageCache:
             log.warning("page_cache_unavailable", error=str(error))
             return None
         page = _unpack(data) if isinstance(data, bytes) else None
-        # A page of another URL under this key is a hash collision or a forgery.
+        # Check the URL: if this key has the page of another URL, the keys collide or the entry is forged.
         return page if page is not None and page.url == url else None
 
     def keep(self, tenant: str, page: WebPage) -> bool:

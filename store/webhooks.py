@@ -1,7 +1,7 @@
 """Webhooks of runs and batches.
 
-Invariant: no notice is lost when a process dies. The script step that ends a run or batch (runs.lua) makes its notice
-due. The notice stays due until it is delivered or has failed too often.
+Invariant: no notice is lost when a process dies. The script step that ends a run or batch (runs.lua) also adds its
+notice to the list of notices to send. The notice stays in the list until it is delivered or has failed too often.
 """
 
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ Kind = Literal["run", "batch"]
 @dataclass(frozen=True)
 class DueNotice:
     """A notice that this process must send now. `sealed`: its signed webhook. `tries`: number of attempts, including
-    this one. `ended`: the time of the end, as the script wrote it.
+    this one. `ended`: the time at which the run or batch ended, as the script wrote it.
     """
 
     tenant: str
@@ -66,6 +66,6 @@ class DueNotices:
         ]
 
     async def settle(self, notice: DueNotice, again_s: float | None) -> None:
-        """Remove a notice (`again_s` None), or make it due again after `again_s` seconds."""
+        """Remove a notice (`again_s` None), or send it again after `again_s` seconds."""
         after = "" if again_s is None else again_s
         await self._step("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended, after)

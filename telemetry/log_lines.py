@@ -55,8 +55,8 @@ class LogLines:
         self._is_console = is_console
 
     def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
-        """Return the line without its line end. `at`: Unix seconds. The field `exc_info` has the same meaning as in the
-        logging module.
+        """Return the line without its line end. `at`: Unix seconds. A field `exc_info` adds an exception to the line,
+        as in the logging module.
         """
         all_fields = {**self._fixed, **fields}
         error = _find_exception(all_fields.pop("exc_info", None))
@@ -140,11 +140,11 @@ class StderrLogger:
 
 
 def write_line(line: str) -> None:
-    """Write the line to stderr at once and without a lock. In a forked child, a lock could be held by a thread that the
-    child does not have.
+    """Write the line to stderr at once and without a lock. A lock could deadlock a forked child: the thread that held
+    the lock does not exist in the child.
     """
     data = f"{line}\n".encode(errors="backslashreplace")
-    with contextlib.suppress(OSError):  # calls must not fail because no process reads the log
+    with contextlib.suppress(OSError):  # ignore errors: calls must not fail because no process reads the log
         while data:
             data = data[os.write(2, data) :]
 
@@ -181,7 +181,7 @@ def _show(value: object) -> str:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Return the value with the values of secret names masked."""
+    """Return the value. Nested values whose names say that they are secret are masked."""
     if isinstance(value, Mapping):
         return {
             name: f"{MARK}{name}]" if inner and _clean_name(str(name))[1] else _without_secrets(inner)

@@ -46,7 +46,7 @@ KILL_METHOD = "toolcrew.kill.method"
 KILL_SIGNALLED = "toolcrew.kill.signalled"
 KILL_SURVIVORS = "toolcrew.kill.survivors"
 CLOCKS = "toolcrew.{}"
-"""Template of the attribute names for the clocks of a result: `{}` is the field of Clocks."""
+"""Template of the attribute names for the durations in a call's result. `{}` stands for a field of the class Clocks."""
 
 AGENT_NAME = "toolcrew"
 PROVIDER_NAME = "openai"

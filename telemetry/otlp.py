@@ -101,7 +101,8 @@ class _Otel:
         self._resource = resource
         self._scope = InstrumentationScope("toolcrew", _release())
         self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
-        # The sampler that a provider would choose; nothing else of the provider is used.
+        # Take the sampler that OpenTelemetry's provider chooses from the environment. Nothing else of the provider is
+        # used.
         self._sampler: Any = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._exporter = LossReport(OTLPSpanExporter(), SpanExportResult.SUCCESS, warn)
         self._processor: Any = BatchSpanProcessor(

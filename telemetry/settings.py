@@ -1,4 +1,4 @@
-"""Settings of logs and tracing, the same for orchestrators and workers: one frozen object per process."""
+"""Settings of logs and tracing, which orchestrators and workers share. Each process has one frozen object."""
 
 import os
 from typing import Literal
@@ -27,7 +27,9 @@ class LogSettings(BaseSettings):
 
 
 class TracingSettings(BaseSettings):
-    """`TOOLCREW_TRACING`. OpenTelemetry's own variables say where spans go and which are sent (docs/observe.md)."""
+    """Settings of tracing. `TOOLCREW_TRACING` turns it on. OpenTelemetry's own variables say where spans go and which
+    spans are sent (docs/observe.md).
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
@@ -35,7 +37,7 @@ class TracingSettings(BaseSettings):
 
     tracing: Literal["off", "otlp", "otlp-content"] = "off"
     """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments,
-    results and the texts of runs, masked as in trace files (docs/observe.md). An operator turns it on to find slow
+    results and the texts of runs, masked as in trace files (docs/observe.md). An operator turns tracing on to find slow
     calls.
     """
     protocol: str = Field(

@@ -20,7 +20,8 @@ MAX_TEXT_CHARS = 256
 MAX_CONTENT_CHARS = 8 * 1024
 """Limit, in characters, of a text of arguments, results or messages in a span."""
 MARGIN_CHARS = 4 * 1024
-"""Characters beyond that limit that are searched for secrets which begin before the limit."""
+"""Characters beyond MAX_CONTENT_CHARS that are also searched for secrets, because a secret may begin before that limit.
+"""
 MAX_ITEMS = 32
 _MAX_INT = 2**63 - 1
 _CONTENT = frozenset({names.TOOL_ARGUMENTS, names.TOOL_RESULT, names.INPUT_MESSAGES, names.OUTPUT_MESSAGES})
@@ -60,7 +61,9 @@ class Span:
         hand_on(self)
 
     def discard(self) -> None:
-        """Drop the span without exporting it. The process that continues the operation exports its own span."""
+        """Drop the span without exporting it, because another process continues the operation and exports a span for
+        it.
+        """
         self._hand_on = None
 
 
@@ -81,7 +84,7 @@ class Tracer:
     """Sends the ended spans, within a short time limit."""
 
     def root(self, trace_id: str | None = None, span_id: str | None = None) -> SpanRef:
-        """Return the reference of the first span of a trace. None: random ids."""
+        """Return the reference of the first span of a trace. An id that is None gets a random value."""
         trace_id = trace_id or secrets.token_hex(16)
         return SpanRef(trace_id, span_id or secrets.token_hex(8), self.samples(trace_id))
 
@@ -96,8 +99,8 @@ class Tracer:
         links: Sequence[SpanRef] = (),
         at: float | None = None,
     ) -> Span:
-        """Start a span. With `ref`, the span has these ids. Otherwise it is a child of `parent`. Without both, it
-        begins a new trace.
+        """Start a span. With `ref`, the span has the ids of `ref`. Otherwise the span is a child of `parent`. Without
+        both, the span begins a new trace.
         """
         if ref is None:
             ref = (
@@ -111,7 +114,7 @@ class Tracer:
         )
 
     def content(self, name: str, build: Callable[[], str]) -> Attributes:
-        """Return the attribute with a text of the run, masked and cut; no attribute unless `has_content`."""
+        """Return an attribute with a text of the run, masked and cut; no attribute if `has_content` is false."""
         if not self.has_content:
             return {}
         text = build()
@@ -133,7 +136,7 @@ def clean(attributes: Attributes) -> dict[str, Value]:
 def clean_text(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Return at most about `limit` characters of the text, with the number of characters that were cut."""
     if len(text) <= limit and text.isprintable():
-        # Fast path for nearly all texts: no character that the code below escapes is printable.
+        # Fast path for nearly all texts: a printable text has no character that the code below escapes.
         return text
     return _UNSHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", _cut(text, limit))
 

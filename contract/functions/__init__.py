@@ -1,4 +1,4 @@
-"""Public API for writing tools as Python functions, for tools that run in the program itself or in a worker."""
+"""Public API for writing tools as Python functions. The tools run in the program itself or in a worker."""
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext, ModelAdapter

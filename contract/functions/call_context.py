@@ -21,7 +21,9 @@ class ModelAdapter(Protocol):
 
 
 class CoroutineRunner(Protocol):
-    """Runs a coroutine for a plain function and returns its result. Raises RuntimeError where this would deadlock."""
+    """Runs a coroutine on behalf of a function that is not async, and returns its result. Raises RuntimeError where
+    this would deadlock.
+    """
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
@@ -82,6 +84,6 @@ class FunctionHandler:
 
 
 def refuse_to_wait(coroutine: Coroutine[Any, Any, Any]) -> RuntimeError:
-    """Return the error of a `wait` that would deadlock. Closes the coroutine, which nothing awaits any more."""
+    """Return the error of a `wait` that would deadlock. Closes the coroutine, because no code will await it."""
     coroutine.close()
     return RuntimeError("CallContext.wait was called in an async function: use await there")

@@ -9,7 +9,8 @@ from contract.functions.function_schemas import is_async, read_function, takes_s
 
 def build_execute_handler(execute: Callable[..., Any], *, is_alone: bool = False) -> CallHandler:
     """Return a handler that calls `execute(args, context)`. The handler calls `execute(args)` if `execute` takes no
-    second argument, or if `is_alone` says that a second argument is not for the context.
+    second argument, or if `is_alone` is true: a second parameter of `execute` then has another meaning than the
+    context.
     """
     if not is_alone and takes_second_argument(execute):
         return FunctionHandler(execute, is_async(execute))

@@ -1,4 +1,4 @@
-"""Parser of Google-style docstrings: the description of the function, and a sentence for each parameter."""
+"""Parser of Google-style docstrings. It finds the description of the function, and the text for each parameter."""
 
 import inspect
 import re

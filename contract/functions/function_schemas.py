@@ -41,7 +41,7 @@ _UNFIT = (
 
 @dataclass(frozen=True)
 class FunctionShape:
-    """Facts about a function that are known without calling it."""
+    """The parameters of a function and their JSON Schema, found without calling the function."""
 
     name: str
     docstring: Docstring

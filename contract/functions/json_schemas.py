@@ -8,8 +8,8 @@ from typing import Any
 JsonSchema = dict[str, Any]
 
 MAX_INLINED = 200
-"""Limit of replaced references in one schema. Further references stay, because definitions that refer twice to the next
-one double the schema at every level.
+"""Limit of references that are replaced by their definitions in one schema; further references stay. Without a limit,
+definitions that each refer twice to the next one would double the schema at every level.
 """
 
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -27,7 +27,9 @@ _SINGLES = (
     "unevaluatedProperties",
 )
 _NOT_SHOWN = frozenset({"minLength", "maxLength", "minItems", "maxItems", "exclusiveMinimum", "x-hidden"})
-"""Servers that make a grammar of a schema write a large `maxLength` out."""
+"""Keywords that models do not see. A server that converts the schema to a grammar would write out each step up to a
+large `maxLength`.
+"""
 _FOR_ANY_TYPE = frozenset({"enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "$ref"})
 """Keywords that constrain values of every type. A merged schema with one of them would refuse null."""
 
@@ -66,9 +68,10 @@ def close_schema(schema: Mapping[str, Any]) -> JsonSchema:
 
 
 def show_schema(schema: Mapping[str, Any]) -> JsonSchema:
-    """Return the schema as a model sees it: without hidden properties (`"x-hidden": true`), limits of sizes, and
-    defaults that mean "nothing". A call may still contain a hidden property, and is checked against the whole schema.
-    `"x-hidden": "small"` hides a property from small models only (orchestrator/dialects/profiles.py).
+    """Return the schema as a model sees it: without hidden properties (`"x-hidden": true`), size limits, and defaults
+    that mean "nothing" (false, and empty texts, lists and objects). A call may still contain a hidden property, and is
+    checked against the whole schema. `"x-hidden": "small"` hides a property from small models only
+    (orchestrator/dialects/profiles.py).
     """
     shown = {key: value for key, value in schema.items() if key not in _NOT_SHOWN}
     default = shown.get("default")
@@ -111,7 +114,7 @@ class _Inliner:
 
     def _keep_definition(self, name: str) -> None:
         if name not in self.remaining:
-            # Mark the name first: the definition may refer to itself while it is inlined.
+            # Add the name before the definition is inlined, because the definition may refer to itself.
             self.remaining[name] = {}
             self.remaining[name] = self.inline(self._definitions[name], (name,))
 

@@ -1,4 +1,4 @@
-"""Requests of a tool in a worker to its caller's model, and the model's replies."""
+"""Requests that a tool in a worker sends to the model of its caller, and the replies of the model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -21,13 +21,15 @@ it several times.
 
 
 class SessionStates(Protocol):
-    """Source of the states of all sessions."""
+    """Interface that returns the state of each session."""
 
     def open(self, tenant: str, session: str) -> "SessionState": ...
 
 
 class SessionState(Protocol):
-    """Versioned values by key. Values are copies: a change takes effect only after `set`. All methods are async."""
+    """Versioned values by key. `get` returns a copy, so a change of the copy takes effect only after `set`. All methods
+    are async.
+    """
 
     def get(self, key: str, default: Any = None) -> Coroutine[Any, Any, Any]:
         """Return the value of `key`, or `default`."""

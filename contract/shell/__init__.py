@@ -1,3 +1,3 @@
-"""Shell commands, read without running them: their programs, and how dangerous each is. Orchestrators and workers
-share this code.
+"""Analysis of shell commands without running them: which programs they start, and how dangerous each program is.
+Orchestrators and workers share this code.
 """

@@ -11,8 +11,8 @@ from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
 MAX_PLAIN_INPUT_CHARS = 4096
-"""Limit, in characters, of input for a running program that may count as plain text. Longer text that is not readable
-as commands is opaque.
+"""Limit, in characters, of text sent to a running program that may count as plain text and not as shell commands.
+Longer text that cannot be parsed as commands counts as opaque (it may contain any command).
 """
 
 
@@ -20,7 +20,7 @@ def read_command(spec: ToolSpec, arguments: Mapping[str, Any]) -> ShellScript | 
     """Return the commands of a call, including those that a shell may read from its standard input. Return None if the
     tool takes no command.
 
-    A list is read as the words of one command. Any other value is opaque.
+    A list is read as the words of one command. Any other value counts as opaque: it may contain any command.
     """
     if spec.command_parameter is None:
         return None

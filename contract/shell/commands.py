@@ -1,7 +1,7 @@
 """Parser that finds the programs that a bash command line would run. It runs nothing and does not rate dangers.
 
-The parser is not a complete bash. A text that it cannot understand makes the script opaque, never harmless. In doubt it
-reports a command that would not run.
+The parser is not a complete bash. A text that the parser cannot understand makes the script opaque (it may run
+anything), never harmless. In doubt the parser also reports commands that would not run.
 """
 
 import dataclasses
@@ -17,7 +17,9 @@ MAX_COMMAND_CHARS = 256 * 1024
 MAX_DEPTH = 12
 """Limit of nested commands, such as `bash -c` in `sudo` in `eval`. Deeper commands are opaque."""
 MAX_PIECES = 256
-"""Limit of texts inside texts. More texts are opaque, so that the time is linear in the length of the text."""
+"""Limit of nested scripts that are parsed in one text. Further ones are opaque, so that the time is linear in the
+length of the text.
+"""
 MAX_SOURCES = 8
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\[[^\]]*\])?\+?=")
@@ -30,7 +32,7 @@ _SHELL_VALUED = frozenset({"--rcfile", "--init-file", "-o", "+o", "-O", "+O"})
 _STANDARD_INPUT = frozenset({"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _NAMED_SCRIPTS = frozenset({"su", "runuser", "script", "flock", "sg"})
 FEEDING = frozenset({"find", "xargs", "parallel"})
-"""Programs that add words to the command that they start."""
+"""Programs, such as xargs, that append arguments to the command that they start."""
 _FIND_ACTIONS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 _STATE_CHANGES = {
     "alias": "it defines an alias",
@@ -100,8 +102,8 @@ WRAPPERS: dict[str, Wrapper] = {
 
 @dataclass(frozen=True)
 class NestedCommands:
-    """Commands that a command starts: words of other commands, and texts that a shell will read. `opaque`: the reason
-    why there may be more.
+    """Commands that another command starts: some as lists of words, some as texts that a shell will read. `opaque`: the
+    reason why there may be more.
     """
 
     commands: tuple[Words, ...] = ()

@@ -217,7 +217,9 @@ FIND_TESTS_WITH_VALUE = frozenset(
 """Tests of `find` that take a value."""
 
 HOSTILE_FLAGS = frozenset({"+", ":"})
-"""Beginnings of words, not options: `git push origin +main` forces, `git push origin :main` removes."""
+"""First characters that make a word dangerous, although it is not an option: `git push origin +main` forces, `git push
+origin :main` removes.
+"""
 
 DANGEROUS_SUBCOMMANDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("git", ("push",), ("--force", "--force-with-lease", "-f", "--mirror", "+"), "overwrites what others pushed"),

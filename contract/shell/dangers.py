@@ -42,7 +42,9 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Danger:
-    """Level of a danger. `reason`: words that follow "it"; "" if there is no danger."""
+    """Danger of a command. `reason`: text that continues a sentence after "it", such as "removes branches"; "" if there
+    is no danger.
+    """
 
     level: Level = Level.NONE
     reason: str = ""
@@ -317,8 +319,8 @@ def _without_globs(path: str) -> str:
 
 
 def _is_own_name(word: Word, is_in_own_folder: bool) -> bool:
-    """Return whether the word certainly names a file below OWN_FOLDERS. A whole folder of them, or a pattern for all
-    its content, does not count.
+    """Return whether the word certainly names a file below OWN_FOLDERS. One of these folders itself, or a pattern for
+    all its content, does not count.
     """
     members = _expand_braces(word)
     if word.is_expanded or len(members) > MAX_MEMBERS:

@@ -48,7 +48,7 @@ _LOOPS = ("for", "select")
 
 
 class UnreadableScript(Exception):
-    """Raised when the text is too long or nested too deep. The message fits after a colon."""
+    """Raised when the text is too long or nested too deep. The message is a clause without a capital letter."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Word:
 
 @dataclass(eq=False)
 class CommandDraft:
-    """Simple command while the reader reads it. `source`: the draft whose output the command reads. `heredocs`:
-    bodies, which are added when their lines are read.
+    """Simple command that the reader has not read to its end. `source`: the draft of the command whose output this one
+    reads. `heredocs`: the texts of its here-documents, which are added when their lines are read.
     """
 
     words: list[Word] = field(default_factory=list)
@@ -94,8 +94,8 @@ class CommandDraft:
 
 @dataclass(frozen=True)
 class ScriptContent:
-    """Content of a text. `texts`: nested scripts that must be read separately. `opaque`: the first reason why the
-    content is not complete.
+    """Result of reading a script. `texts`: nested scripts that must be read separately. `opaque`: the first reason why
+    the content is not complete.
     """
 
     drafts: list[CommandDraft]
@@ -336,7 +336,9 @@ class _Reader:
         return True
 
     def _read_third_word(self, commands: _CommandList, text: str) -> None:
-        """Start the commands after a header on the same line: `case x in`, `for x do`, `function f {`."""
+        """After the first words of `case x in`, `for x do` or `function f {`, start to read the commands on the same
+        line.
+        """
         draft = commands.draft
         if draft.starts_with("case") and text == "in":
             commands.cases += 1

@@ -1,4 +1,4 @@
-"""Artifacts of results for other frameworks: everything except the text for the model."""
+"""The part of a tool's result that other frameworks call its artifact: everything except the text for the model."""
 
 from typing import Any
 

@@ -38,8 +38,8 @@ class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
     """A session of the pool that TOOLCREW_REDIS_URL names. Use it with `harbor run --environment-import-path
     orchestrator.adapters.harbor:ToolcrewEnvironment`.
 
-    The image is `docker_image` of the task, or that of a Dockerfile with nothing but FROM and WORKDIR. A command runs
-    for at most 600 s.
+    The image is `docker_image` of the task, or the image after FROM in a Dockerfile that has only FROM and WORKDIR. A
+    command runs for at most 600 s.
     """
 
     options_model = ToolcrewOptions

@@ -1,4 +1,6 @@
-"""Client that all sandboxes of an evaluation share, with the sessions that it opened. Each event loop has one."""
+"""The client that all sandboxes of an Inspect evaluation share, and the sessions that it opened. Each event loop has
+one client.
+"""
 
 import asyncio
 from weakref import WeakKeyDictionary
@@ -28,7 +30,7 @@ class SharedClient:
             self._end_requested = asyncio.Event()
             self._client = asyncio.get_running_loop().create_future()
             self._connection_task = asyncio.create_task(_keep_connected(self._client, self._end_requested))
-        # Shielded: the cancellation of one waiting sample must not cancel the connection of the others.
+        # The shield: the cancellation of one sample must not cancel the connection for which other samples wait.
         return await asyncio.shield(self._client)
 
     async def open_session(self, config: ToolcrewSandboxConfig) -> Session:
@@ -78,7 +80,7 @@ async def _keep_connected(client: "asyncio.Future[ToolClient]", end_requested: a
             client.set_result(connected)
             await end_requested.wait()
     except Exception as error:
-        # All tasks that wait for the client get the error.
+        # All tasks that wait for the client have already received the error.
         if client.done():
             raise
         client.set_exception(error)

@@ -23,8 +23,8 @@ class ToolcrewSandboxConfig(SandboxOptions):
     tenant: str | None = Field(default=None, min_length=1)
     """Tenant of the session; None: the tenant of TOOLCREW_API_KEY, or `default`."""
     ttl_s: float = Field(default=7200.0, gt=0, le=MAX_TTL_S)
-    """Seconds without a call after which the sandbox is removed. It must be longer than a model thinks, and short
-    enough to clean up after a killed evaluation.
+    """Seconds without a call after which the sandbox is removed. It must be longer than the longest reply of the model
+    takes, and short enough that the sandboxes of a killed evaluation are removed soon.
     """
     default_user: str | None = Field(default=None, min_length=1)
     """User of programs and files for which the evaluation names no user, such as the USER of the image. This user owns

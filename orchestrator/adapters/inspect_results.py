@@ -30,8 +30,8 @@ _FILE_ERRORS: dict[ErrorCode, tuple[type[OSError], int]] = {
 
 
 def unavailable(error: ToolFailure | OperatorError) -> RuntimeError:
-    """Return the exception for a failure. Inspect presents SandboxUnavailableError to a model as a failure before its
-    command. So an uncertain failure, where the command may have acted, is a RuntimeError.
+    """Return the exception for a failure. Inspect tells the model for a SandboxUnavailableError that its command did
+    not run. If the command may have run, the exception is therefore a RuntimeError.
     """
     message = f"toolcrew [{error.code}]: {error}"
     return RuntimeError(message) if error.code in _UNCERTAIN else SandboxUnavailableError(message)

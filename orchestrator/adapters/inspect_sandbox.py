@@ -97,8 +97,8 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         environments: dict[str, SandboxEnvironment],
         interrupted: bool,
     ) -> None:
-        """Close the session, even after an interruption, because removing a sandbox is as fast as reporting that it
-        remains.
+        """Close the session, also after an interruption. Inspect would then normally keep the sandbox and print how to
+        remove it, but the removal takes no longer than that.
         """
         for environment in environments.values():
             session = environment.as_type(ToolcrewSandboxEnvironment).session
@@ -156,8 +156,8 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         concurrency: bool = True,
     ) -> ExecResult[str]:
         """Run a program once. `timeout_retry` is ignored, because a killed program may have acted. `concurrency` is
-        ignored, because the pool assigns its slots. The limit is what the session's class allows (600 s by default),
-        even if no `timeout` is given.
+        ignored, because the pool limits the calls that run at the same time. The limit is what the session's class
+        allows (600 s by default), even if no `timeout` is given.
 
         Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
         Inspect's own limit if that is lower.
@@ -236,7 +236,8 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             except ToolFailure as failure:
                 if failure.code != ErrorCode.PATH_NOT_ALLOWED:
                     raise
-        # The file verbs are limited to /workspace, /tmp and /output. Programs can also read the files of the image.
+        # The session's own calls read files only below /workspace, /tmp and /output, so a program in the sandbox reads
+        # any other file.
         return await read_as(self.session, await self._user(None), path)
 
     @override

@@ -11,9 +11,9 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.dispatch.sessions import Session
 
 OWN = ""
-"""The user of the sandbox, as which programs run without a change."""
+"""The user as which programs in the sandbox run if no other user is given."""
 _PART_BYTES = 4 * 1024 * 1024
-"""Most that a worker reads of the output of a program."""
+"""Limit of the output of a program that a worker reads, in bytes."""
 _FILE_TIMEOUT_S = 120.0
 _SCRIPT = """
 import os, pwd, sys

@@ -23,11 +23,11 @@ except ModuleNotFoundError as error:
 
 
 class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
-    """Tool of a session. `ainvoke` runs in the event loop of the client. `invoke` is for other threads while that
-    loop runs.
+    """Tool of a session. `ainvoke` runs in the event loop of the client. `invoke` may be called from other threads
+    only, while that loop runs.
 
-    For a tool call, a failure gives a ToolMessage with status "error"; for bare arguments, the text of the failure.
-    Set `handle_tool_error` to False to get ToolExceptions instead.
+    If the input is a tool call, a failure is returned as a ToolMessage with status "error". If the input is only the
+    arguments, the text of the failure is returned. Set `handle_tool_error` to False to get ToolExceptions instead.
     """
 
     response_format: Literal["content", "content_and_artifact"] = "content_and_artifact"
@@ -45,7 +45,7 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
     def _to_args_and_kwargs(
         self, tool_input: str | dict[str, Any], tool_call_id: str | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Passed by position, because an argument may have a name that LangChain uses (config, callbacks,
+        # Pass the arguments by position, because an argument may have a name that LangChain uses (config, callbacks,
         # run_manager).
         return (super()._parse_input(tool_input, tool_call_id), tool_call_id), {}
 
@@ -67,7 +67,7 @@ class PoolTool(BaseTool):  # type: ignore[misc, unused-ignore]
             raise
 
     def _check_thread(self) -> None:
-        """Raise RuntimeError where the wait would never end."""
+        """Raise RuntimeError in the thread of the event loop, where waiting for the call would never end."""
         try:
             running_loop = asyncio.get_running_loop()
         except RuntimeError:

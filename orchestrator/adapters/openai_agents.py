@@ -1,5 +1,5 @@
 """Tools of a session as FunctionTools of the OpenAI Agents SDK. The schemas are unchanged and failures are text.
-Approvals come from this project or from the SDK.
+An approver of toolcrew or the SDK's own approvals decide about calls.
 """
 
 import copy
@@ -26,8 +26,8 @@ except ModuleNotFoundError as error:
 
 
 class PoolOutput(str):
-    """Text of a result for a model. `artifact` has the rest of the result, for hooks and for the run's items
-    (`custom_data`).
+    """Text of a tool's result for the model. `artifact` has the rest of the result. The SDK's hooks receive the whole
+    object, and the SDK stores `artifact` in the `custom_data` of the tool's output item.
     """
 
     artifact: dict[str, Any]
@@ -83,7 +83,8 @@ class AgentCalls:
         try:
             return (await self._tools.decide(self._spec.name, arguments)).action == "ask"
         except (ToolFailure, OperatorError):
-            # The call is checked again when it runs, and its result contains the error.
+            # Ask no person about a call that cannot run. It is checked again when it runs, and its result then contains
+            # the error.
             return False
 
 

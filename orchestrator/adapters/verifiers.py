@@ -70,7 +70,7 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """Grade the files of the agent. Raises SandboxError: the infrastructure failed. Raises TaskError: the agent's
-        files were not taken, or the grader failed.
+        files were not copied, or the grader failed.
         """
         submission = trace.state.submission
         if submission is None:
@@ -131,7 +131,9 @@ class ToolcrewTaskset(vf.Taskset[ToolcrewTask, ToolcrewTasksetConfig]):  # type:
 
 
 class ToolcrewEnvConfig(vf.SingleAgentEnvConfig):  # type: ignore[misc]
-    """The loop is in this process, so it needs none of verifiers' sandboxes and no tunnel."""
+    """Configuration of the environment. The agent loop runs in this process, so verifiers' own sandboxes and its tunnel
+    are not used.
+    """
 
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
 
@@ -204,7 +206,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                 shows_output=False,
             )
         except ModelUnavailable as error:
-            # A limit of verifiers refuses the next request. The work until then is graded.
+            # If verifiers has reached one of its limits, it refuses the next request. The work until then is graded.
             if trace.stop_condition is None and not is_gradable(judge_error(error)):
                 raise
         else:
@@ -217,7 +219,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 @contextmanager
 def _rollout_errors() -> Iterator[None]:
-    """Raise the errors of a pool as errors of verifiers."""
+    """Context manager that converts toolcrew's errors to errors of verifiers."""
     try:
         yield
     except ModelUnavailable:

@@ -26,7 +26,8 @@ from store.tenants import RedisTenants
 
 
 class ApiAuthentication:
-    """Checks the key and the rate of each request that has a body, and sets the owner of the body (BodyLimits).
+    """Checks the key and the rate of each request that has a body. Sets the owner of the body: the tenant or key whose
+    memory limit the body counts for (BodyLimits).
 
     Requests without a body are checked by the dependency of their route. Pages check their logins (PageRoute).
     """
@@ -94,11 +95,11 @@ class Caller:
 
     @property
     def streams(self) -> Streams:
-        """Return the event streams that the key has open in this process."""
+        """Return the counter of the event streams that the key has open in this process."""
         return self.app_state.streams.of(self.identity.key_id)
 
     async def record_foreign_action(self, action: AuditAction, target: str) -> None:
-        """Write an operator's action on another tenant to the audit log, before the action runs."""
+        """Before an operator's action on another tenant runs, write the action to the audit log."""
         if (entry := self.foreign_entry(action, target)) is not None:
             await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)
 
@@ -133,7 +134,8 @@ async def depend_on_app_state(request: Request) -> ApiState:
 class _Callers(SecurityBase):
     """Dependency that returns the caller of a request, from the bearer key.
 
-    One dependency replaces a chain, because FastAPI needs more time to resolve a chain than the chain needs to run.
+    It is a single dependency and not a chain of dependencies, because FastAPI needs more time to resolve a chain than
+    the chain needs to run.
     """
 
     scheme_name = "HTTPBearer"

@@ -19,9 +19,9 @@ from store.pressure import PoolPressure
 from store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
-"""Lifetime of a readiness result in seconds.
+"""Seconds for which a result of the readiness check is cached.
 
-Readiness needs no key, so the limit protects Redis from clients without a key.
+The readiness check needs no key, so the cache protects Redis from clients without a key.
 """
 
 PRESSURE_FRESH_S = 3.0
@@ -63,7 +63,7 @@ class ApiState(AppState):
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairQueue()
         self.call_searches = ConcurrencyLimit(SEARCHES_PER_KEY)
-        # Opened at the start, so that a store that cannot be opened stops the service at once.
+        # Open the store at the start, so that the service does not start with a store that cannot be opened.
         self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
 
     def stored_files(self) -> StoredFiles:

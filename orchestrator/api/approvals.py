@@ -32,7 +32,8 @@ class NewAnswer(BaseModel):
     """A decision about a call.
 
     `decision`: `allow` runs the call unchanged; `modify` runs the call with `arguments`, which are validated again;
-    `reject` does not run the call, and the model reads `reason`. `digest`: the digest of the call as it was shown.
+    `reject` does not run the call, and the model reads `reason`. `digest`: the digest that the list of approvals showed
+    for the call.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -100,7 +101,7 @@ def _queue(caller: Caller) -> ApprovalQueue:
 
 
 def _build_problem(failure: ToolFailure) -> Exception:
-    """Return the error with the HTTP status that fits this address."""
+    """Return an error of the approvals as a response with the right HTTP status."""
     match failure:
         case UnknownQuestion():
             return ApiProblem(

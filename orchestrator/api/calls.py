@@ -26,9 +26,9 @@ from orchestrator.http.body_limits import find_header
 from orchestrator.http.problems import REDIS_AWAY
 
 WAITING_PIECES = 32
-"""Limit of output pieces that the client has not received.
+"""Limit of output pieces that wait because the client reads too slowly.
 
-At the limit the call is paused for a while. After that, further output is only in the result.
+At the limit the call waits for the client for a limited time. After that, further output is only in the result.
 """
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -59,8 +59,9 @@ class NewCall(BaseModel):
 class _StraightRoute(APIRoute):
     """Route that passes a plain call directly to `call_tool`.
 
-    A plain call is valid and has no query and no Idempotency-Key. FastAPI's own handling takes nearly half of the
-    processor time of such a request. All other requests use FastAPI's handling, which also reports validation errors.
+    A plain call is a valid request without query parameters and without Idempotency-Key. FastAPI's own handling takes
+    nearly half of the processor time of such a request. All other requests use FastAPI's handling, which also reports
+    validation errors.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -170,7 +171,7 @@ async def _stream(session: Session, body: NewCall, call_id: str | None) -> Async
 
 
 def _dump(result: ToolResult) -> bytes:
-    """Encode a result, without the address of the service's Redis."""
+    """Encode a result as JSON. The address of the service's Redis is removed from error messages."""
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         result = result.model_copy(update={"error": REDIS_AWAY})
     return dump_exactly(result.model_dump(mode="json"))

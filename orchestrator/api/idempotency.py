@@ -1,7 +1,7 @@
 """Idempotent requests: a POST with an `Idempotency-Key` runs once, and a repeated request gets the first response.
 
 A claim in Redis decides which of several concurrent requests runs. Invariant: the response is stored before the client
-receives its end, as far as Redis answers within STORE_WAIT_S.
+receives the end of the response, if Redis answers within STORE_WAIT_S.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ IdempotencyKey = Annotated[
 ]
 MAX_ANSWER_BYTES = 1024 * 1024
 STORE_WAIT_S = 1.0
-"""Limit in seconds of the wait for storing the response before its end is sent.
+"""Seconds that the end of a response waits until the response is stored.
 
 A client that received the response can then get the same response again, even if this process dies.
 """
@@ -44,7 +44,7 @@ _HEADER = b"idempotency-key"
 
 
 def mark_not_done(scope: Scope) -> None:
-    """Mark a successful response as one that did nothing. The response is not stored, and the client may send the
+    """Mark a successful response whose request had no effect. The response is not stored, so the client may send the
     request again.
     """
     scope[_UNDONE] = True
@@ -53,9 +53,9 @@ def mark_not_done(scope: Scope) -> None:
 class Idempotency:
     """Stores the responses of requests with an Idempotency-Key for a day.
 
-    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated run request finds its run by the key;
-    a repeated call does not run. A response with `Cache-Control: no-store` contains a secret. For such a response
-    only the fact that the request was processed is stored.
+    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated request for a run finds the run by its
+    Idempotency-Key. A repeated request for a call does not run the tool again. A response with `Cache-Control:
+    no-store` contains a secret. Of such a response, only the fact that the request was processed is stored.
     """
 
     def __init__(self, app: ASGIApp, app_state: ApiState) -> None:

@@ -18,9 +18,9 @@ Tenant = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 @router.get("/models")
 async def list_models(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[EndpointView]:
-    """List the model endpoints that the tenant's runs may use, without addresses. The response to an operator's key
-    contains addresses. Without `tenant`, the response to an operator has all endpoints, of the deployment and of every
-    tenant.
+    """List the model endpoints that the tenant's runs may use, without addresses. For an operator's key, the response
+    also contains the addresses. If an operator sends no `tenant`, the response has the endpoints of the deployment and
+    of all tenants.
     """
     if caller.is_operator and caller.tenant == caller.identity.tenant:
         return page_of(await caller.models.views(), cursor, limit)
@@ -37,7 +37,7 @@ async def set_model(name: Name, body: ModelEndpoint, caller: AdminCaller) -> End
 
 @router.delete("/models/{name}", status_code=204, responses=responses(404))
 async def remove_model(name: Name, caller: AdminCaller) -> None:
-    """Remove an endpoint of the deployment. Its runs end at their next request."""
+    """Remove an endpoint of the deployment. Runs that use the endpoint end at their next request."""
     await _remove(caller, name, None)
 
 
@@ -49,7 +49,7 @@ async def set_tenant_model(tenant_name: Tenant, name: Name, body: ModelEndpoint,
 
 @router.delete("/tenants/{tenant_name}/models/{name}", status_code=204, responses=responses(404))
 async def remove_tenant_model(tenant_name: Tenant, name: Name, caller: AdminCaller) -> None:
-    """Remove an endpoint of one tenant. Its runs end at their next request."""
+    """Remove an endpoint of one tenant. Runs that use the endpoint end at their next request."""
     await _remove(caller, name, tenant_name)
 
 

@@ -75,7 +75,8 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
-        # The text of the error may contain data of other tenants, so only the log contains it.
+        # The text of the error may contain data of other tenants, so it is written to the log and not sent to the
+        # client.
         log.error(
             "api_failed", method=request.method, path=request.url.path[:200], error=type(error).__name__, exc_info=error
         )
@@ -86,7 +87,9 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Return the methods of all routes at `path`. A route alone knows only its own methods."""
+    """Return the HTTP methods of all routes with that path, for the header `Allow`. A single route knows only its own
+    methods.
+    """
     routes = [
         route
         for router in routers

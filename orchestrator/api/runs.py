@@ -39,7 +39,9 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
-"""Pattern of the type in an event's text. The text is sent as stored, because parsing for many readers is expensive."""
+"""Pattern that finds the type of an event in its JSON text. The text is not parsed but sent as stored, because parsing
+for many readers is expensive.
+"""
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "Events. The last event is `RunEnded`", "content": {MEDIA_TYPE: {}}}
 }
@@ -50,14 +52,14 @@ class NewRun(SandboxOptions):
 
     `model`, `dialect` (format of tool calls) and `profile` (texts for small or standard models) null: the values of the
     orchestrator. `max_iterations`: model replies. `tool_timeout_s`: seconds per call. `max_wall_s`: seconds of the run
-    without its setup. `max_tokens`: prompt and completion tokens. `priority`: runs with a higher one start first.
+    without its setup. `max_tokens`: prompt and completion tokens. `priority`: runs with a higher priority start first.
 
     `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
     sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
     artifacts, or a location of the store. `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files
     to store at the end. `tools`: names of the tools that the model may call; null: all tools that suit the model.
-    `keep_states`: keep the state of the session before each request to the model, for POST /v1/runs/{id}/fork.
-    `metadata`: returned with the run. `webhook`: the address that receives the end of the run.
+    `keep_states`: keep the state of the session before each request to the model, so that POST /v1/runs/{id}/fork can
+    start from it. `metadata`: returned with the run. `webhook`: the address that receives the end of the run.
     """
 
     instruction: str = Field(min_length=1, max_length=1024 * 1024)
@@ -116,11 +118,12 @@ class RunView(BaseModel):
     The fields from `answer` on are set at the end of the run.
 
     `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
-    its own session. `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps`
-    has them.
+    its own session. `forked_from`: null if the run is no fork. For a fork, all sums exclude the shared steps; only
+    `steps` includes them.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO 8601.
+    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. Times are in ISO
+    8601.
     """
 
     id: str
@@ -222,8 +225,9 @@ async def fork_run(
     caller: AnyCaller,
     idempotency_key: IdempotencyKey = None,
 ) -> RunForks:
-    """Queue runs that share the first steps of a run and continue from its session as it was then. The run must keep
-    its states; it may still be running. No request to the model and no call of the shared steps is repeated.
+    """Queue runs that share the first steps of a run and continue from the state of its session after these steps. The
+    run must have been started with `keep_states`; it may still be running. No request to the model and no call of the
+    shared steps is repeated.
     """
     with convert_not_found():
         runs = await hosted(caller).fork(
@@ -236,7 +240,8 @@ async def fork_run(
 async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
     async with AsyncExitStack() as stack:
-        # A transcript may have a hundred megabytes, which are in memory until the client has received them.
+        # Limit the transfers of a key: a transcript may have a hundred megabytes, which are in memory until the client
+        # has received them.
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with convert_not_found():
             messages = await hosted(caller).transcript(caller.tenant, run_id)
@@ -299,7 +304,7 @@ def convert_not_found() -> Iterator[None]:
 
 
 def hosted(caller: Caller) -> HostedRuns:
-    """Return the hosted runs of the deployment."""
+    """Return the durable runs of the deployment."""
     return caller.app_state.parts.runs
 
 
@@ -311,7 +316,9 @@ def view_run(run: HostedRun) -> RunView:
 
 
 def _own_key(caller: Caller, key: str | None) -> str | None:
-    """Return the idempotency key, which is separate for each API key."""
+    """Return the Idempotency-Key of the request together with the id of the API key, so that two API keys can use the
+    same Idempotency-Key.
+    """
     return hashlib.sha256(f"{caller.identity.key_id}\0{key}".encode()).hexdigest()[:32] if key else None
 
 

@@ -80,9 +80,9 @@ class SessionView(SandboxOptions):
     """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
     network egress. `timeout_s`: the largest limit of a call.
 
-    `sandbox`: the id of its container, "" while the id is not known. `generation`: grows when the session gets
-    another sandbox. `network`: none or egress. `usage`: what the session used so far, as in
-    GET /v1/tenants/{name}/usage; null in the response that opens the session.
+    `sandbox`: the id of the session's container, "" while the id is not known. `generation`: grows when the session
+    gets another sandbox. `network`: none or egress. `usage`: what the session used so far, as in GET
+    /v1/tenants/{name}/usage; null in the response that opens the session.
     """
 
     id: str
@@ -98,8 +98,8 @@ class SessionView(SandboxOptions):
 
 
 class NewForks(BaseModel):
-    """A fork. `n`: number of new sessions. `leave_jobs`: background jobs continue in the forked session only. Without
-    it, a session with a background job is not forked.
+    """A fork. `n`: number of new sessions. `leave_jobs`: background jobs continue in the original session only. Without
+    `leave_jobs`, a session with a background job is not forked.
     """
 
     model_config = ConfigDict(extra="forbid")

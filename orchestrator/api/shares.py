@@ -12,7 +12,9 @@ STREAMS_OF_A_KEY = 1000
 FILES_PER_KEY = 4
 """Limit of concurrent file transfers of a key. Each file is in memory until the transfer ends."""
 SEARCHES_PER_KEY = 2
-"""Limit of concurrent searches for calls of a key. A call without a record is searched among all waiting calls."""
+"""Limit of concurrent searches of a key for calls. The limit exists because the search for a call without a record
+reads all waiting calls.
+"""
 PAGES_PER_KEY = 2
 """Limit of long pages of a key that are rendered at the same time."""
 RETRY_AFTER_S = 5
@@ -36,8 +38,8 @@ class Streams:
         self._open, self._key = streams, key
 
     def counted(self, events: AsyncIterator[ServerEvent]) -> AsyncIterator[ServerEvent]:
-        """Return the same events as a stream that counts until it is closed. Raises ApiProblem when the key has too
-        many streams.
+        """Return the same events. Until they are closed, they count as an open stream of the key. Raises ApiProblem
+        when the key has too many streams.
         """
         if self._open[self._key] >= STREAMS_OF_A_KEY:
             raise ApiProblem(
@@ -56,7 +58,7 @@ class Streams:
 
 
 class _CountedEvents(AsyncIterator[ServerEvent]):
-    """Events that count as a stream until they are closed.
+    """Iterator of events that counts as an open stream until it is closed.
 
     The class is not a generator: the `finally` block of a generator that was never started never runs.
     """

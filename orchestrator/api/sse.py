@@ -15,8 +15,7 @@ MEDIA_TYPE = "text/event-stream"
 COMMENT_INTERVAL_S = 15.0
 """Interval in seconds of keep-alive comments in a stream without events."""
 WRITE_WITHIN_S = 30.0
-"""Time in seconds after which a client is disconnected that receives nothing. The client reconnects with
-Last-Event-ID.
+"""Seconds after which a client that accepts no data is disconnected. The client reconnects with Last-Event-ID.
 """
 RECONNECT_MS = 2000
 """Time in milliseconds after which a client reconnects to an interrupted stream."""

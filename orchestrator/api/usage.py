@@ -70,8 +70,8 @@ async def get_usage(
     covers 31 days.
 
     Amounts are updated when a call ends and every 10 s. Nothing is counted twice, and a call with a lost result counts.
-    Usage between calls counts for the session only. If sandboxd is killed, the usage since its last report is lost.
-    Programs can hide disk bytes, but not CPU time.
+    Usage between calls counts for the session but for no call. If sandboxd is killed, the usage since its last report
+    is lost. Programs can hide disk bytes, but not CPU time.
     """
     if not caller.identity.may_act_for(name):
         raise ApiProblem(

@@ -29,10 +29,10 @@ _INVISIBLE = frozenset(
 class ApprovalRequest:
     """Request for a decision about one call with these arguments, for one tenant.
 
-    The decision is valid for this call only. `call`: a copy with validated and completed arguments; a change to the
-    copy refuses the call. `digest`: the digest that binds the decision to the call. `reason`: why a decision is
-    needed. `warning`: why the call is dangerous, "" for other calls. `expires_at`: Unix seconds; a later approval does
-    not count.
+    The decision is valid for this call only. `call`: a copy with validated arguments, including defaults. If an
+    approver changes the copy, the call is refused. `digest`: the digest that binds the decision to the call. `reason`:
+    why a decision is needed. `warning`: why the call is dangerous, "" for other calls. `expires_at`: Unix seconds; a
+    later approval does not count.
     """
 
     call: ToolCall
@@ -55,14 +55,14 @@ class ApprovalRequest:
 class Approver(Protocol):
     """Interface of an object that decides about calls.
 
-    The gate may call `decide` for several calls at once. An exception counts as a refusal.
+    `decide` may be called for several calls at the same time. An exception counts as a refusal.
     """
 
     async def decide(self, request: ApprovalRequest) -> Decision: ...
 
 
 class AutoApprover:
-    """Approves every call, for pools with a sandbox that is sufficient protection.
+    """Approves every call, for pools whose sandboxes are sufficient protection.
 
     Calls that the policy denies never reach an approver.
     """
@@ -211,7 +211,7 @@ async def _read_line(stream: TextIO) -> str:
     line = bytearray()
 
     def take(descriptor: int) -> None:
-        # One byte at a time, because the bytes after this line belong to another reader.
+        # Read one byte at a time, because the bytes after this line belong to another reader.
         try:
             byte = os.read(descriptor, 1)
         except BlockingIOError:

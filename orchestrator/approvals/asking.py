@@ -31,13 +31,13 @@ log = get_logger(__name__)
 POLL_S = 0.2
 """Interval in seconds between two reads of answers. One read covers all waiting questions."""
 POLL_PER_QUESTION_S = 0.0002
-"""Part of the interval for each waiting question, in seconds. With many questions, reads are less frequent than POLL_S,
-because a read of thousands of answers is expensive.
+"""Minimum interval between two reads for each waiting question, in seconds. With many questions the interval is longer
+than POLL_S, because a read of thousands of answers is expensive.
 """
 RETRY_S = 0.5
 ARRIVAL_S = 1.0
-"""Seconds between the end of the question and the end of the call, so that an answer at the last moment still arrives
-in time.
+"""Seconds by which a question ends before the call stops waiting, so that an answer at the last moment still arrives in
+time.
 """
 WITHDRAW_S = 2.0
 
@@ -45,8 +45,8 @@ WITHDRAW_S = 2.0
 class QueueApprover:
     """Puts each question into the queue and waits for its answer.
 
-    A question is withdrawn when its waiter stops waiting. If the process dies instead, the question stays until it
-    expires. The process that resumes the run finds the question, or the answer that arrived in the meantime.
+    A question is withdrawn when the call stops waiting for the answer. If the process dies instead, the question stays
+    until it expires. The process that resumes the run finds the question, or the answer that arrived in the meantime.
     """
 
     def __init__(self, queue: ApprovalQueue) -> None:
@@ -121,7 +121,9 @@ class QueueApprover:
                     _settle(future, answer)
 
     def _fail_waiters(self, looking: "asyncio.Task[None]") -> None:
-        """Pass an error of the reading task to all waiters. Without the task, no answer would ever reach them."""
+        """Pass an error of the task that reads answers to all calls that wait, because no answer reaches them without
+        that task.
+        """
         error = None if looking.cancelled() else looking.exception()
         if error is not None:
             # Each waiter raises the error, and its call is refused.

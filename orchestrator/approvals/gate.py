@@ -1,4 +1,5 @@
-"""Decisions before dispatch: the policy judges each call and may require a question to the approver.
+"""The approval gate: before a call is sent, the approval policy judges the call, and may require that an approver
+decides.
 
 Without an approver that can answer, the call is refused. The gate applies only to calls that a model requests. A call
 that a program makes with `Session.call` is that program's own decision.
@@ -37,8 +38,8 @@ MAX_INLINE_CHARS = 4 * 1024
 Longer arguments are judged in a thread, because hostile commands take up to a second to parse.
 """
 DEFAULT_POLICY = ApprovalPolicy()
-"""Policy without rules: asks about dangerous commands and tools that require permission, and refuses catastrophic
-commands.
+"""Policy for deployments without rules of their own. It asks about dangerous commands and tools that require
+permission, and refuses catastrophic commands.
 """
 
 
@@ -86,9 +87,9 @@ async def review(
     The order is: validate the arguments, apply the policy, ask the approver. No person is asked about an invalid call.
     Arguments that the approver changed are validated and judged again. The approver is not asked a second time.
 
-    `checks`: the argument checks of the tool. `clock`: Unix seconds. The time limit of the call starts afterwards. An
-    approver that raises, returns an invalid decision, or does not answer within `ttl_s` seconds refuses the call. None
-    of these cases raises an exception.
+    `checks`: the argument checks of the tool. `clock`: Unix seconds. The time limit of the call starts after the
+    decision. An approver that raises, returns an invalid decision, or does not answer within `ttl_s` seconds refuses
+    the call. None of these cases raises an exception.
     """
     try:
         digest = _seal(call, tenant, session)
@@ -226,7 +227,7 @@ def _is_whole(decision: Any) -> bool:
 def _seal(call: ToolCall, tenant: str, session: str | None) -> str:
     """Return the current digest of a call, or "" when its arguments are not plain JSON.
 
-    Other code holds the same object and may change the call at any time.
+    The digest is computed again, because other code has the same call object and may have changed it.
     """
     try:
         return digest_call(call, tenant, session)

@@ -35,11 +35,12 @@ class Rule:
 
     - deny and ask match when ANY command of the line begins with these words. A folder before the program (`/bin/rm`)
       and options before later words (`git -C x push`) do not prevent a match. An argument that is known only at run
-      time counts as equal. A line that cannot be parsed completely matches when it contains all the words anywhere.
+      time (`$x`) counts as a match. A line that cannot be parsed completely matches when it contains all the words
+      anywhere.
     - allow matches when EVERY command of the line begins exactly with the words of an allow rule, including the folder
       of the program. An allow rule with a prefix never matches a line that cannot be parsed completely, sets
-      variables, or redirects output into a file. /dev/null does not count as a file. The prefix does not determine
-      where a redirection writes. An allow rule without a prefix matches these lines too.
+      variables, or redirects output into a file. /dev/null does not count as a file. (The reason: the prefix does not
+      say which file a redirection overwrites.) An allow rule without a prefix matches these lines too.
 
     No rule allows a catastrophic command. Raises ConfigError when a field has an invalid value.
     """
@@ -60,7 +61,7 @@ class Rule:
             raise ConfigError('argv_prefix is not a list of words: write it as ["git", "push"]')
 
     def is_about(self, tenant: str, tool: str) -> bool:
-        """Return whether both globs match. The comparison is case-sensitive."""
+        """Return whether the globs for the tool and for the tenant match. The comparison is case-sensitive."""
         return fnmatchcase(tool, self.tool) and fnmatchcase(tenant, self.tenant)
 
 
@@ -114,7 +115,8 @@ class ApprovalPolicy:
             return _deny(denying[0], build_refusal_subject(spec.name, denying[1]), warning)
         if touching:
             return PolicyDecision("ask", _explain_ask(spec.name, touching[0][1]), warning)
-        # An allow rule for a tool that this call would use indirectly does not allow this tool.
+        # Only allow rules for the called tool count. A rule for a tool that the call uses indirectly does not allow the
+        # call.
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return PolicyDecision("allow", "a rule of the policy allows it", warning)
         if warning:
@@ -204,7 +206,7 @@ def _explain_ask(name: str, used: str) -> str:
 def _folder(spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
     """Return the folder in which a command starts: its `cwd` argument, otherwise the workspace.
 
-    Without a sandbox the start folder is unknown, and the result is "" or the given folder.
+    Without a sandbox the workspace is unknown, and the result is the `cwd` argument or "".
     """
     folder = arguments.get("cwd")
     start = WORKSPACE if spec.pool == "sandbox" else ""

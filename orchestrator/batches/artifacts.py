@@ -75,7 +75,9 @@ class Pattern:
         return False
 
     def _spread(self, states: set[int]) -> set[int]:
-        """Return the states and the states that are reachable because `**` also matches no folder."""
+        """Return the given states of the match, and the states that follow from them because `**` can also match no
+        folder.
+        """
         return states | {at + 1 for at in states if at < len(self._steps) and self._steps[at] is None}
 
 
@@ -83,7 +85,7 @@ class Pattern:
 class CopiedFiles:
     """Copied files, as sorted paths relative to the item's folder.
 
-    `unmatched`: patterns that matched nothing. `skipped`: links that lead to no file.
+    `unmatched`: patterns that matched nothing. `skipped`: links that do not lead to a file of the workspace.
     """
 
     paths: tuple[str, ...] = ()

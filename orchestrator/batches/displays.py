@@ -28,9 +28,10 @@ STATUS_EVERY_S = 5.0
 class DisplayedBatch:
     """A batch that a display shows.
 
-    `wall`: returns Unix seconds. `ticks`: returns seconds of a clock that never jumps. `is_kept`: commands can name
-    the batch afterwards. `rows`: files of successes and of failures, if this process writes them. `printed_warnings`:
-    warnings that the command has printed before.
+    `wall`: function that returns Unix seconds. `ticks`: function that returns seconds of a monotonic clock. `is_kept`:
+    the batch is still stored after this command, so that the summary may suggest commands for it. `rows`: the files for
+    successes and for failures, if this process writes them. `printed_warnings`: warnings that the command has printed
+    before.
     """
 
     batch: str
@@ -79,7 +80,7 @@ class Display:
             self._show_summary(self._displayed.summary())
 
     def show(self, event: RunEvent) -> None:
-        """Count an event of the batch and show the event."""
+        """Count an event of the batch, and show it."""
         is_new = self._displayed.progress.add(event)
         if event.at < self._opened_at:
             # A resumed batch may have been paused for days. Ends before the pause say nothing about the current rate.
@@ -88,7 +89,9 @@ class Display:
         self.tick()
 
     def tick(self) -> None:
-        """Show the status if it is due. Called several times per second, even without events."""
+        """Show the status if enough time has passed since the last one. Called several times per second, even without
+        events.
+        """
         now = self._displayed.ticks()
         if now >= self._next_at:
             self._next_at = now + self._every_s

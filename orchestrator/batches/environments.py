@@ -13,14 +13,14 @@ from store.archives.files import NO_STORE, TenantStore, is_stored
 from store.batches import BatchItem, Grader, ItemEnvironment
 
 _HEAD_BYTES = 1024 * 1024
-"""Number of bytes that are read from a larger archive, for the check of its kind. Every packer writes the first file
-name within these bytes.
+"""Number of bytes that are read from an archive to find its kind. Every packing program writes the first file name
+within these bytes.
 """
 
 
 class EnvironmentChecker:
-    """Checks the `environment` fields of one file's items. Relative names become absolute paths. A name that many lines
-    use is checked once.
+    """Checks the field `environment` of all items of one file. Replaces relative workspace names by absolute paths.
+    Checks a workspace that many lines use only once.
     """
 
     def __init__(self, folder: Path | None, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""Figures of graded items: pass@1, pass@k with confidence intervals, and the cost of a solved item.
+"""Statistics of graded items: pass@1, pass@k with confidence intervals, and the cost of a solved item.
 
 An item counts with its reward. An item that the agent failed without a result, or whose grader failed, counts as not
 solved: an agent must not gain from breaking its grader. Items that the infrastructure failed do not count.
@@ -31,8 +31,8 @@ class PassRate(Record):
 
 
 class GradeSummary(Record):
-    """Figures of a batch's graded items that have ended. `counted`: number of items without those that failed because
-    of the infrastructure or the input, or were cancelled.
+    """Statistics of a batch's graded items that have ended. `counted`: number of items without those that failed
+    because of the infrastructure or the input, or were cancelled.
 
     `solved`: items with the reward 1. `refused`: items whose artifacts were refused, with the reward 0.
     `grader_errors`: counted as not solved. `mean_reward`: mean over the items with a reward; None if no item has a
@@ -56,7 +56,7 @@ class GradeSummary(Record):
 
 @dataclass(slots=True, frozen=True)
 class ItemGrade:
-    """Values of an ended, graded item from which the figures of the batch are computed. `cost` None: unknown."""
+    """Values of an ended, graded item from which the statistics of its batch are computed. `cost` None: unknown."""
 
     task: str
     reward: float | None
@@ -67,9 +67,7 @@ class ItemGrade:
 
 
 def build_item_grade(end: RunEnded) -> ItemGrade | None:
-    """Return the values of an ended item from which `summarize` computes the figures of its batch; None if the item has
-    no grader.
-    """
+    """Return the values of an ended item that `summarize` needs; None if the item has no grader."""
     if not end.task:
         return None
     grade = end.grade
@@ -84,7 +82,7 @@ def build_item_grade(end: RunEnded) -> ItemGrade | None:
 
 
 def summarize(grades: Iterable[ItemGrade]) -> GradeSummary | None:
-    """Return the figures; None if there are no graded items."""
+    """Return the statistics of these items; None if there are no graded items."""
     items = list(grades)
     if not items:
         return None
@@ -132,7 +130,9 @@ def wilson(rate: float, count: int) -> tuple[float, float]:
 
 
 def _rates(tasks: list[tuple[int, int]]) -> Iterable[PassRate]:
-    """Yield pass@k for k = 1, 2, 4, ... and the largest number of attempts. `tasks`: attempts and solved ones."""
+    """Yield pass@k for k = 1, 2, 4, ..., and for k = the largest number of attempts at a task. `tasks`: for each task,
+    the number of attempts, and of attempts that solved it.
+    """
     largest = max((attempts for attempts, _ in tasks), default=0)
     sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
     for k in [*sizes, largest] if largest else []:
@@ -143,7 +143,7 @@ def _rates(tasks: list[tuple[int, int]]) -> Iterable[PassRate]:
 
 
 def format_grades(grades: GradeSummary) -> list[tuple[str, str]]:
-    """Return the figures as pairs of a name and a text."""
+    """Return the statistics as pairs of a name and a text."""
     passes = [
         (f"pass@{rate.k}", f"{rate.rate:.3f} (95 %: {rate.low:.3f} to {rate.high:.3f}, {rate.tasks:,} tasks)")
         for rate in grades.passes

@@ -1,4 +1,4 @@
-"""Shapes that a line of an input file can have, as pydantic models, and their conversion to items."""
+"""Formats that a line of a batch's input file can have, as pydantic models, and their conversion to batch items."""
 
 import os
 import re
@@ -37,7 +37,7 @@ _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 MAX_SAMPLES = 1000
-_READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox
+_READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox whose files a program can read
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class InvalidField:
 
 
 class Shape(BaseModel):
-    """Base of all shapes. Types are exact, and an unknown field is an error."""
+    """Base class of all formats. Values are not converted to other types, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -140,7 +140,7 @@ class EnvironmentFields(SandboxOptions, Shape):
 
 
 class RunFields(EnvironmentFields):
-    """Fields of the body of an agent run."""
+    """Fields of an agent run in a line."""
 
     instruction: _Text | None = None
     input: _Text | None = None

@@ -1,5 +1,5 @@
-"""Input file of a batch: JSON lines in two shapes. The file is read as a stream and checked completely before any
-item runs.
+"""Reader of the input file of a batch: JSON lines in OpenAI's format or in a short format. The file is read as a stream
+and checked completely before any item runs.
 """
 
 import codecs
@@ -36,8 +36,8 @@ from store.archives.files import TenantStore
 from store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64
-"""Limit of the values in an item that is stored as a record. A record needs more than ten times the memory of its
-text, so items with more lists, objects and values are stored as text.
+"""Number of JSON values above which an item is kept in memory as text. A parsed item needs more than ten times the
+memory of its text.
 """
 
 
@@ -136,14 +136,14 @@ class BadBatch(OperatorError):
 
 
 class ErrorCollector:
-    """Collects the errors that several checks of one file find, so that one correction is enough."""
+    """Collects the errors that several checks of one file find, so that the user can correct all of them at once."""
 
     def __init__(self, found: BadBatch | None = None) -> None:
         self.found = found
 
     @contextmanager
     def check(self) -> Iterator[None]:
-        """Keep the BadBatch that the block raises."""
+        """Context manager that catches and stores the BadBatch that the block raises."""
         try:
             yield
         except BadBatch as error:
@@ -272,7 +272,7 @@ class _Reader:
         return None
 
     def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
-        """Store the item of a line, or yield the errors of the line as (path, message)."""
+        """Store the item of a line, or yield the errors of the line as (path of the field, message)."""
         errors_before = len(self.errors) + self.more
         is_openai = not _OUTER_NAMES.isdisjoint(line_fields)
         body = line_fields.get("body") if is_openai else line_fields
@@ -314,8 +314,8 @@ class _Reader:
     def _find_environment_errors(
         self, fields: dict[str, Any], invalid: set[FieldPath]
     ) -> Iterator[tuple[FieldPath, str]]:
-        """Yield the errors of the workspace, of the artifacts and of the grader. `fields`: not converted, because other
-        fields may have errors. `invalid`: fields with errors that were reported.
+        """Yield the errors of the workspace, of the artifacts and of the grader. `fields`: the raw JSON of the line,
+        because other fields of it may have errors. `invalid`: names of fields whose errors were already reported.
         """
 
         def text(value: object) -> str | None:
@@ -443,7 +443,9 @@ _SUGGESTIONS = {
 
 
 def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
-    """Return a suggestion for an unknown field name. `above`: path of the object that contains the field."""
+    """Return a suggestion for an unknown field name. `above`: the path of the object that contains the unknown
+    field.
+    """
     names = list(LIMIT_NAMES if above == ("limits",) else shape.model_fields)
     if name in LIMIT_NAMES and "limits" in names:
         return f"write it as `limits.{name}`"

@@ -17,8 +17,8 @@ REFRESH_S = 0.25
 
 
 class LiveProgress(Display):
-    """Progress bar. Needs a terminal that can move its cursor. After the end only the summary stays on the
-    terminal.
+    """Progress bar. Needs a terminal that can move its cursor. At the end the bar is removed, and only the summary
+    stays on the terminal.
     """
 
     def __init__(self, displayed: DisplayedBatch, console: Console) -> None:

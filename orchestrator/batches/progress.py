@@ -32,8 +32,8 @@ _NOTHING = (0, 0, 0, 0)
 
 
 class FailureGroup(Record):
-    """Items that failed with the same code. `item`, `run`, `message`: values of one example; "" if there is no
-    example.
+    """Items that failed with the same code. `item`, `run`, `message`: item id, run id and error message of one of these
+    items; "" if unknown.
     """
 
     kind: FailureKind
@@ -102,8 +102,8 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class _Item:
-    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: its
-    graded values if it has a grader.
+    """Latest attempt at an item. `failure`: kind and code of the failure; None if the attempt has not failed. `grade`:
+    the values for the statistics of grades, for an item with a grader.
     """
 
     attempt: int = 1
@@ -116,8 +116,8 @@ class _Item:
 class _Attempt:
     """Counts of one attempt: steps, calls, prompt tokens and completion tokens.
 
-    `marks`: events that have been counted. `counted`: sum of these events. `reported`: counts in the end event of the
-    attempt.
+    `marks`: ids of the events that have been counted. `counted`: their sum. `reported`: counts in the event that ends
+    the attempt.
     """
 
     marks: set[Hashable] = field(default_factory=set)
@@ -125,7 +125,9 @@ class _Attempt:
     reported: tuple[int, ...] | None = None
 
     def usage(self) -> tuple[int, ...]:
-        """Return the larger count of each kind. Some events may be lost, and the end event may be missing."""
+        """Return the larger of `counted` and `reported`, for each kind of count. Some events may be lost, and the event
+        that ends the attempt may be missing.
+        """
         return tuple(map(max, self.counted, self.reported or _NOTHING))
 
 
@@ -136,7 +138,7 @@ class BatchProgress:
         self._total = total
         self._items: dict[str, _Item] = {}
         self._attempts: dict[tuple[str, int], _Attempt | None] = {}
-        """Counts by (item, attempt). None: every event of the attempt has been counted, so the marks are no longer
+        """Counts by (item, attempt). None: every event of the attempt has been counted, so its counts are no longer
         needed.
         """
         self._resumed: set[tuple[str, int]] = set()
@@ -195,7 +197,7 @@ class BatchProgress:
         return self.latest(name) >= (attempt, Phase.ENDED)
 
     def summarize_grades(self) -> GradeSummary | None:
-        """Return the figures of the graded items; None if there are none."""
+        """Return the statistics of the graded items; None if there are none."""
         return summarize(item.grade for item in self._items.values() if item.grade is not None)
 
     def snapshot(self, now: float) -> ProgressSnapshot:

@@ -88,7 +88,9 @@ def build_sections(
 
 
 class _Report:
-    """Figures of a batch that its Progress does not store. They use about 20 MB for the largest batch."""
+    """Data for the report that BatchProgress does not store, such as the slowest items. It uses about 20 MB for the
+    largest batch.
+    """
 
     def __init__(self, total: int) -> None:
         self._progress = BatchProgress(total)
@@ -100,7 +102,7 @@ class _Report:
         self._ended: list[tuple[float, str, int, str, str]] = []
         self._failed: dict[str, RunEnded] = {}
         self._started: dict[tuple[str, int], tuple[float, str]] = {}
-        """Attempts without an end."""
+        """Attempts that have started and not ended."""
         self._low = math.inf
 
     def add(self, event: RunEvent) -> None:
@@ -268,7 +270,9 @@ class _Report:
         return [*blocks, *self._plot("costs", "Cost", caption, low, high, cost="done")]
 
     def _plot(self, id_: str, title: str, caption: str, low: float, high: float, **styles: str) -> list[Plot]:
-        """Return the plot of these amounts; no plot if none has points. An underscore in a name stands for a space."""
+        """Return the plot of these amounts over time, or nothing if there are no amounts. The names of the arguments
+        become labels, with spaces in place of underscores.
+        """
         named = {name.replace("_", " "): style for name, style in styles.items()}
         lines = {name: (style, add_up(self._amounts[name], low, high)) for name, style in named.items()}
         lines = {name: line for name, line in lines.items() if line[1]}

@@ -42,7 +42,7 @@ class Plot:
 
 
 def limit_time(at: float) -> float:
-    """Return Unix seconds that can be drawn, even if a clock was wrong."""
+    """Return the time, limited to a range that can be drawn: a wrong clock may have reported any time."""
     return max(-_LAST_TIME, min(_LAST_TIME, at))
 
 
@@ -104,5 +104,5 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a value for an axis: rounded from 100, otherwise three digits."""
+    """Return a value as text for an axis: a whole number from 100 on, otherwise three significant digits."""
     return format_count(round(value)) if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -61,8 +61,8 @@ def scan_rows(descriptor: int, path: Path, belongs: RowCheck) -> Scan:
 
 
 def read_rows(source: BinaryIO, end: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the id and line of every row before `end`. `source`: a file that has been scanned. Blank lines and holes
-    are skipped.
+    """Yield the id and line of every row before `end`. `source`: a file that has been scanned. Blank lines and bytes
+    that were never written are skipped.
     """
     source.seek(0)
     while source.tell() < end and (line := source.readline()):

@@ -47,8 +47,8 @@ class RowError(BaseModel):
 
 
 class Row(BaseModel):
-    """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too.
-    `task`, `grade`: the id of the line and the grade, for an item with a grader.
+    """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too. For
+    an item with a grader, `task` is the id of its line, and `grade` its grade.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -67,9 +67,7 @@ class Row(BaseModel):
 
 
 def build_row(outcome: ItemOutcome) -> dict[str, Any]:
-    """Return the row of an item that has ended. After a failure the response is null or the partial result of the
-    run.
-    """
+    """Return the row of an item that has ended. The response of a failed item is null or the partial result."""
     response, failure = None, outcome.failure
     if outcome.body is not None or failure is None:
         response = {"status_code": outcome.status_code, "request_id": outcome.run, "body": outcome.body or {}}
@@ -117,8 +115,8 @@ def parse_row(line: bytes) -> Row:
 def parse_outcome(row: Row) -> Iterator[ItemOutcome]:
     """Yield the outcome of the item of a row.
 
-    Yields nothing for an item that may start again: the infrastructure failed, the item was cancelled, or the row has
-    no kind.
+    Yields nothing for an item that may start again: the infrastructure failed, the item was cancelled, or the row does
+    not say what kind of failure it was.
     """
     failure, status = None, row.response.status_code if row.response is not None else 500
     if row.error is not None:

@@ -146,7 +146,7 @@ class StoredFiles:
         return [file for name in names if is_file_id(file := name.partition("/")[2])]
 
     async def _check_pieces(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the pieces of an upload. Raises ToolFailure as soon as the content is invalid or too large."""
+        """Yield the received pieces of an upload. Raises ToolFailure as soon as the content is invalid or too large."""
         total = 0
         async for piece in pieces:
             # The kind is checked on the first piece, so that a wrong file is rejected before the rest is uploaded.

@@ -24,7 +24,7 @@ DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annot
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """The limits among the options of `submit`, as they were typed."""
+    """The options of `submit` that limit items, as the user typed them."""
 
     max_iterations: int | None = None
     max_wall: float | None = None
@@ -67,7 +67,7 @@ def build_defaults(
 
 
 def check_format(dialect: str | None, profile: str | None) -> None:
-    """Check the names. Raises BadParameter: the dialect or the profile is unknown."""
+    """Raise BadParameter for an unknown dialect or profile."""
     if dialect is not None and dialect not in DIALECTS:
         raise typer.BadParameter(f"--dialect {dialect} is unknown: use {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}")
     if profile not in (None, *PROFILE_NAMES):
@@ -75,7 +75,8 @@ def check_format(dialect: str | None, profile: str | None) -> None:
 
 
 def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) -> Webhook | None:
-    """Return the receiver of the batch's end. `secret`: a file, because other users of the machine can read arguments.
+    """Return the webhook that is called at the end of the batch. `secret`: a file with the webhook's secret, because
+    other users of the machine can read command arguments.
 
     Raises BadParameter.
     """
@@ -97,7 +98,9 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
-    """Check that every option that the lines need is set. Otherwise each item would fail later. Raises ConfigError."""
+    """Raise ConfigError unless every option that the lines need is set. Without this check, each item would fail
+    later.
+    """
     items_with_artifacts = [item for item in file.items if item.environment.artifacts]
     if items_with_artifacts and defaults.artifacts is None and not is_detached:
         raise ConfigError(

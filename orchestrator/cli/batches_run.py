@@ -33,8 +33,8 @@ class BatchInterrupts:
     """
 
     def __init__(self, advice: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
-        """`say`: prints a message. `leave`: ends the process at once with an exit code. Rows, logs and leases are not
-        lost.
+        """Set the functions that the handler calls. `say`: prints a message. `leave`: ends the process at once with an
+        exit code; rows, logs and leases of runs are not lost.
         """
         self.exit_code = EXIT_INTERRUPTED
         self._advice, self._say, self._leave = advice, say, leave
@@ -42,7 +42,7 @@ class BatchInterrupts:
         self._level = 0
 
     def listen(self) -> None:
-        """Handle signals from now on, also while the command closes."""
+        """Handle signals from now on until the end of the command."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -122,8 +122,8 @@ async def run_batch(
     as_json: bool,
     printed_warnings: tuple[str, ...] = (),
 ) -> int:
-    """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis continues to run after the
-    command, so commands can name the batch later. `printed_warnings`: warnings that the display does not print again.
+    """Run a batch until it ends or is interrupted, and return the exit code. `is_kept`: Redis continues to run after
+    the command, so the batch is still stored. `printed_warnings`: warnings that the display does not print again.
     """
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(

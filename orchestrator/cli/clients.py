@@ -42,8 +42,8 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
 
 @asynccontextmanager
 async def open_running(kind: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
-    """Open a client of the pool that TOOLCREW_REDIS_URL names. `kind`: the objects of the command, for the message of
-    the ConfigError that is raised if the variable is not set. Prints why calls wait.
+    """Open a client of the pool that TOOLCREW_REDIS_URL names. Prints why calls wait. Raises ConfigError if the
+    variable is not set; `kind` names the objects of the command in its message.
     """
     if load_settings().redis_url is None:
         raise ConfigError(

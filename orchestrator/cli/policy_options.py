@@ -38,7 +38,9 @@ _FIELDS = {option: (path, field) for option, path, field in _find_options(Tenant
 OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
 _UNSET = {"tools": "all", "models": "all", "rate": "no limit", "secret": "all"}
-"""Option -> text for a policy that does not set it. Any other unset option follows the class of hosts."""
+"""Option -> text that is shown if the policy does not set the option. An option that is not listed here has the value
+of the tenant class then.
+"""
 
 
 def with_policy_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -84,9 +84,7 @@ class WorkspaceSaver:
 
 
 def check_store() -> None:
-    """Check that a checkpoint would not be deleted with the embedded stack of this command. Raises ConfigError if it
-    would.
-    """
+    """Raise ConfigError if a checkpoint would be deleted together with the embedded stack of this command."""
     settings = load_settings()
     if settings.redis_url is None and settings.workspace_store is None:
         raise ConfigError(
@@ -213,7 +211,7 @@ def run(
 
 
 def _print_files(run_files: list[RunFiles], as_json: bool) -> None:
-    # Printed also after a failure of the run, because its trace shows the cause.
+    # Print the lines also after a failure of the run, because the trace shows the cause.
     for files in run_files:
         for line in [] if as_json else files.lines():
             typer.echo(escape_controls(line), err=True)

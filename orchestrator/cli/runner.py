@@ -110,7 +110,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def suggest_nearest(metadata: Mapping[str, object]) -> str:
-    """Return text to append to an error message: the names that are similar to a name that was not found, or ""."""
+    """Return text to append to an error message about a name that was not found: the similar names, or ""."""
     nearest = metadata.get("nearest")
     return (
         f"; similar names: {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""

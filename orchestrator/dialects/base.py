@@ -62,9 +62,9 @@ class ReplyReader(Protocol):
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
-        """Return the last events and the end of the reply. In a reply cut by `length`, the last call is a
-        MalformedCall, even if it is complete. If the stream broke off (`is_broken`), every call that was not yet
-        returned is a MalformedCall.
+        """Return the last events and the end of the reply. If the server cut the reply because of its length, the last
+        call is returned as a MalformedCall, even if it is complete. If the stream broke off (`is_broken`), so is every
+        call that was not yet returned.
         """
         ...
 
@@ -97,7 +97,7 @@ class Dialect(Protocol):
         ...
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
-        """Return one message per result of a reply, in order. Each entry is (call id, result). The call id is the
-        model's, or the run's own id if the model gave none.
+        """Return one message per result of a reply, in order. Each entry is (call id, result). The call id is the one
+        that the model sent, or the run's own id if the model sent none.
         """
         ...

@@ -22,7 +22,7 @@ def build_call_id(run: str, step: int, index: int) -> str:
 def build_missing_id(run: str, step: int, position: int) -> str:
     """Return an id for a native call that the model sent without one.
 
-    The id never equals one of the run's own ids, because those mark calls by tags.
+    The id never equals one of the run's own ids, because an own id in a message shows that the call was made by a tag.
     """
     return f"call_{build_call_id(run[:40], step, position)}"[:64]
 

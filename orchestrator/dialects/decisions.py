@@ -88,7 +88,8 @@ def build_decision_schema(specs: Sequence[ToolSpec]) -> dict[str, Any]:
 def _embeddable_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters as a schema that can be part of another one.
 
-    References to their own root would point elsewhere there, so a schema that needs them becomes `{"type": "object"}`.
+    References to the root of the schema would then point to the root of the other schema. So a schema with such
+    references becomes `{"type": "object"}`.
     """
     plain = plain_schema(parameters)
     return {"type": "object"} if '"$ref"' in json.dumps(plain) else plain

@@ -8,7 +8,9 @@ _SHORTEST = 3
 _DEEPEST_INDENT = 3
 
 _LinePart = Literal["indent", "run", "info", "other"]
-"""Parts of a line: before the fence, in its run of ticks or tildes, after that run; "other": it is no fence line."""
+"""Position within a line: before a fence, in the backticks or tildes of the fence, or after them. "other": the line is
+no fence line.
+"""
 
 
 class FenceTracker:
@@ -24,7 +26,7 @@ class FenceTracker:
 
     @property
     def is_inside(self) -> bool:
-        """True from an opening fence, including its own line, to the end of its closing fence."""
+        """True from the line of an opening fence to the end of the closing fence."""
         return bool(self._fence) or self._opens()
 
     def feed(self, text: str) -> None:

@@ -43,10 +43,11 @@ ValueError for a reply that the model must write again."""
 class JsonDecisionDialect:
     """One JSON decision per reply.
 
-    A reply that is no decision is answered once with an explanation of the format. The next such reply ends the run.
+    After a reply that is no decision, the model gets an explanation of the format. The next such reply ends the run.
 
     `has_schema`: the server supports `response_format` json_schema and constrains the reply to it; otherwise only the
-    prompt requests the format. `parse` reads a whole reply. `profile`: how the tools and results are shown.
+    prompt requests the format. `parse`: function that parses a whole reply. `profile`: how the tools and results are
+    shown.
     """
 
     name = "json"

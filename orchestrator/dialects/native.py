@@ -20,7 +20,7 @@ __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDi
 
 
 class NativeDialect:
-    """Native tool calls. Tags in the text also count, but only at the end of a reply without native calls.
+    """Native tool calls. Calls as tags in the text also count, but only if the whole reply has no native call.
 
     `short_ids`: use ids of nine alphanumeric characters in messages, which Mistral's templates require. `parallel`:
     request several calls at once, for servers that support the field. `profile`: how the tools are shown.

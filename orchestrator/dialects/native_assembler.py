@@ -5,10 +5,10 @@
   last call has one, starts a new call; otherwise the last call continues.
 - Index 0 for every call: a new id with a name starts a new call. Another id on a continuation: the first id stays.
 - A repeated id or name is a repetition; another piece of a name before the arguments is appended.
-- No id, or the id of an earlier call: one is made of run, step and position.
-- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: taken.
+- No id, or the id of an earlier call: an id is made of run, step and position.
+- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: accepted.
 - Invalid JSON, two joined objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
-- Any finish_reason with calls: reported, it does not decide whether there are calls. With `length` the last native
+- Any finish_reason with calls: reported, but it does not decide whether there are calls. With `length` the last native
   call never runs. Chunks without choices or delta: skipped.
 """
 
@@ -108,8 +108,8 @@ class NativeCallAssembler:
         return self._add_text(content) if isinstance(content, str) else []
 
     def flush(self) -> list[Text]:
-        """Return the half of a surrogate pair that waits for its other half, as text. `finish` also includes it in the
-        reply, but emits no event.
+        """Return the half of a surrogate pair whose other half has not arrived, as text. `finish` adds this half to the
+        reply too, but without an event.
         """
         tail = self._surrogates.finish()
         if not tail:

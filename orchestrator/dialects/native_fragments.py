@@ -29,7 +29,7 @@ class PartialCall:
 
 @dataclass(frozen=True)
 class Fragment:
-    """One entry of a delta's `tool_calls`. None means not sent, and so does an empty string."""
+    """One entry of a delta's `tool_calls`. A field that is None or an empty string was not sent."""
 
     index: int | None
     id: str | None

@@ -8,7 +8,7 @@ from orchestrator.dialects.model import Message
 UNKNOWN_TOOL = "unknown"
 """The tool name in the message of a result whose call had no name."""
 NAMELESS_TOOL = "the tool"
-"""The tool name for a message of a history that names no tool."""
+"""The tool name in a tool message that comes from the history of a request and names no tool."""
 
 
 def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
@@ -24,7 +24,7 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
 
     Servers reject a tool message without a preceding native call, and many chat templates reject two user messages in a
     row. Therefore results of calls by tag, and tool messages whose call is not in the history, are joined into one user
-    message. `closing_hint` ends it, unless the last result is a failure.
+    message. The message ends with `closing_hint`, unless the last result is a failure.
     """
     wire: list[Message] = []
     native_ids: set[str] = set()

@@ -18,14 +18,14 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 class ModelProfile:
     """Settings for the use of a model.
 
-    `dialect`: the dialect when none is configured. `tools`: the tools that are offered when the caller names none.
-    `is_brief`: the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls
-    may still use them. `shows_examples`: the prompt has worked examples. `shows_files`: a request without an absolute
-    path ends with a list of the files in the working directory. `result_hint` ends a message with results, unless the
-    call failed.
-    `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered with a
-    reminder, each only until the model has called a tool itself. `max_equal_failures`: the run stops when exactly the
-    same call has failed this number of times; None: never. `sampling`: fields of each request that does not set them.
+    `dialect`: used if no dialect is configured. `tools`: offered to the model if the caller names no tools. `is_brief`:
+    the model sees the first sentence of each text, and no parameters with `"x-hidden": "small"`; its calls may still
+    use them. `shows_examples`: the prompt has worked examples. `shows_files`: a request without an absolute path ends
+    with a list of the files in the working directory. `result_hint` ends a message with results, unless the call
+    failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered
+    with a reminder, each only until the model has called a tool itself. `max_equal_failures`: the run stops when
+    exactly the same call has failed this number of times; None: never. `sampling`: fields of each request that does not
+    set them.
     """
 
     name: Literal["small", "standard"]

@@ -41,7 +41,7 @@ _EXAMPLES = (
         "I fixed add.py, and the check passes.",
     ),
 )
-"""Request, commands with their outputs, and answer."""
+"""Worked examples: for each one the request, the commands with their outputs, and the answer."""
 
 _HOW_TO_CALL = """\
 To use a tool, write its call as a tag, with one child tag for each parameter, and nothing after it:

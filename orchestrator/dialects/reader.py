@@ -76,7 +76,7 @@ class StreamReader:
         if self._tags is not None:
             waiting = [*self._waiting, *self._tags.finish()]
             events += [self._convert_tag_event(event, reply.finish_reason) for event in waiting]
-        # One call more than the limit: it carries the error to the model. The rest of the reply is dropped.
+        # Keep one call more than the limit, so that the model gets an error for it. The rest of the reply is dropped.
         natives = reply.in_order()[: MAX_CALLS + 1]
         entries = []
         for position, native in enumerate(natives):

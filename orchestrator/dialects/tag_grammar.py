@@ -48,7 +48,9 @@ class State:
     otherwise: Edge
     name_edge: Edge | None = None
     is_header: bool = False
-    """True before the commit point: the text may still only mention the tag."""
+    """True before the commit point, the character from which on the text is certainly a call. Before it, the text may
+    only mention the tag.
+    """
     awaited: str = ">"
     """Character that must come, then a `>`, before a tag can begin or end."""
 
@@ -84,7 +86,9 @@ MENTION = re.compile(rf"{MARKER}[{_S}]++[^{_DELIMITERS}]++[{_S}]*+[^={_S}]").mat
 
 
 def _value_run(quote: str) -> Skip:
-    """Match value text, including quotes that are certainly data because no `/>`, `>` or attribute can follow."""
+    """Return the pattern for the text of a value. It includes quotes that are certainly data, because no `/>`, `>` or
+    attribute follows them.
+    """
     blank, name = f"[{_S}]", f"[^{_DELIMITERS}]"
     data = rf"""[^{_S}/>]|{blank}*+/[^>]|{blank}++[=<"'!?&]|{blank}++{name}++(?:[^{_S}=]|{blank}++[^{_S}=])"""
     return re.compile(rf"(?:[^{quote}]++|{quote}(?={data}))*+").match
@@ -114,7 +118,7 @@ def _quotes(double: Edge, single: Edge) -> dict[str, Edge]:
 
 
 def _header_states() -> dict[str, State]:
-    """Return the states from the marker to the first character of a body. A violation here means
+    """Return the states from the marker `<tool_action` to the first character of the tag's body. A violation here means
     that the text only mentions a tag, so it stays text and is not a call.
     """
     ends = {">": _to("body"), "/": _to("header_slash")}
@@ -144,7 +148,7 @@ def _child_open_state(otherwise: Edge) -> State:
 
 
 def _child_states() -> dict[str, State]:
-    """Return the states between the children, and in a child's tag up to its value."""
+    """Return the states between the parameters (child tags), and those in a child tag up to its value."""
     ends = {">": _to("paired", "begin_paired"), "/": _to("child_slash")}
     return {
         "gap": State(_SPACE, {"<": _to("gap_open", "open")}, _fail(STRAY_TEXT)),

@@ -30,8 +30,8 @@ _LONGEST_CLOSE = 64
 
 
 class OpenTag:
-    """One tag, from its marker on. Offsets count from the marker's `<`. The text is stored in pieces and joined once,
-    at the end.
+    """One tag that is being read, from its marker `<tool_action` on. Offsets count from the `<`. The text is stored in
+    pieces, which are joined once, at the end.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class OpenTag:
     def feed(self, chunk: str, position: int, size: int) -> int:
         """Read `chunk` from `position` up to `size`. Return the position after the last character consumed.
 
-        Returns early when `outcome` is decided, and when the tag has just passed the commit point and the rest may be
-        deferred.
+        Returns early when `outcome` is decided. Returns early also when the text has just become certainly a call,
+        because the rest may then be stored for later (`defers`).
         """
         start, state, was_committed = position, self._state, self.is_committed
         self._chunk, self._base = chunk, self.size - position

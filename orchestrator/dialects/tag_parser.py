@@ -59,9 +59,10 @@ class TagStreamParser:
         self._thinking = False
         self._is_off = False
         self._is_ending = False
-        # True when only markers matter, so a chunk without one is text: no thought and no fences have to be tracked.
+        # True if neither a think block nor code fences must be tracked, so that a chunk without a marker is text.
         self._is_simple = False
-        # True when also nothing is held or open. Checked first, because nearly every chunk is plain text.
+        # True if, in addition, no text is held back and no tag is open. Checked first, because nearly every chunk is
+        # plain text.
         self._is_plain = False
 
     def feed(self, chunk: str) -> list[TagEvent]:
@@ -150,8 +151,8 @@ class TagStreamParser:
                 position = self._read_text(chunk, position, events)
 
     def _may_defer(self, tag: OpenTag, length: int) -> bool:
-        """Return whether text may be deferred. Before the commit point it may not: it can show that the tag is a
-        mention.
+        """Return whether text may be stored and read later. This is not allowed while the text may still show that the
+        tag is only mentioned.
         """
         return tag.is_committed and not self._is_ending and tag.size + tag.deferred_size + length < self._max_tag_chars
 
@@ -201,8 +202,8 @@ class TagStreamParser:
         return self._find_tag(chunk, position, events)
 
     def _read_thought(self, chunk: str, position: int, events: list[TagEvent]) -> int:
-        """Read a thought up to its end. Its code fences are not tracked, because they do not affect
-        the answer's text.
+        """Read a think block up to its end. Its code fences are not tracked, because they do not affect the text of the
+        answer.
         """
         end_mark = chunk.find(THINK_END, position)
         self._thinking = end_mark < 0
@@ -214,7 +215,9 @@ class TagStreamParser:
         return end
 
     def _find_tag(self, chunk: str, start: int, events: list[TagEvent]) -> int:
-        """Emit text and common calls; open or hold the first other tag. Return the position after the text read."""
+        """Emit text, and calls in the common form. Begin to read the first other tag, or hold its beginning back.
+        Return the position after the text that was read.
+        """
         search = start
         while (mark := chunk.find(MARKER, search)) >= 0:
             search = mark + len(MARKER)
@@ -273,6 +276,8 @@ class TagStreamParser:
 
 
 def _end_of_text(chunk: str, start: int, literal: str) -> int:
-    """Return the start of the end of `chunk` that may begin `literal`, or the chunk's length when there is none."""
+    """Return the position in `chunk` from which on the rest of the chunk may be the beginning of `literal`; the chunk's
+    length if there is no such position.
+    """
     end = chunk.rfind("<", max(start, len(chunk) - len(literal) + 1))
     return end if end >= 0 and literal.startswith(chunk[end:]) else len(chunk)

@@ -12,8 +12,8 @@ _LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
 
 
 def decode_attribute(raw: str, quote: str) -> str:
-    """Return the value between two `quote`s. A doubled quote at the end becomes one quote if the value has an odd
-    number of quotes.
+    """Decode the value between two quotation marks `quote`. A doubled mark at the end becomes a single one if the value
+    has an odd number of marks.
     """
     if raw.endswith(quote) and raw.count(quote) % 2:
         raw = raw[:-1]
@@ -26,7 +26,7 @@ def decode_entities(text: str) -> str:
 
 
 def strip_body(body: str) -> str:
-    """Return a paired child's body without the line breaks after its opening tag and before its closing tag."""
+    """Return the text between `<name>` and `</name>` without the line breaks at its start and at its end."""
     first = _FIRST_BREAK.match(body)
     if first is not None:
         body = body[first.end() :]

@@ -24,7 +24,7 @@ log = get_logger(__name__)
 ACK_EVERY_S = 0.25
 """Seconds between two acknowledgements of events while a handler is slow."""
 MAX_QUESTIONS = 8
-"""Limit of events, other than output, that are handled at the same time. Further events wait."""
+"""Limit of events of one call, other than output, that are handled at the same time. Further events wait."""
 RETRY_S = 0.5
 READ_CALLS = 256
 """Limit of streams that one round trip reads."""
@@ -91,7 +91,7 @@ class CallEventReader:
         await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Queue the next entries of the stream, in order, for `deliver`."""
+        """Put the next entries of the stream into the queue that `deliver` reads."""
         if entries:
             if not self._entries:
                 self._moved_at = time.monotonic()
@@ -173,7 +173,7 @@ class CallEventReader:
                 await self._call_handler(handler, event)
             return
         await self._question_slots.acquire()
-        # The call may have ended during that wait.
+        # The call may have ended while this event waited.
         if not self._takes_questions:
             self._question_slots.release()
             return
@@ -213,7 +213,7 @@ class CallEventReader:
 
 class CallEventListener:
     """Reads the events of all calls of this process over one blocking connection. The connection is used only while
-    such calls exist. The listener's id travels in the signed context of each call.
+    such calls exist. The signed context of each call contains the id of the listener.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -234,8 +234,8 @@ class CallEventListener:
     async def listen(
         self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
     ) -> AsyncIterator[CallEventReader | None]:
-        """Pass a call's events to `handlers` while the block sends the call and awaits its result. At its end the
-        block waits for events that are still in Redis, except after an exception.
+        """Pass a call's events to `handlers` while the block sends the call and awaits its result. At the end of the
+        block it waits until the events that are still in Redis are handled, except after an exception.
 
         `ttl_s`: the longest time that the call can take. Yields None if there are no handlers, if Redis does not
         answer, or if another reader has the call: a call never fails because of its events.
@@ -254,7 +254,7 @@ class CallEventListener:
             delivering.cancel()
             reader.end_questions()
             if not self._is_closed:
-                # A task of its own, because this block may be cancelled.
+                # Delete the events in a separate task, because this block may be cancelled.
                 task = begin_shared(self._delete(reader), "call-events-end")
                 self._deletions[reader.keys.name] = task
 
@@ -274,7 +274,8 @@ class CallEventListener:
         name = reader.keys.name
         if name in self._readers:
             return None
-        # Registered before the stream is created: a wake-up may arrive immediately, and it must find the call.
+        # Register the call before its stream is created, because a wake-up may arrive immediately and must find the
+        # call.
         self._readers[name] = reader
         try:
             # The events of an earlier attempt at this call have the same keys.

@@ -25,8 +25,7 @@ log = get_logger(__name__)
 KILLS_EVERY_S = 0.5
 LOSSES_EVERY_S = 2.0
 ANSWER_S = 2.0
-"""Longest normal time, in seconds, until Redis answers. If an answer takes longer, Redis or this process was stopped
-for a while.
+"""If Redis takes longer than this to answer, in seconds, Redis or this process must have been stopped for a while.
 """
 FIRST_CHECK_AFTER_S = 3.0
 """Age in seconds at which a call is first checked. Most calls end earlier, and their records are never read."""
@@ -38,7 +37,7 @@ MAX_CHECKED_CALLS = 2000
 
 @dataclass
 class _SentAttempt:
-    """An attempt whose result a task awaits."""
+    """An attempt at a call whose result a task of this process awaits."""
 
     attempt: Attempt
     since: float
@@ -130,11 +129,12 @@ class CallMonitor:
 
     @contextmanager
     def _stoppable(self, tenant: str, call_id: str) -> Iterator[None]:
-        """Let `find_kills` stop the block, which makes the call."""
+        """Context manager: `find_kills` may stop the block, which makes the call."""
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._making:
-            # Another call uses the same id. The order means the call that used the id first.
+            # Another call with the same id is running. Orders to kill are for the call that used the id first, so they
+            # do not stop this one.
             yield
             return
         making = self._making[key] = _CallTask(task, task.cancelling())
@@ -149,10 +149,10 @@ class CallMonitor:
             del self._making[key]
 
     async def find_kills(self) -> None:
-        """Stop the calls that an order ends and that have not begun. Raises BrokerUnavailable."""
+        """Stop those calls that have not begun and that an operator has ordered to kill. Raises BrokerUnavailable."""
         if not self._making:
-            # Orders are read from the beginning again. A later call may have an earlier order: a process that
-            # continues the run of another process makes the run's call again.
+            # Read all orders again, because an older order may be for this call: a process that continues the run of
+            # another process makes the calls of that run again.
             self._kills_read_at = 0.0
             return
         for at, order in await self._store.recent_kills(self._kills_read_at):
@@ -178,8 +178,8 @@ class CallMonitor:
 
     @contextmanager
     def over(self, task_id: str, attempt: Attempt) -> Iterator[None]:
-        """Let `find_losses` check the task while the block awaits it. If the worker or its host is lost, `fail`
-        raises CallLost in the caller.
+        """Context manager: `find_losses` checks the Celery task of the call while the block waits for its result. If
+        the worker or its host is lost, `fail` raises CallLost in the caller.
         """
         self._sent[task_id] = _SentAttempt(attempt, self._clock())
         try:
@@ -279,7 +279,7 @@ class CallMonitor:
                 FAILED_EVENTS, build_failed_event(attempt, task_id, node, f"HostLost({reason!r})")
             )
         except BrokerUnavailable as error:
-            # The caller has its result. Flower only displays it.
+            # The caller already has its result, so this failure only means that Flower shows a wrong state.
             log.warning("lost_task_not_announced", task=task_id, error=str(error))
 
     def _report(self, task_id: str, lost: CallLost) -> None:

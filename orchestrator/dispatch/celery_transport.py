@@ -54,7 +54,7 @@ class LossMonitor(Protocol):
 class CeleryTransport:
     """Publishes to a queue by name and awaits the stored result.
 
-    `clock` learns the time of Redis from every publish. `monitor` finds calls whose worker was lost; without a
+    `clock` is set to the time of Redis with every publish. `monitor` finds calls whose worker was lost; without a
     monitor, the sender notices the loss when its wait ends.
     """
 
@@ -92,8 +92,8 @@ class CeleryTransport:
             self._in_flight.discard(name)
 
     async def _deliver(self, attempt: Attempt) -> Any:
-        # Every attempt has its own task id: a late result of the first attempt would be taken for the result of the
-        # second.
+        # Every attempt has its own task id. With a common id, a late result of the first attempt would be taken for
+        # that of the second.
         task_id = attempt.published_as or self._hub.task_id(f"{attempt.call_id}.{attempt.number}.{attempt.tenant}")
         with self._hub.expect(task_id, keeps=attempt.request.keeps_result) as stored:
             if attempt.published_as is None:
@@ -110,8 +110,8 @@ class CeleryTransport:
         return await self._complete(_unpack(stored_result, attempt), attempt)
 
     async def _await_stored(self, stored: "asyncio.Future[dict[str, Any]]", attempt: Attempt) -> dict[str, Any]:
-        """Return the stored result. If the call has not started by its deadline, forbid it to start and do not wait
-        for it.
+        """Return the stored result. If the call has not started by its deadline, mark the call so that no worker starts
+        it, and stop waiting.
         """
         wait_s = max(0.0, attempt.start_by - self._clock()) + START_GRACE_S
         has_requested = False
@@ -248,7 +248,7 @@ def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
     """
     request = attempt.request
     shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}
-    # None: the task keeps the limits that the worker sets.
+    # With None, the task has the time limits that the worker sets.
     limit_s = request.celery_limit_s
     task = _app().amqp.create_task_message(
         task_id,

@@ -51,9 +51,9 @@ RECORD_S = CALL_TTL_S - 3600
 the lifetime of a record, as a margin.
 """
 MIN_WAIT_S = 1.0
-"""Least time, in seconds, that a call may wait in a queue, even after a long wait for its slot."""
+"""Time, in seconds, that a call may always wait in a queue, even after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
-"""Verbs that release resources for which other calls wait."""
+"""Session verbs (calls of the SDK that are no tools) that release resources for which other calls wait."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Delivery:
         try:
             return await self._send(request, queue)
         except NotSent:
-            # Without a session address, a call is only refused because its id has a record.
+            # A call without a session address can be refused for one reason only: its id already has a record.
             raise _used_before() from None
         except CallLost as lost:
             code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
@@ -164,8 +164,8 @@ class Delivery:
         """Send the call until it has a result or must not be sent again.
 
         A lost call is sent MAX_ATTEMPTS times in total. A call that no worker takes is sent again for RESEND_S, or
-        for its queue wait if that is shorter. If a process that has died sent the call, this process awaits the
-        result at that attempt's queue.
+        for its queue wait if that is shorter. If another process has sent the call and died, this process does not send
+        the call but awaits the result of that attempt.
         """
         try:
             return await self._send_until_done(progress)
@@ -212,7 +212,7 @@ class Delivery:
                 address = await self._prepare_resend(progress, address, lost)
                 continue
             except CallIdInUse:
-                # The record belongs to the call that is in flight.
+                # Leave the record unchanged, because it belongs to the other call with this id.
                 raise
             except DeliveryFailed as failed:
                 # The worker may have died before it stored the end of the call.
@@ -220,7 +220,8 @@ class Delivery:
                 raise
             if not await self._may_be_sent_again(progress, result):
                 if result.has_not_run:
-                    # The worker left the record open for another attempt.
+                    # The worker has not ended the record, so that another attempt is possible. There is none, so end
+                    # the record here.
                     code = result.error_code or ErrorCode.INTERNAL
                     await self._close_record(progress, progress.state, code)
                 return result
@@ -241,9 +242,9 @@ class Delivery:
         return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
-        """Return the record of another process's attempt that still runs or has ended; `progress` then continues with
-        that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call must not be sent
-        again.
+        """Return the record of an attempt that another process has sent and that still runs or has ended. `progress`
+        then continues with that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call
+        must not be sent again.
         """
         request = progress.request
         record = await progress.calls.find(request.tenant, request.call.id)
@@ -256,7 +257,8 @@ class Delivery:
                     "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
-        # Adopt the number of the record, even if that attempt was never published: the scripts accept only this number.
+        # Continue with the number in the record, even if that attempt was never published, because the scripts accept
+        # only this number.
         progress.attempt = record.attempt
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(
@@ -283,7 +285,7 @@ class Delivery:
         try:
             record = await progress.calls.find(request.tenant, request.call.id)
         except BrokerUnavailable:
-            # Without a proof the call may have acted.
+            # The record with the proof cannot be read, so assume that the call may have had effects.
             return False
         return (
             record is not None
@@ -325,8 +327,8 @@ class Delivery:
         is_safe = request.spec.idempotent or not progress.may_have_acted
         if not is_safe or progress.losses >= MAX_ATTEMPTS:
             await self._give_up(progress, lost.reason)
-        # The address comes before the renewal. If no host can take the session, the record still says `lost`, and a
-        # late result of a worker that was only slow can still be stored.
+        # Find the new address before the record is renewed for the next attempt. If no host can take the session, the
+        # record then still says `lost`, and a worker that was only slow can still store its result.
         try:
             address = await self._refresh(request, address, is_lost=True)
         except (OperatorError, ToolFailure) as error:
@@ -346,7 +348,8 @@ class Delivery:
         try:
             is_renewed = await progress.calls.renew(request.tenant, request.call.id, progress.attempt)
         except BrokerUnavailable as error:
-            # Redis may have renewed the record. The attempt is not counted, so nothing more is sent under its number.
+            # Redis may have renewed the record although its reply is missing. `progress` keeps the old number, and no
+            # attempt is sent with the new one.
             log.warning("call_not_sent_again", call=request.call.id, error=str(error))
             return False
         progress.attempt += is_renewed
@@ -365,7 +368,7 @@ class Delivery:
         raise DeliveryFailed(code, f"{reason}{attempts}: {hint}")
 
     async def _close_record(self, progress: "_Progress", state: CallState, code: ErrorCode) -> None:
-        """Store the end of the call. If Redis does not answer, the caller still gets the result."""
+        """Mark the call as ended in its record. If Redis does not answer, the caller still gets the result."""
         request = progress.request
         try:
             await progress.calls.give_up(request.tenant, request.call.id, progress.attempt, state, code)
@@ -399,8 +402,8 @@ class Delivery:
                 # The call was published in the hope that its slot was granted in the same pipeline. It was not.
                 await slot.wait()
                 result = await self._exchange(request, queue, fence, number)
-            # The sum, which sandboxd measures. The guest decides how it is divided, and could report a run time of zero
-            # to use slots for free.
+            # Charge the sum of both durations, which sandboxd measures. The guest reports how the sum is divided, and
+            # could report a run time of zero to use slots for free.
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
 
@@ -429,8 +432,8 @@ class Delivery:
         slot: str = "",
     ) -> ToolResult:
         """Sign and publish the call. Return its result after all its events."""
-        # The deadline may be over already, after a long wait for a slot or a first attempt. The worker would then
-        # refuse a call that has just got its slot.
+        # The wait for a slot, or a first attempt, may have taken longer than the deadline allows. Give the attempt at
+        # least MIN_WAIT_S, or the worker would refuse a call that has just got its slot.
         start_by = max(request.context.deadline_at, self.clock() + MIN_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
         spans = CURRENT_CALL.get()
@@ -452,7 +455,9 @@ class Delivery:
                 result = result if reader is None else reader.with_hidden_count(result)
         except asyncio.CancelledError:
             if request.keeps_result:
-                blob = None  # The call continues and its worker may still read the blob, which expires by itself.
+                # Do not delete the blob with the arguments: the call continues and its worker may still read it. The
+                # blob expires by itself.
+                blob = None
             raise
         finally:
             if blob is not None and self._blobs is not None:
@@ -477,7 +482,8 @@ class Delivery:
                 ErrorCode.ENVELOPE_REFUSED,
                 f"the result was refused ({error}): use the same release and TOOLCREW_SECRET on all machines",
             ) from error
-        # The seal covers tenant and attempt. A genuine result of another call of the tenant could be replayed here.
+        # The signature covers the tenant and the attempt, but not the call. Compare the call id, so that the result of
+        # another call of the tenant is not accepted.
         if result.call_id != attempt.call_id:
             raise DeliveryFailed(
                 ErrorCode.ENVELOPE_REFUSED,

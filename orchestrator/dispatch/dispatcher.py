@@ -141,14 +141,14 @@ class Dispatcher:
         await locator.forget(tenant, session)
 
     async def add_forks(self, tenant: str, session: str, names: Sequence[str], facts: Mapping[str, Any]) -> None:
-        """Make the sessions known that a host has forked from a session. `facts`: the metadata of `session.fork`.
-        Raises ToolFailure(QUOTA_EXCEEDED), OperatorError.
+        """Record the locations of new sessions that a host has forked from a session. `facts`: the metadata of the
+        result of `session.fork`. Raises ToolFailure(QUOTA_EXCEEDED), OperatorError.
         """
         policy = await self._rules.tenants.policy(tenant)
         await self.locator.add_forks(tenant, session, names, policy, facts)
 
     async def forget_sessions(self, tenant: str, sessions: Sequence[str]) -> None:
-        """Record the end of sessions that no caller knows. A host that has one closes it soon. Raises
+        """Record the end of sessions that no caller knows. A host that has such a session closes it soon. Raises
         BrokerUnavailable.
         """
         for session in sessions:
@@ -208,8 +208,8 @@ class Dispatcher:
         return add_used_aliases(await self._delivery.deliver(request), request.aliases)
 
     async def _complete(self, request: Request) -> None:
-        """Fill the second part of a request. Raises ToolFailure for a call that must not be made, ConfigError,
-        BrokerUnavailable.
+        """Check the call of a request, and fill in the fields that the dispatcher sets. Raises ToolFailure for a call
+        that must not be made, ConfigError, BrokerUnavailable.
         """
         call, tenant = request.call, request.tenant
         policy = await self._rules.policy(tenant, call.name)
@@ -309,7 +309,7 @@ class Dispatcher:
 
     @property
     def locator(self) -> SessionLocator:
-        """Return where the sessions of the pool are. Raises ConfigError when there is no pool."""
+        """Return the object that finds the hosts of sessions. Raises ConfigError when there is no pool."""
         if self._locator is None:
             raise ConfigError("sessions need a pool of hosts, and this program has none: connect to a pool")
         return self._locator
@@ -327,8 +327,8 @@ def add_used_aliases(result: ToolResult, used: list[str]) -> ToolResult:
 
 
 def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], request: Request) -> float:
-    """Return the number of seconds that the call may run. The request or its `timeout` argument sets it, otherwise
-    the tool's default; the tool's maximum limits it.
+    """Return the number of seconds that the call may run. This is the limit of the request, or else the `timeout`
+    argument of the call, or else the tool's default; never more than the tool's maximum.
     """
     limit_s, own = request.timeout_s, arguments.get("timeout")
     if limit_s is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:

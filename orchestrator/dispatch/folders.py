@@ -152,8 +152,8 @@ def _make_links(root: Path, links: list[tuple[PurePosixPath, str]]) -> Iterator[
 
 
 def _stays_inside(depth: int, target: str) -> bool:
-    """Return whether a link at this depth stays inside. It may have leading `..` only, at most `depth` of them; then
-    other links on the path cannot lead outside.
+    """Return whether the target of a link, `depth` folders below the root, is inside the root. `..` may be only at the
+    beginning of the target, at most `depth` times. Then other links on the path cannot lead outside.
     """
     parts = PurePosixPath(target).parts
     ups = len([part for part in parts if part == ".."])

@@ -40,7 +40,7 @@ class ModelRequests:
         try:
             question = parse_question(event.payload)
         except EnvelopeRefused as error:
-            # A question without a number has no reader that waits for its answer.
+            # Send no answer: a question without a number has no tool that waits for its answer.
             log.error("model_request_refused", call=call.call_id, reason=str(error))
             return
         answer = await self._answer(adapter, question)
@@ -63,9 +63,7 @@ class ModelRequests:
         except ModelUnavailable as error:
             log.error("model_request_not_answered", model=adapter.name, error=str(error))
             return ModelAnswer.refused(question.number, error.code, str(error))
-        except (
-            Exception
-        ) as error:  # A Model is code of a user's program. Without an answer the tool would wait until its limit.
+        except Exception as error:  # a Model is a user's code; without an answer the tool would wait until its limit
             log.exception("model_request_failed", model=adapter.name)
             return ModelAnswer.refused(
                 question.number,

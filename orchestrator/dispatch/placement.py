@@ -1,7 +1,7 @@
 """Choose the host of a new session by its image, free slots and memory. Each choice compares two random hosts.
 
-Without a report that a host has the image, all orchestrators send its sessions to the same host. So an image is pulled
-once even if its sessions open at the same moment, and its next session finds it even if reports are old.
+If no host reports that it has an image, all orchestrators send the sessions with that image to the same host. The image
+is therefore pulled only once, even if several sessions open at the same moment or the reports of the hosts are old.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ class HostRequirements:
 @dataclass(frozen=True)
 class HostCapacity:
     """Capacity of the hosts for sessions of one kind. `at_once`: sessions that can open at the same time. `sandboxes`:
-    further sessions that get their own sandbox. `sessions`: further sessions in total. If they are more than
-    `sandboxes`, their sandboxes take turns.
+    further sessions that get their own sandbox. `sessions`: further sessions in total. If `sessions` is larger than
+    `sandboxes`, some of the sessions must share sandbox capacity in turns.
     """
 
     at_once: int
@@ -125,8 +125,8 @@ def _parse_image(needs: HostRequirements) -> ImageName | None:
 
 
 def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapping[str, int]) -> list[HostReport]:
-    """Return the hosts that have the image, or the host that pulls it, if they are not too busy; otherwise all
-    hosts.
+    """Return the hosts that have the image, or else the host that should pull the image. If these hosts are too busy,
+    return all hosts.
     """
     if image is None:
         return hosts
@@ -139,13 +139,15 @@ def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapp
 
 
 def _rank(host: HostReport, image: ImageName) -> bytes:
-    """Return the rank of a host for an image (rendezvous hashing): adding a host moves only its own images."""
+    """Return the rank of a host for an image (rendezvous hashing). After a host is added, only the images for which the
+    new host ranks first change their host.
+    """
     return hashlib.blake2b(f"{image.full}\0{host.host}".encode(), digest_size=8).digest()
 
 
 def _load(host: HostReport, placed: int) -> float:
-    """Return the load of a host: the higher of sessions per session limit, and sessions plus running calls per 8
-    slots.
+    """Return the load of a host: the higher of two ratios, its sessions to its session limit, and its sessions plus
+    running calls to 8 times its slots.
     """
     sessions = host.sessions + placed
     return max(sessions / max(1, host.max_sessions), (sessions + host.busy) / (host.slots * 8))

@@ -99,7 +99,7 @@ class Attempt:
     start_by: float
     """Time after which the call must not start, in Unix seconds of the shared clock."""
     number: int = 1
-    """Number of the attempt. A number above 1 means that a lost call is sent again."""
+    """Number of the attempt at the call, from 1. Above 1, the earlier attempts were lost."""
     fence: int | None = None
     """Fencing token of the session's location on the queue's host (store/sessions.py). None: any worker of the queue
     may run the call.
@@ -109,8 +109,8 @@ class Attempt:
     ticket: str = ""
     """Signed text in the call's record. The worker removes it when it begins the call (store/calls.py)."""
     slot: str = ""
-    """Pending slot that Redis must grant when it publishes the attempt (orchestrator/admission.py); "": the attempt
-    has its slot.
+    """Id of the slot request that Redis must have granted when it publishes the attempt (orchestrator/admission.py);
+    "": the attempt already has its slot.
     """
 
     @property

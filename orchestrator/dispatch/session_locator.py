@@ -41,9 +41,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_HOSTS = 3
-"""Limit of the hosts that are tried to open one session."""
+"""Maximum number of hosts on which the opening of one session is tried."""
 SETTLE_S = 30.0
-"""Seconds that a call waits for a session whose host does not report, or which another process is moving."""
+"""Seconds that a call waits if the host of its session does not report, or if another process is moving the session."""
 POLL_S = 0.2
 MAX_CACHED = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -59,7 +59,7 @@ class HostSource(Protocol):
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A session that is being opened, with the arguments of the verb `open`."""
+    """A session that is being opened, with the arguments of the call `session.open`."""
 
     tenant: str
     session: str
@@ -68,8 +68,8 @@ class OpenRequest:
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
 SendOpen = Callable[[OpenRequest, SessionAddress], Awaitable[ToolResult]]
-"""Sends the verb `open` to an address once and returns its result, even if the verb failed. Raises NotSent, CallLost,
-DeliveryFailed.
+"""Function that sends the call `session.open` to an address once and returns its result, even if the call failed.
+Raises NotSent, CallLost, DeliveryFailed.
 """
 
 
@@ -142,7 +142,7 @@ class SessionLocator:
             location = await self._sessions.find(tenant, session)
             if location is None:
                 raise no_such_session()
-            # Checked before the attempt, so that a long last attempt that succeeds still counts.
+            # Read the clock before the attempt, so that the last attempt may take longer than the limit.
             is_late = time.monotonic() > until
             try:
                 address = await self._find_address(tenant, session, location, policy, silent)
@@ -184,7 +184,7 @@ class SessionLocator:
         Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable, BrokerUnavailable.
         """
         arguments, queue = await self.start(tenant, session), str(facts["queue"])
-        # Sealed for each child: a start is valid only for the session that it names.
+        # Sign the arguments separately for each new session, because a signature is valid for one session only.
         starts = {name: seal_start(self._keys, tenant, name, arguments) for name in names}
         await self._sessions.fork(tenant, session, starts, queue, facts=json.dumps(dict(facts)), limit=policy.sandboxes)
         for name in names:
@@ -279,13 +279,14 @@ class SessionLocator:
                 del self._placed[report.queue]
         self._reported_at = {report.queue: report.reported_at for report in reports}
         for queue in self._placed.keys() - self._reported_at.keys():
-            # The name belongs to one start of a host. A start that no longer reports never returns under its name.
+            # The queue belongs to one start of a worker. A worker that no longer reports never returns with the same
+            # queue, so its count is not needed.
             del self._placed[queue]
         return reports
 
     async def _count_claim(self, queue: str, claim: Awaitable[_Claimed]) -> _Claimed:
-        """Return the result of the claim of a location on that host. A refused claim is not counted as a session;
-        otherwise repeated refusals would make the host appear full.
+        """Count the session for that host while `claim` writes the location, and return the result of `claim`. If the
+        claim is refused, the session is no longer counted: repeated refusals would make the host appear full.
         """
         claimed = None
         try:
@@ -298,8 +299,8 @@ class SessionLocator:
     async def _send_to_hosts(
         self, opening: OpenRequest, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
-        """Send the verb `open`. Try other hosts when a host is lost before it answers, or has no capacity. Return the
-        result and the address of the host that gave it.
+        """Send the call `session.open`. Try other hosts when a host is lost before it answers, or has no capacity.
+        Return the result and the address of the host that gave it.
 
         A failed opening releases the location, so that the next caller may try again.
         """
@@ -362,8 +363,9 @@ class SessionLocator:
         return claimed
 
     async def _find_adopted(self, opening: OpenRequest, address: SessionAddress) -> SessionAddress | None:
-        """Return the address of an opening that the host's next worker has taken over. The same verb then returns the
-        session that exists. Otherwise no process would have the address of that session.
+        """Return the new address of a session that was being opened, if the next worker of the host has taken the
+        session over. Sending `session.open` there again returns the existing session, so that the session does not stay
+        without a caller.
         """
         location = (
             await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
@@ -385,7 +387,8 @@ class SessionLocator:
         )
         if address is None:
             return None
-        # The host may have stored a newer checkpoint before it lost the location.
+        # Read the location again: the former host may have stored a newer checkpoint before the session was taken from
+        # it.
         latest = await self._sessions.find(tenant, session) or location
         result = ToolResult.failed(ToolCall(id="none", name="session.open"), ErrorCode.INTERNAL, "not tried")
         # The owner may have deleted the last checkpoint. Without a checkpoint, nothing is restored, and the session's
@@ -406,8 +409,8 @@ class SessionLocator:
                 queue=address.queue,
                 checkpoint=checkpoint or None,
             )
-            # The address of the host that answered. Another host may have replaced the first one, and the location is
-            # there now.
+            # Use the address of the host that answered: it may be another host than the first one, and the location
+            # then names that host.
             result, address = await self._send_to_hosts(
                 OpenRequest(tenant, session, arguments), address, policy, excluded
             )
@@ -425,7 +428,7 @@ class SessionLocator:
 
 
 def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
-    """Return the report about the move that the session's next sandbox gives."""
+    """Return the sentence about the move that the first result from the session's new sandbox contains."""
     at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC).isoformat(timespec="seconds")
     return {"generation": address.fence, "checkpoint_at": at, "is_planned": not before.queue}
 

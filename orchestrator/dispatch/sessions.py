@@ -63,10 +63,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: a file of
-    the store instead, by its id or location, which the host copies. `restore`: a checkpoint's id. `network` None: the
-    default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the tenant,
-    which is forked; the other fields are not used.
+    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: instead of
+    `workspace`, the id or URL of a file in the store, which the host copies. `restore`: a checkpoint's id. `network`
+    None: the default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the
+    tenant, which is forked; the other fields are not used.
     """
 
     image: str | None = None
@@ -79,7 +79,7 @@ class SessionStart:
     fork: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the verb `open`."""
+        """Return the arguments of the call `session.open`."""
         arguments: dict[str, Any] = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
         arguments |= {
             "workspace": self.stored,
@@ -147,7 +147,7 @@ class Session:
         is_guest: bool = False,
     ) -> None:
         """Create a handle of an open session. `is_guest`: another process has opened the session, so the end of a
-        `with` block does not close it.
+        `with` block leaves the session open.
         """
         self._credential = credential
         self._is_guest = is_guest
@@ -179,8 +179,8 @@ class Session:
             return (await parent.fork_as([name or new_session_name()]))[0]
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = name or new_session_name()
-        # A task of its own: a cancellation must not stop the opening at a point where a host has made the sandbox and
-        # this process does not know it.
+        # Open the session in a separate task. A cancellation of this task must not stop the opening after a host has
+        # created the sandbox and before this process knows it.
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
             result = _require_success(await asyncio.shield(opening))
@@ -206,8 +206,8 @@ class Session:
     async def attach(
         cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
     ) -> "Session":
-        """Return an open session of the tenant, no matter which process opened it. The end of a `with` block leaves
-        it open; `close` closes it.
+        """Return a handle of an open session of the tenant, no matter which process opened the session. The end of a
+        `with` block leaves the session open; `close` closes it.
 
         Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable, SandboxUnavailable. The failure is the same for a
         session that never existed, is closed, or belongs to another tenant.
@@ -286,7 +286,7 @@ class Session:
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
         result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         data = await self._content(result)
-        # One blob holds both streams, because a result carries one.
+        # A result has only one blob, so the blob contains both streams, stdout first.
         cut = int(str(result.metadata["stdout_bytes"]))
         return ExecResult(
             returncode=int(str(result.metadata["returncode"])),
@@ -316,7 +316,8 @@ class Session:
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def export_files(self, paths: Sequence[str], folder: str = "/workspace") -> bytes:
-        """Return a tar archive of files and links below a folder. The sandbox made the archive: it may hold anything.
+        """Return a tar archive of files and links below a folder. The archive comes from the sandbox, so do not trust
+        its content.
 
         Raises ToolFailure(FILE_NOT_FOUND) when a file cannot be packed, ToolFailure(FILE_TOO_LARGE) above 64 MiB.
         """
@@ -368,7 +369,8 @@ class Session:
 
         Raises ToolFailure(FILE_TOO_LARGE) beyond the operator's limit, SandboxUnavailable.
         """
-        # In a file: a list of names can be longer than the arguments of a call. In /output, where it is no artifact.
+        # Pass the names in a file, because the list can be longer than the arguments of a call. The file is in /output,
+        # so that it does not become an artifact itself.
         names = f"/output/.files-{secrets.token_hex(8)}"
         listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
         written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
@@ -439,7 +441,7 @@ class Session:
         failed.
         """
         if not self._closed:
-            # Set before the first await: a second close at the same time must not send a second order.
+            # Set this before the first await, so that a second close at the same time does not send a second order.
             self._closed = True
             try:
                 _require_success(await self._dispatcher.close_session(self.tenant, self.id))
@@ -453,7 +455,8 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._is_guest:
             return
-        # Shielded, so that a cancelled program still removes its sandbox. It does not wait in the host's queue.
+        # The shield makes a cancelled program still remove its sandbox; the order to close it then does not wait in the
+        # host's queue.
         urgent = kind is not None and issubclass(kind, asyncio.CancelledError)
         await asyncio.shield(self._abandon() if urgent else self.close())
 
@@ -511,7 +514,7 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
     Raises SandboxUnavailable, ToolFailure.
     """
     call = ToolCall(id=_call_id(), name="session.delete_checkpoint", arguments={"checkpoint": checkpoint})
-    # A verb needs a session to name its tenant. This session is never opened.
+    # The call must name a session, but the session need not exist. This one is never opened.
     session, queue = new_session_name(), await dispatcher.any_queue(tenant)
     request = Request(call, tenant, session, queue, timeout_s=OPEN_TIMEOUT_S, audience="session")
     return _require_success(await dispatcher.dispatch(request)).metadata["deleted"] is True
@@ -548,7 +551,9 @@ async def _close_when_open(
 
 
 def _require_success(result: ToolResult) -> ToolResult:
-    """Return the result of a successful verb; otherwise raise ToolFailure or OperatorError with the result's code."""
+    """Return the result if the call has succeeded; otherwise raise ToolFailure or OperatorError with the code of the
+    result.
+    """
     if result.success:
         return result
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"

@@ -27,8 +27,8 @@ _FROM_SERVERS = "mcp__"
 
 @dataclass(frozen=True)
 class Offer:
-    """Current tools and skills of one tenant. `tools`: all tools, including the session verbs, such as `session.open`,
-    which models never see. `skills`: all skills, by name. `own`: the names of the tenant's own skills.
+    """The tools and skills that one tenant may use now. `tools`: all tools, including the session verbs, such as
+    `session.open`, which models never see. `skills`: all skills, by name. `own`: the names of the tenant's own skills.
     """
 
     tools: tuple[ToolSpec, ...]
@@ -67,7 +67,9 @@ class TenantCatalog:
         self._system: dict[str, SkillSummary] = {}
 
     async def of(self, tenant: str) -> Offer:
-        """Return all tools and skills of the tenant. The skills take one round trip; the catalog has its own."""
+        """Return all tools and skills of the tenant. Reads the tenant's skills from Redis each time; the catalog of the
+        workers is cached.
+        """
         tools = {spec.name: spec for spec in await self._catalog.specs() if spec.is_for(tenant)}
         system = {skill.name: skill for skill in await self._catalog.skills()}
         installed = await self._installed.all(tenant) if self._installed is not None else {}
@@ -93,8 +95,8 @@ class TenantCatalog:
         )
 
     async def find(self, name: str, tenant: str, audience: str = "model") -> ToolSpec:
-        """Return the tool of that name. `audience`: "model", or "session" for session verbs. The tenant's skills are
-        read only if one of them can be the tool.
+        """Return the tool of that name. `audience`: "model", or "session" for session verbs such as `session.open`. The
+        tenant's skills are read only if one of them can be the tool.
 
         Raises ToolFailure(TOOL_NOT_FOUND) with the nearest names, ConfigError when no worker serves the tool now.
         """
@@ -140,7 +142,7 @@ class TenantCatalog:
 
 
 def _as_tool(record: InstalledSkill) -> ToolSpec | None:
-    """Return the skill as a tool. Stored data of a tenant's skill never gets more rights than a tenant's skill may
+    """Return the skill as a tool. Flags in the stored data cannot give the tool more rights than a tenant's skill may
     have.
     """
     return record.tool.model_copy(update={"is_installed_skill": True}) if record.tool is not None else None

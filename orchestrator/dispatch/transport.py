@@ -1,4 +1,6 @@
-"""Carry an envelope to a worker and its result back. InProcessTransport runs functions in this process instead."""
+"""Carry the signed envelope of a call to a worker, and the result back. InProcessTransport runs functions in this
+process instead.
+"""
 
 import asyncio
 import inspect
@@ -79,7 +81,9 @@ class Transport(Protocol):
 
 
 class Lookup(Protocol):
-    """Source of functions: a mapping, or a ToolRegistry. Every call looks its function up again."""
+    """Interface that returns a function by its name: a mapping, or a ToolRegistry. Each call asks for its function
+    again.
+    """
 
     def get(self, name: str, /) -> Any: ...
 
@@ -217,7 +221,7 @@ class InProcessTransport:
 
 
 class _LimitReached(Exception):
-    """A call has reached its time limit. The message follows the tool's name."""
+    """A call has reached its time limit. The message continues a sentence after the name of the tool."""
 
 
 class _Clock:

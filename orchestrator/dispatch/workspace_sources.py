@@ -28,7 +28,7 @@ _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
 
 @dataclass(frozen=True)
 class WorkspaceSource:
-    """Bytes for the verb `session.import`, and their `kind`."""
+    """Bytes for the call `session.import`, and their `kind`."""
 
     kind: str
     content: bytes
@@ -38,8 +38,8 @@ def load_source(path: Path) -> WorkspaceSource:
     """Return a folder as an archive, and any other file unchanged. The content decides the kind of a file, not its
     name.
 
-    Raises ConfigError for a path that is missing, unreadable, of no supported kind or larger than a blob, and for a
-    bundle that cannot be cloned alone.
+    Raises ConfigError for a path that is missing, unreadable, of no supported kind or larger than a blob, and for a git
+    bundle that needs commits of another repository.
     """
     try:
         mode = path.stat().st_mode

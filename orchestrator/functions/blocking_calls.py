@@ -164,7 +164,8 @@ def _interrupt_thread(thread: int) -> None:
 
 
 def _receive_interrupt() -> None:
-    """Interrupt this thread and catch the interrupt. It replaces one that was sent and not yet raised.
+    """Send an interrupt to this thread and catch it. It replaces an earlier interrupt that was sent and not yet raised,
+    and so must not hit later code.
 
     CPython could also cancel an interrupt, but Python 3.11 then blocks every thread of a process with a tracer, such
     as coverage. Such a process may still be blocked until the function takes its interrupt.

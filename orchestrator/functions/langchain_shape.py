@@ -1,4 +1,4 @@
-"""Objects in LangChain's shape: detection, parameters and handlers.
+"""Objects that have the attributes of LangChain tools: detection, parameters and handlers.
 
 Objects are recognized by their attributes, never by their class, so that LangChain is not a dependency.
 """
@@ -99,7 +99,7 @@ def build_langchain_handler(value: Any, schema: JsonSchema) -> CallHandler:
             )
     run = _runner(value)
     if SINGLE_ARGUMENT in schema.get("properties", {}):
-        # The argument is passed by position, because the method does not know the name `__arg1`.
+        # Pass the argument by position, because the method has no parameter named `__arg1`.
         return FunctionHandler(lambda arguments, _: run(*arguments.values()), is_async(run))
     if any(getattr(value, name, None) is not None for name in _SCHEMAS):
         return FunctionHandler(lambda arguments, _: run(**arguments), is_async(run))

@@ -24,7 +24,7 @@ from telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0
-"""Size of a burst: the requests that the allowed rate permits in this number of seconds."""
+"""A client may send as many requests at once as its rate allows in this number of seconds."""
 
 
 class RateLimiter:
@@ -97,7 +97,7 @@ class ConnectedParts:
 
 
 ConnectedWork = Callable[[ConnectedParts], AbstractAsyncContextManager[None]]
-"""Work that runs in the process while the service is connected."""
+"""Background work that a service runs while it is connected to Redis."""
 
 
 class AppState:
@@ -178,7 +178,7 @@ class AppState:
             stack.push_async_callback(parts.runs.hub.close)
             stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(work(parts))
-            # Set last: `parts` being set means that every part is ready for requests.
+            # Set `_parts` last, because requests are served as soon as it is set.
             self._parts = parts
             log.info("api_connected")
             try:

@@ -46,7 +46,9 @@ async def identify(app_state: AppState, scope: Scope) -> Identity:
 
 
 def name_body_owner(identity: Identity) -> str:
-    """Return the owner of a body's memory: the tenant of a tenant's key, or the key of an operator."""
+    """Return the owner of a request body, whose memory limit the body counts for: the tenant of a tenant's key, or the
+    id of an operator's key.
+    """
     return f"tenant {identity.tenant}" if identity.role == "tenant" else f"key {identity.key_id}"
 
 

@@ -42,14 +42,15 @@ TENANT_BYTES = BODY_MEMORY_BYTES // 4
 STREAMED_BYTES = 16 * 1024 * 1024
 """Memory, in bytes, that is reserved for a streamed body. The amount does not depend on the length of the body."""
 BODY_OWNER = "toolcrew.body_owner"
-"""Key in the ASGI scope of a request for the owner of its body.
+"""Key in the ASGI scope of a request. Its value is the owner of the body: the tenant or API key whose memory limit the
+body counts for.
 
 The check of the key or login sets the owner. A body without an owner is limited to LOGIN_BYTES.
 """
 
 
 class _BodyRefused(Exception):
-    """Stops the application when it reads a body that is refused."""
+    """Raised in the application that reads a body, to stop it when the body is refused."""
 
 
 class BodyLimit(NamedTuple):
@@ -65,9 +66,10 @@ class BodyLimit(NamedTuple):
 
 
 class BodyLimits:
-    """Rejects bodies that are too large or too slow, and reserves memory for each body in its owner's share.
+    """ASGI middleware that rejects bodies that are too large or too slow. It reserves memory for each body; the bodies
+    of one owner (a tenant, or an operator's key) together have a limit.
 
-    `path_limits`: the routes with another limit than JSON_BYTES.
+    `path_limits`: limits of the routes whose limit is not JSON_BYTES.
     """
 
     def __init__(self, app: ASGIApp, path_limits: Sequence[BodyLimit]) -> None:
@@ -111,7 +113,7 @@ class BodyLimits:
 
 
 class BodyMemory:
-    """Reserved bytes of all request bodies, by owner."""
+    """Number of bytes that are reserved for request bodies, by owner of the bodies."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -196,9 +198,10 @@ class _Body:
         return message if self._json is None else self._hold_back(self._json, message)
 
     def _hold_back(self, body: bytearray, message: Message) -> Message:
-        """Return the message without its bytes, or with all bytes of the body in the last message.
+        """Collect the body of a JSON request. Return each message without its bytes, and the last message with all of
+        them.
 
-        The JSON parser therefore never sees a body with too many values.
+        The values are counted before the application gets the body, so the JSON parser never sees too many.
         """
         body += message.get("body", b"")
         if not self._is_whole:

@@ -20,7 +20,7 @@ REDIS_AWAY = "Redis does not answer the service or refuses the command: try agai
 
 
 class ApiCode(StrEnum):
-    """Codes of errors that occur before a request reaches the pool. All other codes are an ErrorCode."""
+    """Codes of errors that occur before a request reaches the pool. All other errors have a code of ErrorCode."""
 
     NOT_FOUND = "NOT_FOUND"
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"

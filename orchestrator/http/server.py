@@ -25,10 +25,10 @@ MAX_HEAD_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4000
 """Limit of open connections. Beyond the limit, the connection that was idle longest is closed.
 
-Clients that only hold connections open therefore cannot block other clients.
+So a client that only holds connections open cannot block other clients.
 """
 SLOW_CLIENT_S = 30.0
-"""Seconds after which a client is disconnected if it receives its response slower than LEAST_BYTES_PER_S.
+"""Seconds after which a client that receives its response slower than LEAST_BYTES_PER_S is disconnected.
 
 The unsent part of the response occupies memory of the service.
 """
@@ -172,7 +172,7 @@ class UvicornServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            # Headers such as X-Forwarded-For are not trusted, because any client can send them.
+            # Ignore headers such as X-Forwarded-For, because any client can send them.
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,

@@ -1,4 +1,4 @@
-"""Cache of attached sessions, so that not every call reads the location of its session from Redis."""
+"""Cache of handles of open sessions, so that not every call reads the location of its session from Redis."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -11,14 +11,15 @@ MAX_SESSIONS = 10_000
 Name = tuple[str, str, str]
 """Key of an entry in the cache: the tenant, its session, and the API key of the request.
 
-An attached session acts with the credential of one API key, so each API key has its own entry.
+A handle makes its calls with one API key, so each API key has its own entry.
 """
 
 
 class SessionCache:
-    """Caches attached sessions of one process for FRESH_S seconds. `clock`: monotonic seconds.
+    """Caches handles of open sessions in one process for FRESH_S seconds. `clock`: monotonic seconds.
 
-    A cached session may be closed already. The caller calls `forget` when a call reports SESSION_NOT_FOUND.
+    The session of a cached handle may already be closed. The caller calls `forget` when a call reports
+    SESSION_NOT_FOUND.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +27,7 @@ class SessionCache:
         self._sessions: dict[Name, tuple[Session, float]] = {}
 
     async def find(self, name: Name, attach: Callable[[], Awaitable[Session]]) -> Session:
-        """Return the cached session, or attach the session. Raises the errors of `attach`."""
+        """Return the cached handle, or a new handle from `attach`. Raises the errors of `attach`."""
         session, at = self._sessions.get(name, (None, 0.0))
         if session is not None and self._clock() - at < FRESH_S:
             return session

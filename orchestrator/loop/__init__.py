@@ -1,1 +1,3 @@
-"""The ReAct loop: an agent, its transcript, its limits and what fits the context window of its model."""
+"""The ReAct loop: an agent, its transcript, its limits, and the shortening of requests to the context window of its
+model.
+"""

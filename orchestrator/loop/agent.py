@@ -1,5 +1,5 @@
-"""The ReAct loop: call the model, run the calls of its reply, return the results to it, until it answers or a limit is
-reached.
+"""The ReAct loop: send the messages to the model, run the calls in its reply, and send it the results. The loop ends
+when the model answers or a limit is reached.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ log = get_logger(__name__)
 REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
 _ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"`(])/\w""")
 MAX_REFUSALS = 4
-"""Limit of the repetitions of a request that the server refused as too long. Each repetition is shorter."""
+"""Limit of how often a request that the server refused as too long is sent again, each time shorter."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ class RunResult:
 class Agent:
     """One model in one dialect with tools. Runs any number of instructions, also concurrently.
 
-    `run_id`: the id of its only run; "": each run gets a new id. `usage_by_tools`: the model usage of tools in its only
-    run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
-    gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions. `profile`:
-    decides how replies without a call are repaired. `files`: list of the files in the working directory, which
-    follows a request without an absolute path; "": none. `copied_steps`: the first steps of a run that was forked from
-    another run. They count for `max_iterations`, and for no other limit or sum: the other run has counted them.
+    `run_id`: the id of its only run; "": each run gets a new id. `usage_by_tools`: returns the tokens that tools of its
+    only run have used; they count for the limits of the run. `switched_off`: existing tools that may not be called now;
+    a model that calls one gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its
+    instructions. `profile`: decides how replies without a call are repaired. `files`: list of the files in the working
+    directory, which is added to a request that names no absolute path; "": no list. `copied_steps`: the first steps of
+    a run that was forked from another run. They count for `max_iterations`, and for no other limit or sum: the other
+    run has counted them.
 
     Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
     first run's.
@@ -109,7 +110,7 @@ class Agent:
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
         """Run `request` until the model answers or a limit is reached. `history`: messages between the system prompt
-        and it.
+        and `request`.
 
         A model that raises ToolFailure(BUDGET_EXCEEDED) ends the run like a limit. Raises ModelUnavailable, and
         ValueError when the only run of `run_id` has already started. The failure of a call is reported to the model and
@@ -129,8 +130,8 @@ ReActStrategy = Agent
 
 @dataclass
 class _Reply:
-    """One reply that is being processed. `end` is set after its last chunk. `requested`: the calls
-    handed over so far.
+    """One reply that is being processed. `end` is set after its last chunk. `requested`: the calls that were started so
+    far.
     """
 
     request: ModelRequest
@@ -144,7 +145,7 @@ class _Reply:
     tokens: TokenCollector = field(default_factory=TokenCollector)
 
     def finish(self) -> ReplyEnd:
-        """Return the end of the reply, also when it stops in the middle: calls that were partly read count as
+        """Return the end of the reply, also if the reply stops in the middle. Calls that were only partly read count as
         requested.
         """
         if self.end is None:
@@ -324,7 +325,9 @@ class _Run:
         return reason
 
     def _remind(self) -> bool:
-        """Return whether an answer without any call was answered with a reminder: once, and while the budget lasts."""
+        """Remind a model that has answered without any call. Return whether a reminder was added. A run has at most one
+        reminder, and none when a budget is used up.
+        """
         has_called = self._is_reminded or self._call_results or self._spending.steps > 1
         if has_called or not self._repairs_replies() or not self._agent.specs or self._spending.find_exhausted():
             return False
@@ -376,7 +379,7 @@ class _Run:
     async def _read_reply(self, request: ModelRequest, displayed: DisplayedText) -> _Reply:
         """Read the reply to one request: emit its text as it arrives, and run its calls in order.
 
-        Raises ModelInterrupted or ContextWindowExceeded when it broke off before any call.
+        Raises ModelInterrupted or ContextWindowExceeded if the reply broke off before its first call.
         """
         reader = self._agent.dialect.open_reader(
             self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
@@ -394,7 +397,8 @@ class _Run:
             except (ModelInterrupted, ContextWindowExceeded) as error:
                 if not reply.observed:
                     raise
-                # Calls that have run must not run again. Drop the rest of the reply and continue with the next step.
+                # Calls of this reply have run and must not run again, so do not repeat the request. Drop the rest of
+                # the reply.
                 self._warn(f"{error}; its calls up to there have run")
                 is_broken = True
         events, reply.end = reader.finish(is_broken=is_broken)
@@ -421,7 +425,9 @@ class _Run:
         return [CallRequested(call, end.text)]
 
     async def _handle(self, events: Sequence[Event], reply: _Reply, displayed: DisplayedText) -> None:
-        """Handle events in order. Adjacent calls are handed over together, and the events after them wait."""
+        """Handle events in order. Adjacent calls are started together, and the events after them wait for the
+        results.
+        """
         calls: list[Requested] = []
         for event in events:
             if not isinstance(event, Text):
@@ -478,7 +484,7 @@ class _Run:
 
 
 def build_model_asked(run: str, step: int, request: ModelRequest, previous: ModelRequest) -> ModelAsked:
-    """Return the event of a request as its difference to the previous request."""
+    """Return the event about a request. The event contains only what differs from the previous request."""
     pairs = zip(previous.messages, request.messages, strict=False)
     equal_messages = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return ModelAsked(

@@ -54,7 +54,9 @@ class CallRunner:
 
     @property
     def most_equal_failures(self) -> int:
-        """Return how often the call that failed most often has failed, with the same arguments and no success since."""
+        """Return the highest number of failures of any one call with the same arguments that has not succeeded
+        since.
+        """
         return max(self._failures.values(), default=0)
 
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
@@ -116,7 +118,9 @@ class CallRunner:
         return result
 
     def _check_tool_name(self, call: ToolCall) -> ToolResult | None:
-        """Return a failed result if the run may not use the tool. `run_call` may support more tools than this run."""
+        """Return a failed result if the run may not use the tool. The check is needed because `run_call` may support
+        more tools than this run may use.
+        """
         if call.name in self._specs:
             return None
         switch = self._switched_off.get(call.name)
@@ -211,7 +215,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _get_call(request: Requested) -> ToolCall:
-    """Return the call. For a malformed one, only the id and the name are set."""
+    """Return the call of a request. For a malformed request, only the id and the name of the call are set."""
     if isinstance(request, CallRequested):
         return request.call
     return ToolCall(id=request.call_id, name=(request.name or UNKNOWN_TOOL)[:MAX_NAME_CHARS])

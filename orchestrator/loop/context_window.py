@@ -1,4 +1,6 @@
-"""Keeps a request below the model's context window by shortening results, oldest first, with a note in each."""
+"""Keeps requests within the model's context window. Shortens the results of calls in the messages, oldest first, and
+puts a note into each.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +11,9 @@ from orchestrator.dialects.model import Message, TokenUsage
 BYTES_PER_TOKEN = 3.5
 """Estimate of the bytes per token, until the server reports the tokens of a request."""
 SHORTENED_CHARS = 400
-"""Characters of a shortened result, half from each end. The minimum for a result that the model has not seen yet."""
+"""Number of characters that remain of a shortened result, half from each end. A result that the model has not seen yet
+keeps at least this number.
+"""
 NOTE_CHARS = 160
 """Characters that are reserved for the note in the middle of a shortened result."""
 MAX_RESERVE_TOKENS = 4096

@@ -46,7 +46,7 @@ class ReActOptions:
     between steps, and estimated for a server that does not count tokens. `max_cost` needs `prices`.
     `max_malformed_replies`: replies in a row that may contain only malformed calls. `max_parallel_calls`: concurrent
     read-only calls. `max_interruptions`: how often one reply may break off and be requested again. `context_tokens`:
-    the model's window; older results are shortened to fit it.
+    size of the model's context window; older results are shortened so that requests fit.
     """
 
     enable_tool_action_parsing: bool = True

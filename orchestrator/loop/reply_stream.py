@@ -1,4 +1,6 @@
-"""The model's stream on its way to the loop: reads ahead, and removes repeated text after an interrupted reply."""
+"""Two steps between the model's stream and the agent loop: reading the stream in the background, and removing repeated
+text after an interrupted reply.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,8 +9,8 @@ from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
-"""Limit of the chunks read ahead of the loop. The limit exceeds the tokens of any reply, so only a broken server
-reaches it and waits until the loop continues.
+"""Number of chunks of a reply that may wait in memory until the agent loop takes them. At the limit, reading from the
+server pauses. No normal reply has that many tokens, so only a broken server reaches the limit.
 """
 
 
@@ -56,7 +58,8 @@ class ReadAhead:
             assert self._task is not None
             if not self._task.cancelling():
                 return ModelInterrupted("the model's stream cancelled itself")
-            # When cancelled while the queue was full, the stream itself was not cancelled and must be closed.
+            # If the task was cancelled while it waited for the full queue, the stream itself was not cancelled, so
+            # close it.
             close = getattr(self._stream, "aclose", None)
             if close is not None:
                 await close()

@@ -80,7 +80,7 @@ def build_tool(spec: ToolSpec) -> Tool:
 
 
 def build_hints(spec: ToolSpec) -> ToolAnnotations:
-    """Return MCP's hints about a tool. A tool that only reads has no hints about changes."""
+    """Return the hints about a tool that MCP defines. A tool that only reads gets no hints about changes."""
     # In a sandbox, only commands can use the network.
     reaches_out = spec.pool != "sandbox" or (spec.command_parameter is not None and spec.network != NO_NETWORK)
     if spec.read_only:
@@ -91,12 +91,16 @@ def build_hints(spec: ToolSpec) -> ToolAnnotations:
 
 
 SESSION_META = "toolcrew/session"
-"""Key in `_meta`: the session that a call requests, and the session in which its result was made."""
+"""Key in the field `_meta` of MCP messages. In a call: the session in which it must run. In a result: the session in
+which it ran.
+"""
 _REDIS_AWAY = "the pool's Redis does not answer or refuses the command: try again in a moment"
 
 
 def build_answer(result: ToolResult, session: str | None) -> CallToolResult:
-    """Return the answer to `tools/call`. `session`: the session if it is still open after the call, else None."""
+    """Return the response to `tools/call`. `session`: the id of the session if it stays open after the call, else
+    None.
+    """
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         # The original message contains the address of Redis, which clients must not see.
         result = result.model_copy(update={"error": _REDIS_AWAY})
@@ -124,9 +128,9 @@ _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class McpCaller:
-    """Caller of a request. `principal`: the identity to which an approval is bound. `session`: the session in the
-    request's address. `asks_client`: the person at the client decides on approvals; otherwise `approver` decides, or
-    with None the approver of `client`.
+    """Caller of a request. `principal`: the identity for which an approval is valid. `session`: the session that the
+    URL of the request names. `asks_client`: the person at the client decides on approvals; otherwise `approver`
+    decides, or with None the approver of `client`.
     """
 
     client: ToolClient

@@ -1,5 +1,5 @@
-"""Approval of calls by the person at the MCP client. The server asks with an elicitation, in the form that the
-client's protocol revision supports.
+"""Approval of calls by the person at the MCP client. The server asks with an MCP elicitation (a question to the user),
+in the form that the client's version of MCP supports.
 """
 
 import json
@@ -37,8 +37,8 @@ Ask = Callable[[ApprovalRequest], Awaitable[ElicitResult]]
 
 @dataclass(frozen=True)
 class PendingApproval:
-    """Sealed state that the client returns with its answer: the call that the question is about. A call id never runs
-    twice, so one approval allows one run.
+    """Encrypted record of the call that a question is about. The client receives it with the question and returns it
+    with the answer. A call id never runs twice, so one approval allows one run.
     """
 
     call: str
@@ -49,7 +49,7 @@ class PendingApproval:
 
     @classmethod
     def parse(cls, text: str | None) -> "PendingApproval | None":
-        """Parse a state whose seal is already verified, so this deployment wrote it."""
+        """Parse a record that was already decrypted and verified, so that this deployment must have written it."""
         return cls(*json.loads(text)) if text is not None else None
 
 
@@ -77,9 +77,7 @@ class AnsweredApprover:
 
 
 class AskingApprover:
-    """Approver that asks the client while the call waits. For protocol revisions in which a server may send
-    requests.
-    """
+    """Approver that asks the client while the call waits. For versions of MCP in which a server may send requests."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -117,7 +115,7 @@ def build_question(request: ApprovalRequest) -> InputRequiredResult:
 def _may_elicit(ctx: ServerRequestContext[Any, Any]) -> bool:
     capabilities = ctx.session.client_capabilities
     offered = capabilities.elicitation if capabilities is not None else None
-    # Before the protocol had two modes, every client with elicitation supported forms.
+    # In versions of MCP before there were two kinds of elicitation, every client with elicitation supported forms.
     return offered is not None and (offered.form is not None or offered.url is None)
 
 

@@ -74,8 +74,8 @@ def build_app(app_state: AppState, origins: Origins) -> ASGIApp:
         approval_wait_s=settings.approval_wait_s,
         audience=f"toolcrew/{settings.deployment}",
     )
-    # Stateless: a client of an earlier protocol revision may expect stored state, but another replica would not have
-    # that state.
+    # Keep no state, also for clients with an earlier version of MCP that expect some: another replica would not have
+    # it.
     manager = StreamableHTTPSessionManager(server, stateless=True, max_request_body_size=JSON_BYTES)
     authenticated = McpAuthentication(BodyLimits(StreamableHTTPASGIApp(manager), path_limits=()), app_state, origins)
 
@@ -124,6 +124,8 @@ def _find_caller(ctx: Context) -> McpCaller:
 
 
 def _sealing_keys(broker: BrokerSettings) -> list[bytes]:
-    """Return keys derived from the deployment's keys, so that every replica can open the seals of the others."""
+    """Return keys that protect the questions to clients. They derive from the deployment's keys, so that every replica
+    can read what another one has sealed.
+    """
     keys = broker.signing_keys()
     return [bytes.fromhex(key.sign(_SEAL, b"")) for key in (keys.current, *keys.previous)]

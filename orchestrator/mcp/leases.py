@@ -17,13 +17,13 @@ class SessionLeases(Protocol):
     """Provides sessions for the calls of one caller. All methods raise like `ToolClient.session` and `open_session`."""
 
     def lease(self, session_id: str | None) -> AbstractAsyncContextManager[tuple[Session, str | None]]:
-        """Provide the session for one call, and its id if it stays open after the call. `session_id`: an id, NEW, or
-        None if the request names no session.
+        """Context manager that provides the session for one call, and the id of the session if it stays open after the
+        call. `session_id`: an id, NEW, or None if the request names no session.
         """
         ...
 
     async def attached(self, session_id: str | None) -> Session | None:
-        """Return the session of the id if it is already open, else None."""
+        """Return the session with that id if the session is already open; None if a new session must be opened."""
         ...
 
     def forget(self, session_id: str | None) -> None:
@@ -48,8 +48,8 @@ class KeyLeases:
             async with AsyncExitStack() as stack:
                 session = await stack.enter_async_context(await self._client.open_session())
                 yield session, session.id
-                # The caller learns the id only now. If the call failed before, the session is closed, because the
-                # caller could not close it.
+                # The caller gets the id of the new session with the result. If the call raises an exception before, the
+                # session is closed, because the caller does not know the id and could not close it.
                 stack.pop_all()
         else:
             yield await self._find(session_id), session_id

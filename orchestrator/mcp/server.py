@@ -31,8 +31,8 @@ FindCaller = Callable[[Context], McpCaller]
 def build_server(
     find_caller: FindCaller, *, keys: list[bytes] | None, approval_wait_s: float, audience: str
 ) -> Server[Any]:
-    """Create the server. `keys`: the keys that seal the questions for clients; the first key seals new questions.
-    None: a key of this process only.
+    """Create the server. `keys`: the keys that protect the questions to clients against changes; the first key is used
+    for new questions. None: a key of this process only.
     """
 
     async def on_list_tools(ctx: Context, params: PaginatedRequestParams | None) -> ListToolsResult:

@@ -24,12 +24,12 @@ from contract.specs import ToolSpec
 from store.metrics import Counts
 
 HOST_QUEUES = "host"
-"""Value of the label `queue` for the queues of all hosts together."""
+"""Value of the metrics label `queue` that stands for the queues of all hosts together."""
 _ENDS = {ErrorCode.HOST_LOST: "lost", ErrorCode.OUTCOME_UNKNOWN: "unknown"}
 
 
 class MeteredRequest(Protocol):
-    """Fields of a request that the meter reads (orchestrator/dispatch/request.py)."""
+    """The fields of a Request (orchestrator/dispatch/request.py) that CallMeter reads."""
 
     @property
     def call(self) -> ToolCall: ...
@@ -108,7 +108,9 @@ class CallMeter:
 
 
 def _find_end(result: ToolResult) -> str:
-    """Return the outcome of the call for the metric. A result that was made without sending the call has no clocks."""
+    """Return the outcome of the call as the metric names it. A call that was not sent is recognized by the missing
+    durations (`clocks`) in its result.
+    """
     if result.success or result.error_code is None:
         return "done"
     clocks = result.clocks

@@ -19,7 +19,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_LOST = 1000
-"""Limit of queues that are read for hosts that do not report."""
+"""Limit of the queues of hosts that do not report whose state is read."""
 MAX_TENANTS = 200
 """Limit of tenants whose usage has its own series. The usage of all others is summed."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
@@ -136,7 +136,7 @@ class MetricsPage:
 
 
 def _weigh(amounts: Mapping[str, int]) -> int:
-    """Return a number that orders tenants by their use: CPU microseconds and tokens."""
+    """Return the sum of a tenant's CPU microseconds and tokens, by which tenants are sorted."""
     return sum(amounts.get(name, 0) for name in ("cpu_us", "prompt_tokens", "completion_tokens"))
 
 
@@ -194,5 +194,7 @@ def _number(stored: object) -> float | None:
 
 
 async def render_metrics(client: RedisClient, deployment: str, *, is_open: bool = False) -> bytes:
-    """Return the page once. Callers that render it often keep a MetricsPage. Raises BrokerUnavailable."""
+    """Return the metrics page. A caller that needs the page repeatedly should create one MetricsPage instead. Raises
+    BrokerUnavailable.
+    """
     return await MetricsPage(client, deployment).render(is_open=is_open)

@@ -20,8 +20,8 @@ from store.metrics import Counts
 
 
 class Replay(Protocol):
-    """State of a durable run's journal (orchestrator/runs/journal.py). While it is catching up, the events are
-    replayed.
+    """The part of a durable run's journal (orchestrator/runs/journal.py) that the meter reads. While the journal is
+    catching up, the events of the run come from its log and were counted before.
     """
 
     @property
@@ -65,7 +65,7 @@ class RunMeter:
             case RunFinished():
                 self._count_end(event.stop_reason)
             case RunAborted() if self._replay is None:
-                # Only a run without a journal ends here. A durable run continues in another process.
+                # Only a run without a journal has ended. A durable run continues in another process.
                 self._count_end("aborted")
 
     def _is_replay(self) -> bool:

@@ -38,8 +38,8 @@ class Samples(Collector):
         values[labels] = values.get(labels, 0.0) + min(value, MAX_VALUE)
 
     def add_part(self, metric: Metric, part: str, labels: Labels, value: float) -> None:
-        """Add a field of the sums. Another release may spell labels differently, so two fields may have the same
-        labels.
+        """Add one field of the hash of sums. Values of fields with the same labels are added, because another release
+        may have written the labels in another form.
         """
         if metric.kind == "histogram":
             parts = self.histograms[metric.name][labels]

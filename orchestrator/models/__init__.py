@@ -1,1 +1,3 @@
-"""Models behind one Protocol: OpenAI-compatible endpoints, a scripted model for tests, the embedded small model."""
+"""Models with a common interface: those at OpenAI-compatible endpoints, a scripted model for tests, and the embedded
+small model.
+"""

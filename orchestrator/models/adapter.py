@@ -34,7 +34,7 @@ class BudgetedModel:
     """A model that a tool may call at most `max_calls` times, for about `max_tokens` tokens of prompts and replies.
 
     Each call counts before it is sent, even if it fails. A reply is never cut for the budget, so the last one may
-    exceed it. The model is offered no tools.
+    exceed it. The requests contain no tools.
     """
 
     model: Model

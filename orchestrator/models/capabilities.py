@@ -23,7 +23,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 VERSION = 2
-"""Version of the cache files and of the probes. A file with another version is ignored."""
+"""Version of the cache files. It changes with their format and with the probes (the test requests). A file with another
+version is ignored.
+"""
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
 LIST_TIMEOUT_S = 10.0
@@ -170,7 +172,7 @@ class _Prober:
 
 
 async def _probe_tools(prober: _Prober) -> tuple[bool, frozenset[str]]:
-    """Return whether calls come back, and the fields that the server accepts.
+    """Return whether the model returns tool calls, and which optional fields the server accepts.
 
     Starts with all fields and removes those that a refusal names.
     """

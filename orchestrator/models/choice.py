@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from orchestrator.models.openai import OpenAIModel
 
 OpenLimits = Callable[[str, str, str], RequestLimits]
-"""(address, model, API key) -> the limits of the endpoint."""
+"""Function from address, model and API key to the request limits of the endpoint."""
 LOCAL = "local"
 SCRIPTED = "scripted"
 DIALECT_NAMES = ("native", "tags", "json", "auto")
@@ -64,7 +64,7 @@ SMALL_CAPABILITIES = Capabilities(
     context_window=CONTEXT_TOKENS,
     parameters=630_167_424,
 )
-"""The result of probing the embedded server, as a constant because the probe takes ten seconds there."""
+"""The capabilities of the embedded model. They are a constant because finding them with requests takes ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class ChosenModel:
 
 
 def find_shipped(settings: OrchestratorSettings, requested: str | None) -> Literal["local", "scripted"] | None:
-    """Return the shipped model that a run with the model `requested` uses; None for a model at an endpoint.
+    """Return the shipped model (the embedded or the scripted one) that a run with the model `requested` uses; None for
+    a model at an endpoint.
 
     Raises ConfigError for the name of a shipped model while OPENAI_BASE_URL is set: the server may have a model of that
     name.

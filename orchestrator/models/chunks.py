@@ -79,6 +79,8 @@ def _normalize_delta(delta: dict[str, Any]) -> None:
 
 
 def _part_text(part: Any) -> str:
-    """Return the text of one part. Reasoning parts have none here, because they are never searched for calls."""
+    """Return the text of one part of a message. For a part with reasoning, return "", because reasoning is never
+    searched for calls.
+    """
     text = part.get("text") if isinstance(part, dict) and part.get("type") in (None, "text") else None
     return text if isinstance(text, str) else ""

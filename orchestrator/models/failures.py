@@ -110,7 +110,7 @@ def is_transient(failure: AttemptFailure) -> bool:
 
 
 def is_rate_limit(failure: AttemptFailure) -> bool:
-    """Return whether the server limits the rate of all requests, and not only of this one."""
+    """Return whether the failure is a rate limit for all requests, and not a problem of this request."""
     status = _embedded_status(failure) if failure.kind == "in_reply" else failure.status
     return status == 429 or failure.wait_s is not None
 

@@ -26,8 +26,8 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LocalModelServer:
-    """Owns the server process: starts it on entering and stops it on leaving. The server also exits when this process
-    dies.
+    """Context manager that starts the server process on entering and stops the process on leaving. The server also
+    exits when this process dies.
     """
 
     def __init__(self, weights: Path, *, threads: int = 1, start_timeout_s: float = START_TIMEOUT_S) -> None:
@@ -46,7 +46,9 @@ class LocalModelServer:
         return self._process.pid if self._process is not None else None
 
     def open_model(self, extra: dict[str, Any] | None = None, *, streaming: bool = True) -> OpenAIModel:
-        """Return a model on this server. The server closes it. `extra` overrides parts of the sampling settings."""
+        """Return a model on this server. The model is closed together with the server. `extra` overrides parts of the
+        sampling settings.
+        """
         recipe = {**SAMPLING, **(extra or {})}
         model = OpenAIModel(
             self.model_name, self.base_url, self.api_key, REPLY_TIMEOUT_S, recipe, retries=RETRIES, streaming=streaming

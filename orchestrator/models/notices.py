@@ -15,7 +15,7 @@ OnNotice = Callable[[str], object]
 class _Listener:
     notify: OnNotice
     waits: set[str] = field(default_factory=set)
-    """Notices about waits that were reported."""
+    """Sentences about waits that this listener has already received."""
 
 
 _current: ContextVar[_Listener | None] = ContextVar("model_notices", default=None)
@@ -23,8 +23,8 @@ _current: ContextVar[_Listener | None] = ContextVar("model_notices", default=Non
 
 @contextmanager
 def report_notices(listener: OnNotice) -> Iterator[None]:
-    """Call `listener` with a sentence for each notice about requests of this task, and of tasks that start in the
-    block.
+    """Context manager: call `listener` with a sentence for each notice about requests to models, of this task and of
+    tasks that start in the block.
     """
     token = _current.set(_Listener(listener))
     try:
@@ -40,7 +40,7 @@ def notify(message: str) -> None:
 
 
 def notify_of_wait(model: str, cause: str) -> None:
-    """Report why a request waits, once for each cause of a run."""
+    """Report why a request waits. A run gets only one notice for each cause."""
     message = f"the run waits for the model {model}: {cause}"
     if (listener := _current.get()) is not None and message not in listener.waits:
         listener.waits.add(message)

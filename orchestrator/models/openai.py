@@ -50,7 +50,8 @@ class OpenAIModel:
     After that, a break raises ModelInterrupted, and the caller decides. `timeout_s` limits the wait for the next bytes,
     not for the whole reply. Without `streaming`, `timeout_s` limits the wait for the whole reply.
 
-    `limits`: decides when a request may be sent. By default, only this object knows of a rate limit of the server.
+    `limits`: decides when a request may be sent. By default, a rate limit of the server delays only requests of this
+    object.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class OpenAIModel:
                         yield chunk
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
-                # ValueError: a number with more digits than Python parses, or a request that cannot be JSON.
+                # ValueError stands for a number with more digits than Python parses, or for a request that cannot be
+                # encoded as JSON.
                 failure = _classify_error(error)
             finally:
                 await self.limits.release(lease, tokens)
@@ -147,7 +149,8 @@ class OpenAIModel:
                 return await self._client.get("/models", cast_to=object)
             except (openai.OpenAIError, ValueError, *_BROKEN) as error:
                 failure = _classify_error(error)
-            # The list is free: it neither waits for the limits of requests nor blocks them.
+            # Reading the list of models does not count for the limits of requests, so it neither waits for them nor
+            # blocks others.
             await self._wait_for_retry(failure, attempts, is_shared=False)
 
     async def aclose(self) -> None:
@@ -295,7 +298,7 @@ class _AttemptFailed(Exception):
 
 
 def _classify_error(error: Exception) -> AttemptFailure:
-    """Return the failure that an exception means."""
+    """Convert an exception of the SDK to an AttemptFailure."""
     if isinstance(error, _AttemptFailed):
         return error.failure
     if isinstance(error, _BROKEN):
@@ -331,7 +334,7 @@ def _raise_embedded_error(reply: dict[str, Any]) -> None:
 
 
 def _as_error_object(body: object) -> object:
-    """Return an error that is only a text in the form of an error object."""
+    """Return the error as an object, even if the server sent only a text."""
     return {"message": body} if isinstance(body, str) else body
 
 

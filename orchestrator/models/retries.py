@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 RETRIED_STATUSES = frozenset({408, 409, 429})
-"""Status codes below 500 that are retried. Every 5xx is retried too, except 501 (not implemented), which does not go
-away.
+"""Status codes below 500 that are retried. Every 5xx is retried too, except 501 (not implemented), because a retry
+cannot succeed.
 """
 _NOT_IMPLEMENTED = 501
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -63,8 +63,8 @@ def compute_backoff_s(policy: RetryPolicy, attempt: int, draw: Callable[[], floa
 def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
     """Return the seconds that the server requests to wait, 0 for a date in the past, None without a valid header.
 
-    `headers` looks names up in lower case. A date is compared with the server's clock (`date`) if sent, else with
-    `now`.
+    `headers`: mapping with names in lower case. If the header is a date, it is compared with the server's time (header
+    `date`), or with `now` if the server sent no time.
     """
     milliseconds = _parse_number(headers.get("retry-after-ms"))
     if milliseconds is not None:

@@ -27,7 +27,9 @@ class Calls:
 
 @dataclass(frozen=True)
 class Raw:
-    """A reply of chunks that are sent unchanged, for the quirks of servers."""
+    """A reply that consists of these chunks, unchanged. Tests use it to imitate servers that deviate from OpenAI's
+    format.
+    """
 
     chunks: Sequence[Chunk]
 
@@ -39,7 +41,8 @@ Turn = Reply | Callable[[list[Message]], Reply]
 
 @dataclass
 class ScriptedModel:
-    """Answers successive requests with `turns`, in small chunks. A function instead of a list answers every request.
+    """Answers the first request with the first of `turns`, the next one with the next, in small chunks. If `turns` is a
+    function, it answers every request.
 
     `requests` records all requests. Raises ModelUnavailable when no turn is left.
     """

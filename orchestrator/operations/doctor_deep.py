@@ -44,7 +44,7 @@ async def examine_hosts(broker: BrokerSettings, reports: Sequence[HostReport], r
 
 @dataclass(frozen=True)
 class _OnlyHost:
-    """Source of one host only."""
+    """HostSource that returns only the report of one host."""
 
     only: HostReport
 

@@ -22,7 +22,7 @@ from store.tools import STARTED_BY, RedisCatalog, RedisSwitches
 
 LOW_DISK_BYTES = 1024 * 1024 * 1024
 OLD_MESSAGE_S = 60.0
-"""Age of a message, in seconds, above which its sender no longer waits for the call."""
+"""Age of a message in a queue, in seconds. The sender of an older message no longer waits for the call."""
 KEY_DAYS = 14
 _DAY_S = 86_400.0
 _MIB = 1024 * 1024
@@ -171,7 +171,7 @@ class _Tools:
                     f"{', '.join(hidden)} of the pool {pool} are hidden by tools of the same name",
                     "rename them",
                 )
-        # Also names that no model gets, such as webhook.send.
+        # All specs count here, also those of tools that no model may call, such as webhook.send.
         lost = await self._served_before(catalog) - {spec.name for specs in pools.values() for spec in specs}
         if lost:
             self._report.add_warning(

@@ -76,7 +76,8 @@ async def follow_drain(hosts: HostStore, report: HostReport) -> AsyncIterator[tu
     while True:
         current = await hosts.find(report.queue)
         if current is None or current.worker != report.worker:
-            # A worker that ends normally leaves the list. A lost worker stays in it for the reaper.
+            # A worker that ends normally removes itself from the list of hosts. A lost worker stays in the list until
+            # the reaper cleans up after it.
             yield ("lost" if await hosts.is_listed(report.queue) else "drained"), last
             return
         if (current.sessions, current.busy, current.problem, current.draining) != (

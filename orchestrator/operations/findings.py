@@ -1,4 +1,4 @@
-"""Findings of `toolcrew doctor`, for people and programs."""
+"""Results of `toolcrew doctor`, for people and programs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,8 @@ class CheckResult:
 
 @dataclass
 class Report:
-    """All findings in the order of the checks, and the table of guarantees of this host's sandboxes, from sandboxd's
-    check.
+    """All results in the order of the checks. Also the table of security guarantees of this host's sandboxes, which
+    sandboxd's own check returns.
 
     A row of the table has `name`, `state` (holds, broken, unknown), `why`, `remedy` and `is_needed`.
     """

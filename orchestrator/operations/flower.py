@@ -1,5 +1,5 @@
-"""Flower with safe and bounded settings (`python -m orchestrator.operations.flower`). The settings of this project
-give it the address of Redis, also with TLS and sentinels.
+"""Starts Flower with safe settings and with limits on its memory (`python -m orchestrator.operations.flower`). Flower
+gets the address of Redis from toolcrew's settings, also with TLS and sentinels.
 
 Variables FLOWER_* override DEFAULTS. Flower is always read-only, and does not start without a password.
 """
@@ -116,7 +116,7 @@ class GuardedMetrics(Metrics):  # type: ignore[misc]
 
 
 def main() -> int:
-    gc.freeze()  # the modules live to the end, as in contract/startup.py
+    gc.freeze()  # the modules live as long as the process: never search them for garbage (contract/startup.py)
     try:
         settings = load_settings()
         app = _open_flower(settings, sys.argv[1:])
@@ -163,10 +163,10 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
 
 
 def _open_celery(celery_options: dict[str, Any]) -> Celery:
-    # Without results: Flower does not need the results of calls, and its Redis user may not read them.
+    # Remove the result backend: Flower does not need the results of calls, and its Redis user may not read them.
     del celery_options["result_backend"]
     app = Celery("toolcrew-flower", set_as_current=False)
-    # Flower's own keys for unacknowledged messages. The keys of workers contain calls.
+    # Flower gets other keys for unacknowledged messages than the workers, whose keys contain calls.
     own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
     broker_options = {**celery_options.pop("broker_transport_options"), **own, "priority_steps": [0]}
     app.conf.update(**celery_options, broker_transport_options=broker_options, accept_content=["json"])

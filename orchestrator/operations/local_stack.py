@@ -42,7 +42,8 @@ from store.connection import check_redis, open_redis
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 SWEEP_TIMEOUT_S = 10.0
-"""Seconds that the end of a stack waits for a restarted sandboxd. Only sandboxd finds the sandboxes of its predecessor.
+"""Seconds that the end of a stack waits for a restarted sandboxd, because only sandboxd finds and removes the sandboxes
+that the sandboxd before it has left.
 """
 WEB_STOP_TIMEOUT_S = 5.0
 """Seconds that the web worker has to stop. No caller waits for its calls any more, and it has no state to hand over."""
@@ -50,12 +51,12 @@ WEB_CONCURRENCY = 2
 """Number of processes of the web worker. Each process costs memory, and web tools mostly wait for the network."""
 WORKERS_ONLY = "--workers-only"
 STOP_AND_REMOVE = signal.SIGUSR1
-"""Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for its
-successor.
+"""Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for the next
+sandboxd process.
 """
 API_KEY_TTL_S = 30 * 86_400.0
-"""Lifetime of the stack's API key, in seconds. It matters if no process is left to revoke the key and the Redis of the
-stack continues to run.
+"""Lifetime of the stack's API key, in seconds. The lifetime limits the use of the key if no process is left to revoke
+it and the Redis of the stack continues to run.
 """
 API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
@@ -77,7 +78,9 @@ class LocalApi:
         return f"http://127.0.0.1:{self.port}"
 
     def plan(self, environment: Mapping[str, str]) -> ChildPlan:
-        """Return the plan of the API's process. A key in the environment is for commands and not passed to the API."""
+        """Return how the API's process is started. A TOOLCREW_API_KEY in the environment is for commands, so it is not
+        passed to the API.
+        """
         argv = program("orchestrator", "serve", "api", "--port", str(self.port))
         return ChildPlan(
             API_ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=API_STOP_WITHIN_S
@@ -169,7 +172,7 @@ class LocalStack:
         sockets = {"TOOLCREW_SANDBOXD_SOCKET": str(sandboxd_socket)}
         # Removed from sandboxd's environment, because sandboxd neither uses Redis nor verifies signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
-        broker.signing_keys()  # Raises now, and not at the first call, if there is no signing key.
+        broker.signing_keys()  # Raise ConfigError now if there is no signing key, and not at the first call.
         sockets |= await self._start_egress(nothing)
         await self._start_python("sandboxd", "workers.sandboxd", {**sockets, **nothing, **self._sandboxd_environment()})
         shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
@@ -293,8 +296,8 @@ class LocalStack:
             "FLOWER_ADDRESS": "127.0.0.1",
             "FLOWER_PORT": str(port),
             "FLOWER_BASIC_AUTH": f"toolcrew:{password}",
-            # Lets a restarted Flower continue. At the end of the stack the state is deleted, so it needs no final
-            # save.
+            # With this setting a restarted Flower continues with its saved state. The state is deleted at the end of
+            # the stack.
             "FLOWER_PERSISTENT": "True",
             "FLOWER_DB": str(self._folder / "flower.db"),
         }
@@ -332,8 +335,8 @@ class LocalStack:
             await client.aclose()
 
     async def _attempts(self, *roles: str, within_s: float = READY_TIMEOUT_S) -> AsyncIterator[None]:
-        """Yield every 50 ms while the children live. Raises SandboxUnavailable with a child's last log lines when it
-        ends, or when time is up.
+        """Yield every 50 ms while the child processes live. Raises SandboxUnavailable with the last log lines of a
+        child if the child ends or the time is up.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
@@ -530,7 +533,7 @@ def find_start_failure(lines: Sequence[str]) -> str | None:
 
 
 def main() -> int:
-    gc.freeze()  # the modules live to the end, as in contract/startup.py
+    gc.freeze()  # the modules live as long as the process: never search them for garbage (contract/startup.py)
     try:
         return asyncio.run(keep(load_settings(), print_json, until_eof=True, workers_only=WORKERS_ONLY in sys.argv[1:]))
     except ToolcrewError as error:

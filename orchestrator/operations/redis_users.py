@@ -40,7 +40,9 @@ class Role:
 
 
 def _of_queues(pattern: str) -> tuple[str, ...]:
-    """Return the keys of workers that serve such queues: report, end, slots."""
+    """Return the keys of workers that serve queues of this kind: their reports, the marks of lost workers, and their
+    slots.
+    """
     return (f"host:{pattern}", f"tombstone:{pattern}", f"slots:{pattern}")
 
 

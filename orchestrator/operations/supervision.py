@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class ChildPlan:
-    """Plan of a process that must keep running.
+    """How a process that must keep running is started and stopped.
 
     `orphan_signal`: the signal that the kernel sends when the supervisor is killed. `stop_signal`: the signal that
     ends the process, which may take `stop_within_s`. `may_finish`: exit code 0 is a normal end, after which the
@@ -71,8 +71,8 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
 class ProcessSupervisor:
     """Starts processes, starts them again when they end by themselves, and stops them.
 
-    Each process leads its own session and logs to `<role>.log` in `folder`. `report` gets a message about each end.
-    `changed` is called when a role gets another process.
+    Each process is the leader of a new POSIX session, and logs to `<role>.log` in `folder`. `report` gets a message
+    about each end. `changed` is called when a role gets another process.
     """
 
     def __init__(self, folder: Path, *, report: Callable[[str], None], changed: Callable[[], None]) -> None:
@@ -84,7 +84,7 @@ class ProcessSupervisor:
         self._ends: defaultdict[str, list[End]] = defaultdict(list)
 
     async def start(self, plan: ChildPlan) -> None:
-        """Start the process of this plan. The plan's role must not have a running process."""
+        """Start a process. No process with the same role may be running."""
         self._plans[plan.role] = plan
         with open(self._folder / f"{plan.role}.log", "ab") as logfile:  # noqa: ASYNC230  # once per process start
             self._children[plan.role] = await asyncio.create_subprocess_exec(
@@ -179,14 +179,16 @@ class ProcessSupervisor:
 
 
 async def _clear(child: asyncio.subprocess.Process) -> None:
-    # The process leads a session of its own. Its remaining pool processes are killed, too.
+    # The process is the leader of its POSIX session, so this also kills the child processes that it has left.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     await child.wait()
 
 
 def die_with_supervisor(supervisor: int, number: int) -> None:
-    """Prepare the child before exec: the kernel sends it signal `number` when the supervisor is killed."""
+    """Called in the child before exec: ask the kernel to send the child the signal `number` when the supervisor is
+    killed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != supervisor:
         # The supervisor died before the kernel had the request, so no signal will come.

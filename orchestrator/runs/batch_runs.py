@@ -155,8 +155,8 @@ class BatchRuns:
             )
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
-        """End the waiting items that already have a row in these files. The row becomes the outcome of the item. Return
-        the number of these items.
+        """End the waiting items that already have a row in these files, with the row as their outcome. Return the
+        number of these items.
 
         Redis may have lost the outcomes of a batch, but the row files have them. For an item after its first attempt,
         only the row of a success counts: a failed row may come from an earlier attempt.
@@ -253,7 +253,7 @@ class BatchRuns:
         or stopped. Return the record and the summary of the batch.
 
         The rows of all ended items are written before the return. `keep_event`: receives every event. `is_kept`: the
-        pool exists longer than this process, so the summary may name commands with the batch's id.
+        pool continues to run after this process, so that the summary may suggest commands for the batch.
         """
         record = await self.batches.status(batch)
         displayed = DisplayedBatch(batch, BatchProgress(record.total), is_kept=is_kept, tenant=self.tenant)

@@ -39,8 +39,8 @@ class BatchService:
         self._stopping.interrupt()
 
     async def run(self) -> None:
-        """Serve until interrupted. Waits for a pool that is not up yet. Raises ConfigError: waiting cannot fix the
-        settings.
+        """Serve until interrupted. Waits for a pool that is not up yet. Raises ConfigError for wrong settings, because
+        waiting does not help then.
         """
         _check(self.settings)
         async with AsyncExitStack() as stack:

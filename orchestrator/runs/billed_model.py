@@ -18,8 +18,8 @@ def price_reply(chunks: Iterable[Chunk], prices: Prices | None) -> ReplySpending
 
 
 class BilledModel:
-    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` gets the chunks with
-    token counts of each whole reply; None: another object counts the reply.
+    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` receives the chunks with
+    the token counts of each complete reply; None: the tokens are counted elsewhere.
     """
 
     def __init__(

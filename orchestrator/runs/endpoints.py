@@ -172,13 +172,13 @@ class EndpointModel:
         return self._stored.endpoint.base_url
 
     async def describe(self) -> ModelFacts | None:
-        """Return the facts that the endpoint's list of models contains, as OpenAIModel.describe."""
+        """Return what the endpoint's list of models says about the model, such as its context window."""
         async with self._clients.use(self._stored) as client:
             return await client.model.describe()
 
     def without_fallback(self) -> Model:
-        """Return a model that never uses the fallback. A probe of the capabilities needs it, because the fallback's
-        capabilities may differ.
+        """Return a model that never uses the fallback. The test of the endpoint's capabilities needs this, because
+        those of the fallback may differ.
         """
         return EndpointModel(self._clients, self._tenant, self._stored, falls_back=False)
 
@@ -205,7 +205,8 @@ class EndpointModel:
                     fallback = await self._find_fallback(stored, error) if not has_started else None
                     if fallback is None:
                         raise
-                    # While the endpoint answers other requests, this one may be the cause.
+                    # If the endpoint has answered other requests since this one, it is not down: the cause may be the
+                    # request.
                     if not isinstance(error, ModelBlocked) and client.answered_at < requested_at:
                         await client.limits.block(DOWN_S, "down")
                     notify(f"{error}; the model endpoint {fallback} answers instead")
@@ -213,7 +214,7 @@ class EndpointModel:
         raise ConfigError(f"the fallbacks of the model endpoint {self._stored.name} form a loop: change them")
 
     async def _find_fallback(self, stored: StoredEndpoint, error: ModelUnavailable) -> str | None:
-        """Return the endpoint that answers instead; None if the error is final for the request."""
+        """Return the fallback that must answer the request; None if the error must be raised."""
         fallback = stored.endpoint.fallback
         if not self._falls_back or fallback is None or type(error) not in (ModelUnavailable, ModelBlocked):
             return None

@@ -1,11 +1,11 @@
-"""Publishes the events of this process: of the hosted runs that it owns, and of batches.
+"""Publishes the events of the durable runs that this process executes, and of batches.
 
 Pieces of text are collected for a short time, so that a fast model causes only a few events per second.
 
-Invariant: an owner of a run publishes each event exactly once and in order. Each event batch carries the token of the
-claim and the number of its first event. Redis skips repeated events, and rejects the batch of a process that lost the
-run. The next owner publishes the unfinished step again, after a RunResumed event. The events of a batch have no owner
-and may be repeated, and no result depends on them.
+Invariant: the owner of a run (the process that executes it) publishes each event exactly once and in order. Each group
+of events is sent with the token of the claim and the number of its first event. Redis skips repeated events, and
+rejects the events of a process that has lost the run. The next owner publishes the unfinished step again, after a
+RunResumed event. The events of a batch have no owner and may be repeated, and no result depends on them.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ FINAL_SEND_S = 1.0
 """Seconds that this process has to publish the last events of a run that it returns or loses."""
 
 Piece = tuple[str, ...]
-"""Key of pieces that belong together: pieces of one text, or of one output stream of a call."""
+"""Key by which pieces of text are joined: pieces of one text, or of one output stream of a call, have the same key."""
 
 
 @dataclass
@@ -76,7 +76,9 @@ class RunEventBuffer:
     is_taken: bool = False
 
     def resume(self) -> None:
-        """Note that an earlier owner has published events. The events after the last complete step are then invalid."""
+        """Add the event that the run was resumed, because an earlier process has published events. Those after the last
+        complete step are then invalid.
+        """
         self._add(self._fields(RunResumed(run=self.run, step=self.published_step + 1)))
 
     def on_event(self, event: RunEvent) -> None:
@@ -145,7 +147,8 @@ class RunEventBuffer:
         """Return the events to publish next; None if there are none."""
         if not self.has_pending:
             return None
-        # A piece that is being published must not grow: the new text would be confirmed without being sent.
+        # Add no more text to a piece that is being published, because that text would count as published without being
+        # sent.
         self._open.clear()
         if self._omitted:
             self._pending.append(self._fields(EventsOmitted(run=self.run, count=self._omitted)))
@@ -198,7 +201,8 @@ class RunEventPublisher:
         try:
             yield buffer
         except asyncio.CancelledError:
-            # The run ends, or returns to the queue and its last step is published again. A short attempt is enough.
+            # Try to publish only for a short time: the run has ended, or it returns to the queue and its last step is
+            # published again.
             with suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_SEND_S):
                     await self._send()
@@ -212,7 +216,7 @@ class RunEventPublisher:
             self._buffers.remove(buffer)
 
     def add(self, tenant: str, batch: str, event: RunEvent) -> None:
-        """Add one of PROGRESS_EVENTS to the stream of a batch. The events of hosted runs are in their own streams."""
+        """Add one of PROGRESS_EVENTS to the stream of a batch. The events of durable runs are in their own streams."""
         if batch == HOSTED_BATCH:
             return
         if len(self._progress) >= MAX_WAITING_PROGRESS:

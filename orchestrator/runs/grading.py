@@ -2,12 +2,12 @@
 reward.
 
 Security: everything that comes from the agent's sandbox is hostile, also the output of its `find` and `tar`. Only the
-bytes of regular files with plain names leave it. These bytes are copied once, when no process of the agent runs.
-Programs of the agent never run in this process; what runs in the grader's sandbox is the grader's choice
-(docs/batches.md).
+bytes of regular files with plain names are copied out of that sandbox. These bytes are copied once, when no process of
+the agent runs. Programs of the agent never run in this process; what runs in the grader's sandbox is the grader's
+choice (docs/batches.md).
 
-Invariant: only a command that has ended in a sandbox that existed from its start to the reading of the reward gives a
-reward. Every other end is a failure of the infrastructure or of the grader.
+Invariant: a reward is accepted only if the grader's command has ended, and if its sandbox was the same from the start
+of the command until the reward was read. Every other end is a failure of the infrastructure or of the grader.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ _LIST_START = """
 export LC_ALL=C; set -o pipefail
 [ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z > "$1.part" && mv -- "$1.part" "$1"; }
 """
-# The list of the start is in the agent's sandbox, and the agent can change it. It then chooses which files it submits,
-# which it may do anyway.
+# The agent can change the list of the files at the start, which is in its sandbox. It can only choose thereby which
+# files it submits, and it may choose them anyway.
 _LIST_CHANGED = """
 export LC_ALL=C; set -o pipefail
 [ -e "$1" ] || : > "$1"
@@ -77,7 +77,9 @@ _ABOUT_FILES = frozenset(
         ErrorCode.PATH_NOT_ALLOWED,
     }
 )
-"""Codes of calls that ran and say something about the sandbox's files. After any other code, nothing is known."""
+"""Error codes that mean that the call ran and that the files of the sandbox caused the error. Any other code says
+nothing about the files.
+"""
 
 
 class _ArtifactsRefused(Exception):
@@ -165,8 +167,8 @@ class Grading:
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
         async def open_session() -> Session:
-            # The log may still name a session: of the agent, of a grading whose process died, or of an opening whose
-            # reply was lost.
+            # Close a session that the log may still name: that of the agent, that of a grading whose process died, or
+            # one that was being opened.
             await self._sessions.abandon_last(tenant, journal)
             return await self._sessions.open(tenant, journal, start)
 
@@ -225,7 +227,7 @@ async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[Gradin
 
 async def grade_submission(session: Session, grader: Grader, submission: Submission, began: float) -> GradingResult:
     """Grade a submission that was not refused, in a new session with the grader's files and image. `began`: the
-    monotonic time of its opening. Raises OperatorError, ToolFailure: there is no reward.
+    monotonic time at which the opening of the session began. Raises OperatorError, ToolFailure: there is no reward.
     """
     output = ""
     try:
@@ -285,7 +287,9 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
 
 
 def _selection(patterns: Sequence[str]) -> list[str]:
-    """Return the expression of find for the folders below which the patterns match. It keeps the list short."""
+    """Return the arguments for `find` that limit the search to the folders in which the patterns can match, so that the
+    list stays short.
+    """
     expression = list[str]()
     for pattern in patterns:
         parts = [part for part in pattern.removeprefix("/workspace").split("/") if part not in ("", ".")]
@@ -349,18 +353,19 @@ def _pack(files: Mapping[str, tuple[bytes, bool]]) -> bytes:
 async def _run_command(session: Session, grader: Grader, archive: bytes) -> tuple[ExecResult, bytes | None]:
     """Run the command of the grader. Return its end and the content of the reward file; None if there is none.
 
-    Raises SandboxUnavailable: the sandbox was replaced meanwhile, so that files may be missing, or another process has
-    ended the command. Raises _GraderFailed.
+    Raises SandboxUnavailable: the sandbox was replaced during the command, so that files may be missing, or another
+    process has ended the command. Raises _GraderFailed.
     """
-    # After the import: from here on, a new sandbox would lack the artifacts, and a grader could read that as a failure
-    # of the agent.
+    # Read the id of the sandbox after the import. If a new sandbox replaces this one, it lacks the artifacts, and the
+    # grader could take that for a failure of the agent.
     await session.import_archive(archive, ARTIFACTS_FOLDER)
     sandbox = await _identify(session)
     argv, env = ["bash", "-c", grader.command], {"ARTIFACTS": ARTIFACTS_FOLDER}
     try:
         done = await session.exec(argv, env=env, cwd="/workspace", timeout_s=grader.timeout_s)
     except OperatorError as error:
-        # The sandbox has answered: the command killed its own supervisor. It would do so again.
+        # This code comes from a working sandbox: the grader's command has killed the process that supervised it. A
+        # retry would end in the same way, so the grader has failed.
         if error.code is ErrorCode.INTERNAL:
             raise _GraderFailed(str(error)) from error
         raise
@@ -371,7 +376,7 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
         except ToolFailure as error:
             if error.code not in _ABOUT_FILES:
                 raise
-    # Before the reward is used: a command that was ended may have written it only in part.
+    # Check this before the reward is used: a command that was ended may have written only a part of it.
     if done.cancelled:
         raise SandboxUnavailable("the command of the grader was cancelled: retry the item")
     if await _identify(session) != sandbox:
@@ -386,7 +391,7 @@ def _judge(grader: Grader, done: ExecResult, reward: bytes | None) -> dict[str, 
     if grader.reward_file is None:
         if done.returncode == 0:
             return {"reward": 1.0}
-        # 126 and 127: bash could not run a command. Above: a signal ended one.
+        # 126 and 127 mean that bash could not run a command; higher codes mean that a signal ended a command.
         if 0 < done.returncode < 126:
             return {"reward": 0.0}
         raise _GraderFailed(f"the grader ended with exit code {done.returncode}")

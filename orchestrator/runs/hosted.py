@@ -49,7 +49,7 @@ from store.tenants import RedisTenants
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[RunEvent]) -> list[dict[str, Any]]:
-    """Return the messages so far: the request, each reply, and the results of the reply's calls.
+    """Return the messages of the run so far: the request, then each reply and the results of its calls.
 
     Each result is a tool message here, whichever form the model received. The system prompt is missing, because an
     orchestrator builds the system prompt when the run starts.
@@ -78,7 +78,7 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[RunEvent]) -
 
 
 def _build_tool_messages(model_ids: dict[str, str], result: ToolResult) -> list[dict[str, Any]]:
-    """Return the tool messages of a result. `model_ids`: ids of the model of calls by our call ids."""
+    """Return the tool messages of a result. `model_ids`: toolcrew's call id -> the id that the model gave the call."""
     return build_tool_messages([(model_ids.get(result.call_id, result.call_id), result)])
 
 
@@ -88,7 +88,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostedRuns:
-    """Hosted runs of every tenant. Any number of processes may have an instance of this class.
+    """Durable runs of every tenant. Any number of processes may have an instance of this class.
 
     Every method raises BrokerUnavailable when Redis does not answer. Every method raises ToolFailure(FILE_NOT_FOUND)
     for a run that does not exist for the tenant. The error does not reveal whether another tenant has a run of this
@@ -118,7 +118,7 @@ class HostedRuns:
 
     @classmethod
     def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "HostedRuns":
-        """Return the hosted runs of a pool. Create one instance per process: all followers of the instance share one
+        """Return the durable runs of a pool. Create one instance per process: all followers of the instance share one
         connection. Close `hub` before the pool.
         """
         return cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
@@ -140,10 +140,10 @@ class HostedRuns:
         """Queue a run. An orchestrator claims the run shortly afterwards.
 
         `idempotency_key`: a second start with the same key and the same request returns the first run and starts
-        nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a claim of
-        this token; the run is never queued (own_run.py). `count`: number of runs, including this one, that the tenant's
-        queue must still be able to take. `environment.session`: an open session for the run. The session stays open
-        after the run, and no other run uses the session at the same time.
+        nothing. `webhook`: receives the end of the run. `token`: if it is set, this process executes the run itself,
+        and claims it with this token; the run is never queued (own_run.py). `count`: number of runs, including this
+        one, that the tenant's queue must still be able to take. `environment.session`: an open session for the run. The
+        session stays open after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
@@ -167,8 +167,8 @@ class HostedRuns:
             await self._check_session(tenant, environment.session)
         text = item.model_dump_json()
         notice = f"\0{webhook.model_dump_json()}" if webhook is not None else ""
-        # The digest covers everything that the client sent: a second start with the same key must be the same
-        # request.
+        # The digest covers everything that the client sent, so that a second request with the same key is accepted only
+        # if it is equal.
         digest = hashlib.sha256(
             f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}{notice}".encode()
         ).hexdigest()
@@ -181,14 +181,14 @@ class HostedRuns:
     async def fork(
         self, tenant: str, run: str, step: int, n: int = 1, *, idempotency_key: str | None = None
     ) -> list[HostedRun]:
-        """Queue `n` runs that share the first `step` steps of a run, and continue from its session as it was then. No
-        shared request to the model and no shared call is repeated or counted again.
+        """Queue `n` runs that share the first `step` steps of a run, and continue from the state of its session after
+        these steps. The shared requests to the model and calls are neither repeated nor counted again.
 
         The run must keep its states (`RunBody.keep_states`); it may still be running. `step` 0: before the first reply.
         `idempotency_key` works as in `start`.
 
-        Raises ToolFailure: INVALID_ARGUMENTS for a step without a state, SESSION_NOT_FOUND for a state that was
-        released or has expired, and as `start` does.
+        Raises ToolFailure: INVALID_ARGUMENTS for a step without a kept state, SESSION_NOT_FOUND for a state that was
+        released or has expired. Also raises the errors of `start`.
         """
         check_count(n)
         record, entries = await self.queue.read_log(tenant, _check_run_id(run), batch=None)
@@ -217,7 +217,7 @@ class HostedRuns:
         ]
 
     async def tree(self, tenant: str, run: HostedRun) -> ForkTree:
-        """Return the run and all its relatives, from the first run on (build_tree)."""
+        """Return the tree of forks that contains the run, from the first run on (build_tree)."""
         return await build_tree(self.queue, tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:

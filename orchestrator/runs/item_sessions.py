@@ -48,8 +48,8 @@ class ItemSessions:
         return Session(self._pool.dispatcher, self._pool.blobs, tenant, _INFO.validate_python(info))
 
     async def close(self, session: Session) -> None:
-        """Close the session. If the sandbox cannot be removed now, the item keeps its outcome and the host is asked
-        again later.
+        """Close the session. If the sandbox cannot be removed now, the outcome of the item does not change, and the
+        host is asked again later.
         """
         try:
             await retry_until_available(session.close)
@@ -95,8 +95,8 @@ class ItemSessions:
             await retry_until_available(lambda: self._pool.dispatcher.forget_sessions(tenant, journal.states))
 
     async def abandon_last(self, tenant: str, journal: Journal) -> None:
-        """Abandon the last session that the log names. If Redis stays unavailable or the tenant was removed, the
-        sandbox expires later.
+        """Order the host to close the last session that the log names, without waiting for it. If Redis stays
+        unavailable or the tenant was removed, the sandbox expires later.
         """
         name = journal.opening or (journal.session.session if journal.session is not None else None)
         if name is not None:

@@ -69,8 +69,8 @@ from store.slots import Priority
 from store.tasks import is_being_cancelled, retry_until_available
 
 LEAST_WALL_S = 1.0
-"""Minimum time for a resumed run after its time limit has passed, in seconds. The run replays its log in this time,
-so its result covers the whole log.
+"""Minimum time, in seconds, that a resumed run gets even if its time limit has passed. The run replays its log in this
+time, so that its result covers the whole log.
 """
 
 
@@ -93,8 +93,8 @@ class ItemWork:
         publisher: RunEventPublisher | None = None,
         on_event: OnEvent = lambda _: None,
     ) -> None:
-        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of hosted runs;
-        None: publish no events. `on_event`: receives every published event, too.
+        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of durable
+        runs; None: publish none. `on_event`: also receives every published event.
         """
         self._publisher, self._on_event = publisher, on_event
         self._pool = pool
@@ -102,7 +102,9 @@ class ItemWork:
         self._models = models
         self._traces = traces
         self.gate, self.slots = RunGate(), RunSlots()
-        """The code that claims runs checks the gate and the slots first."""
+        """The gate makes runs wait while their endpoint is down; the slots limit the runs of this process. The code
+        that claims runs checks both first.
+        """
         self._sessions = ItemSessions(pool, self.slots)
         self._grading = Grading(self._sessions)
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
@@ -205,8 +207,8 @@ class ItemWork:
         return build_outcome(claim, failure, body)
 
     async def _grade(self, claim: RunClaim, journal: Journal, submission: SubmissionTaken) -> ItemOutcome:
-        """Grade an item whose agent has ended, and return its outcome. The failure of a grader hides that of the
-        agent.
+        """Grade an item whose agent has ended, and return its outcome. If agent and grader have failed, the outcome
+        reports the failure of the grader.
         """
         grader = claim.record.item.grader
         assert grader is not None
@@ -376,7 +378,7 @@ class ItemWork:
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
         """Yield the listener for a run's events, and the display of its partial replies; None for no display. Publish
-        the events and partial replies of a hosted run.
+        the events and partial replies of a durable run.
         """
         if claim.record.batch != HOSTED_BATCH or self._publisher is None:
             yield on_event, None
@@ -463,7 +465,7 @@ class ItemWork:
 
 
 class _CopiedOut(TypedDict, total=False):
-    """Fields of a row about artifacts."""
+    """The fields about artifacts in the row of an item."""
 
     artifacts: tuple[str, ...]
     missing: tuple[str, ...]
@@ -486,7 +488,7 @@ def _needs_session(item: BatchItem) -> bool:
 
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
-    """Return the run name of an attempt; None means the current attempt."""
+    """Return the name of the run for an attempt. `attempt` None: the current attempt."""
     return name_attempt(claim.run, attempt or claim.record.attempt)
 
 
@@ -499,7 +501,7 @@ def _prices_of(defaults: BatchDefaults) -> Prices | None:
 
 def _options(limits: RunLimits, defaults: BatchDefaults, prices: Prices | None) -> ReActOptions:
     """Return the run's limits. Values of the item come first, then values of the batch, then the defaults. `prices`:
-    of the model's endpoint. Raises ConfigError: the limits contradict each other.
+    prices of the model's endpoint. Raises ConfigError: the limits contradict each other.
     """
     fields = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
     fields["prices"] = _prices_of(defaults) or prices

@@ -1,4 +1,4 @@
-"""Journal of a run: the link between a running run and its log.
+"""Journal of a run: it writes the events of a running run to the log of the run, and replays the log of a resumed one.
 
 Invariant: an event is in the log before the event takes effect. A process that resumes the run replays the logged
 events. The process asks the model and the pool only for what the log does not contain.
@@ -59,7 +59,8 @@ class Journal:
         self._results = {event.result.call_id: event.result for event in logged if isinstance(event, CallFinished)}
         self.is_resumed = bool(logged)
         """True if the log has entries: this process or an earlier process has already started the run."""
-        # Number of replies that the loop has requested. A number above the count of logged replies means a new reply.
+        # Number of replies that the loop has requested. If it is higher than the number of logged replies, the current
+        # reply is new.
         self._replayed = 0
         self._begun_at: float | None = None
         self._prices: Prices | None = None
@@ -114,7 +115,7 @@ class Journal:
 
     @property
     def session(self) -> SessionOpened | None:
-        """Return the open session of the run; None if no session is open."""
+        """Return the session that the log says is open; None if there is none."""
         last = self._last(SessionOpening, SessionOpened)
         return last if isinstance(last, SessionOpened) else None
 
@@ -137,13 +138,13 @@ class Journal:
         return [event.session for event in self._log.entries if isinstance(event, StateForking)]
 
     def bill(self, session: str | None, prices: Prices | None) -> None:
-        """Charge all later replies of the model to this session at these prices. `session` None: to no session.
-        `prices` None: the cost is unknown and not counted.
+        """Charge all later replies of the model to this session at these prices. `session` None: count them for no
+        session. `prices` None: the cost is unknown and not counted.
         """
         self._log.session, self._prices = session, prices
 
     def begin(self) -> None:
-        """Start to count the working time of the run. The sandbox is ready."""
+        """Start to count the working time of the run. Called when the sandbox is ready."""
         self._begun_at = time.monotonic()
 
     def next_reply(self) -> tuple[Chunk, ...] | None:
@@ -218,7 +219,7 @@ class Journal:
         return archive
 
     async def drop_artifacts(self) -> None:
-        """Delete the archive of the submission, which has its grade."""
+        """Delete the archive of the submission after its grading."""
         await self._log.drop_artifacts()
 
     async def _stop(self) -> NoReturn:
@@ -328,7 +329,8 @@ class LoggedModel:
                 yield chunk
             is_whole = True
         finally:
-            # The client has seen a part of a reply that the log will never contain.
+            # The reply was interrupted, so the log will never contain it, but clients have seen a part of its text.
+            # Withdraw that text.
             if not is_whole:
                 live.withdraw()
 

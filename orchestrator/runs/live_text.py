@@ -10,7 +10,7 @@ from orchestrator.dialects.model import Chunk
 
 
 class LiveText:
-    """Live text of one run.
+    """Publishes the text of one run's replies while they arrive.
 
     This class reads each reply in the dialect of the loop and publishes only text. The loop repeats the text in its
     own events, so text that was already shown is removed from those events.

@@ -1,4 +1,4 @@
-"""Models that runs of this process use. Each endpoint is opened once."""
+"""The models that runs of this process use. Each model is opened once and shared."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -26,8 +26,8 @@ class Models:
         self._opening = asyncio.Lock()
 
     async def get(self, tenant: str, name: str | None) -> ChosenModel:
-        """Return the model that a run of the tenant means by `name`: a configured endpoint, else the model of that name
-        at the endpoint of the environment. None: the default model.
+        """Return the model that a run of the tenant uses for `name`: the configured endpoint of that name, or else the
+        model of that name at the endpoint that the environment variables set. None: the default model.
 
         Raises ConfigError, ModelUnavailable. Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow
         the model.

@@ -44,7 +44,7 @@ _BUSY_CODES = frozenset(
         ErrorCode.SESSION_BUSY,
     }
 )
-"""Codes that do not indicate an error of the item: another attempt may succeed."""
+"""Error codes whose cause is not in the item, so that another attempt may succeed."""
 
 CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST, GRADER_ERROR = (
     "context_window_exceeded",
@@ -83,7 +83,7 @@ def judge_call(result: ToolResult) -> Failure | None:
     if result.success:
         return None
     code = result.error_code or ErrorCode.INTERNAL
-    # The time to start was over before a worker took the call.
+    # Whether the deadline passed before a worker took the call.
     has_not_begun = code is ErrorCode.TIMEOUT and result.sandbox is None and not result.clocks.run_s
     is_ours = code in OPERATOR_CODES or code in _BUSY_CODES or has_not_begun
     kind = FailureKind.INFRASTRUCTURE if is_ours else FailureKind.TOOL
@@ -119,7 +119,7 @@ def judge_error(error: BaseException) -> Failure:
 
 
 def judge_losses(times: int) -> Failure:
-    """Return the failure of an item that has lost its owner `times` times in a row."""
+    """Return the failure of an item whose run was executed by `times` processes in a row that died."""
     message = (
         f"the process that ran the item died or lost its connection to Redis {times} times in a row, and the item made "
         "no progress: check the log and the memory of that process, then retry the item"

@@ -1,7 +1,7 @@
-"""Executes one hosted run in the process that starts it, as `toolcrew run` does.
+"""Executes one durable run in the process that starts it, as `toolcrew run` does.
 
-The run is like any other hosted run: its log is in Redis, and other programs can follow and cancel it. If this process
-dies, an orchestrator of the pool continues the run. The run differs in one point: a person waits for it. Therefore it
+The run is like any other durable run: its log is in Redis, and other programs can follow and cancel it. If this process
+dies, an orchestrator of the pool continues the run. There is one difference: a person waits for the run. Therefore it
 is never queued, and a failure ends the run instead of delaying it.
 """
 
@@ -27,7 +27,7 @@ _DEFAULTS = BatchDefaults(retries=0)
 
 
 class _NoWaiting(RunGate):
-    """Gate that lets every error end its run."""
+    """Replacement of RunGate with which no run waits: every error ends its run."""
 
     def classify(self, error: Exception, own_model: str | None) -> None:
         """Return None: the error ends this run."""

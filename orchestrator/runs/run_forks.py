@@ -1,10 +1,11 @@
-"""Forks of runs: new runs that begin with the first steps of another run's log, in forks of the session as it was then.
+"""Forks of runs: new runs that begin with the first steps of another run's log, each in a session with the state after
+these steps.
 
-Invariant: a fork has its own call ids, session and log from its start. Nothing that it does can reach a call, a result
-or a file of the run that it was forked from, and that run may end, or be forked again, at any time.
+Invariant: a fork has its own call ids, session and log from its start. Nothing that the fork does can reach a call, a
+result or a file of the original run. The original run may end, or be forked again, at any time.
 
-A run with `keep_states` forks its session before each request to the model, and its log names the forks. Nothing calls
-such a session, so it keeps the state: a frozen layer of the disk, without a sandbox.
+A run with `keep_states` forks its session before each request to the model, and its log names the forks. No call runs
+in such a session, so it keeps the state: a disk layer that does not change, without a running sandbox.
 
 The item of a fork names the kept state as the session to fork, and the shared steps of the other run's log. The
 orchestrator that claims the fork copies these entries into the fork's own log, and then resumes the fork like any other
@@ -85,8 +86,8 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
 
     Raises BrokerUnavailable, RunTaken. Raises ConfigError: the other run's log is no longer stored.
     """
-    # The owner copies, not the program that starts the fork: only an owner may append, and the item already names the
-    # entries. A fork that was started is therefore complete, even if its starter dies.
+    # The process that executes the fork copies the entries, because only that process may append to the log. The item
+    # names the entries, so the fork does not depend on the program that started it.
     source = claim.record.item.forked_from
     if source is None or len(run_log.entries) >= source.entries:
         return
@@ -96,8 +97,8 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
         raise _build_expired_error(source) from failure
     names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
     copied = copy_steps(entries, source.step, names[0], claim.run, names[1])
-    # The other run was retried, or its log has expired in part. Fewer steps would be another run than the one that was
-    # asked for.
+    # The original run was retried, or a part of its log has expired. Refuse to fork from fewer steps than the client
+    # has requested.
     if record.attempt != source.attempt or len(copied) != source.entries:
         raise _build_expired_error(source)
     # An earlier owner may have died while it copied.
@@ -113,7 +114,7 @@ def _build_expired_error(source: ForkSource) -> ConfigError:
 
 @dataclass(frozen=True)
 class ForkPlan:
-    """The start of the forks of a run. `state`: the session of the kept state."""
+    """What the forks of a run start from. `state`: the session that keeps the state."""
 
     source: ForkSource
     state: str
@@ -187,11 +188,12 @@ class ForkTree:
 
 
 async def build_tree(queue: RunQueue, tenant: str, run: HostedRun) -> ForkTree:
-    """Return the run and all its relatives, from the first run on. The tree has at most MAX_TREE_RUNS runs. Raises
-    BrokerUnavailable.
+    """Return the tree of forks that contains the run: the first run, its forks, their forks and so on. The tree has at
+    most MAX_TREE_RUNS runs. Raises BrokerUnavailable.
     """
     top = ForkTree(run.id, run=run)
-    # Limits in both directions. The lists of forks are not signed, so a forged one could lead in a circle.
+    # The search is limited upwards and downwards, because the lists of forks are not signed: a forged list could
+    # contain a cycle.
     for _ in range(MAX_TREE_DEPTH):
         if top.run is None or top.run.forked_from is None:
             break

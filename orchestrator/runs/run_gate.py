@@ -1,9 +1,10 @@
 """Makes runs wait while a model endpoint does not answer or a tenant's quota is used up. Waiting does not count as an
 attempt of the item.
 
-While an endpoint answers any run of this process, the endpoint is up, and a failed request is a problem of its run.
-While the endpoint answers no run, one run at a time tries it. If it is the endpoint of the environment, which most runs
-use, no other run starts meanwhile. If it is a configured endpoint, its other runs return to the queue.
+While an endpoint answers any run of this process, the endpoint counts as up, and a failed request counts as a problem
+of its run. While the endpoint answers no run, one run at a time tries it. If it is the endpoint that the environment
+variables set, which most runs use, no other run starts during this time. If it is a configured endpoint, the other runs
+that use it return to the queue.
 """
 
 import math
@@ -35,8 +36,8 @@ MAX_LONE_DEFERRALS = 2
 QUOTA_RETRY_S = 2.0
 """After a quota was reached, one more run may start after each period of this length, in seconds."""
 MAX_UNKNOWN = 1000
-"""Maximum number of remembered models that the endpoint does not know. At the limit, all are forgotten and requested
-again.
+"""Maximum number of cached names of models that the endpoint does not know. At the limit the cache is cleared, and the
+names are tried again.
 """
 
 QUOTA_CODES = frozenset({ErrorCode.QUOTA_EXCEEDED, ErrorCode.RATE_LIMITED})
@@ -68,8 +69,8 @@ _NEVER_DEFERRED = (ContextWindowExceeded, EndpointDown, ModelDenied, ModelInterr
 
 
 class EndpointGate:
-    """Decides which failures of one endpoint make a run wait. `is_configured`: the endpoint is a configured one, not
-    the endpoint that the environment variables set.
+    """Decides which failures of one model endpoint make a run wait. `is_configured`: the endpoint is a configured
+    endpoint, not the one that the environment variables set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_configured: bool = False) -> None:
@@ -94,7 +95,7 @@ class EndpointGate:
 
     @contextmanager
     def request(self, run: str) -> Iterator[None]:
-        """Wrap a request of a run. Raises EndpointDown: the request failed and the run may wait."""
+        """Context manager around a request of a run. Raises EndpointDown: the request failed and the run may wait."""
         requested_at = self._clock()
         try:
             yield
@@ -140,14 +141,16 @@ class EndpointGate:
         return True
 
     def hold(self) -> None:
-        """Raise RunDeferred if the gate's configured endpoint is down and this run may not try it now."""
+        """Raise RunDeferred if this is the gate of a configured endpoint that is down, and this run may not try the
+        endpoint now.
+        """
         if self._is_configured and not self.admit_try():
             raise RunDeferred("the model endpoint does not answer", "endpoint", self._try_at - self._clock())
 
 
 class RunGate(EndpointGate):
-    """Decides how many runs of this process may start now, and which failures make a run wait. This object is also the
-    gate of the environment's endpoint.
+    """Decides how many runs of this process may start now, and which failures make a run wait. It is also the
+    EndpointGate of the endpoint that the environment variables set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -178,7 +181,7 @@ class RunGate(EndpointGate):
             raise ModelDenied(self._unknown[own_model], is_unknown_model=True)
 
     def record_quota_limit(self, running: int) -> None:
-        """Note that `running` runs fit in the quota and that one more run exceeded the quota."""
+        """Record that one more run than `running` runs exceeded the quota."""
         self._quota_limit, self._raise_limit_at = max(0, running), self._clock() + QUOTA_RETRY_S
 
     def admit(self, free: int, running: int) -> int:

@@ -61,8 +61,8 @@ log = get_logger(__name__)
 MAX_CHARS = 8 * 1024
 """Limit of the complete description of skill_tool, in characters. The model reads the description at each step."""
 WINDOW_SHARE = 0.02
-"""Largest share of the model's context window that the description of skill_tool may use, if the size of the window is
-known.
+"""Largest share of the model's context window, 0 to 1, that the description of skill_tool may use if the size of the
+window is known.
 """
 CHARS_A_TOKEN = 4
 """Approximate number of characters of English text in a token."""
@@ -75,7 +75,7 @@ def disclose(
     uses: Mapping[str, int],
     context_tokens: int | None = None,
 ) -> list[ToolSpec]:
-    """Return the specs with the names and descriptions of the skills added to the spec of skill_tool.
+    """Return the specs, with the names and descriptions of skills added to the description of skill_tool.
 
     `uses`: number of uses of each skill. `context_tokens`: the model's context window.
     """
@@ -110,8 +110,8 @@ def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], max_ch
 
 
 def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], remaining_chars: int) -> list[str]:
-    """Return the lines that fit, in the order of the input. The most used skills come first in the choice. A line
-    that is too long does not exclude shorter lines.
+    """Return the lines that fit, in the order of the input. The most used skills are chosen first. A line that is too
+    long does not exclude shorter lines.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
@@ -154,7 +154,7 @@ Published = TypeVar("Published")
 
 
 async def _do_not_wait(_: str) -> None:
-    """Return at once."""
+    """Default of `before_send`: do not wait."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class RunConfig:
     approver: Approver | None = None
     """Approver of the run's calls; None: the client's approver."""
     before_send: Callable[[str], Awaitable[None]] = _do_not_wait
-    """Waits before the call of that id is sent. The run may have released its slot while people decided about the
-    call.
+    """Function that waits, before the call with that id is sent, until the run has its slot again: the run may have
+    released the slot while people decided about the call.
     """
     journal: Journal | None = None
     wrap_model: Callable[[Model], Model] | None = None
@@ -224,7 +224,8 @@ class RunParts:
         counted = chosen_model.model
         if session is not None:
             counted = self._bill(counted, session, options.prices)
-        # The journal counts the replies of a durable run, and the answers to tools are in no journal.
+        # The journal of a durable run counts its replies but not the answers to model requests of tools, so these are
+        # counted here.
         questions = ModelRequests(counted)
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
@@ -273,7 +274,7 @@ class RunParts:
         )
 
     def _bill(self, model: Model, session: Session, prices: Prices | None) -> Model:
-        """Return the model with its requests checked and its replies counted for the tenant of the session."""
+        """Wrap the model: check the tenant's budgets before each request, and count the tokens of each reply."""
 
         async def count(chunks: Iterable[Chunk]) -> None:
             spending = price_reply(chunks, prices)
@@ -375,7 +376,7 @@ class RunParts:
         return with_tenant_rules(self._policy, await self._pool.tenants.policy(tenant), tenant)
 
     def settle(self, session: Session, call: str) -> None:
-        """Note that the result of a call is logged. The pool may now delete its copy of the result."""
+        """Delete the pool's copy of a call's result, because the result is in the log now."""
         self._pool.dispatcher.settle(session.tenant, call)
 
 
@@ -525,7 +526,7 @@ class _Calls:
 
 
 async def _of_workers(reading: Awaitable[Published]) -> Published:
-    """Return what the workers publish.
+    """Return the tools and skills that the workers publish.
 
     The run has a session, so workers were up before. A missing worker is therefore an outage and not a wrong setting.
     """

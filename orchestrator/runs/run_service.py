@@ -139,7 +139,7 @@ class ServiceWork(ItemWork):
         self._users: dict[str, int] = {}
         """Number of runs that use each model, by name. The least recently used name is first."""
         self._sent: dict[tuple[str, str], set[str]] = {}
-        """Ids of running calls by (tenant, run), for runs in a session that existed before the run."""
+        """(tenant, run) -> ids of its running calls, for runs in a session that existed before the run."""
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         """Execute the item as `ItemWork.work` does, and log its start and end."""
@@ -176,13 +176,16 @@ class ServiceWork(ItemWork):
         except ModelDenied as error:
             if model is None:
                 raise
-            # Only the run that names the refused model ends. Runs with other models continue.
+            # The run's line names the model that the server refuses, so only this run ends. Runs with other models
+            # continue.
             await self.abandon(claim, journal)
             return build_outcome(claim, judge_error(error))
 
     @asynccontextmanager
     async def _using(self, model: str | None) -> AsyncIterator[None]:
-        """Wrap a run with a model from its line or batch. Close the least recently used idle models afterwards."""
+        """Context manager around a run that uses the model of its line or batch. Afterwards it closes the least
+        recently used models that no run uses.
+        """
         if model is None:
             yield
             return
@@ -249,7 +252,9 @@ class ServiceWork(ItemWork):
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Listen as `ItemWork._listen` does. Record the running calls of a run in a session that existed before."""
+        """Listen as `ItemWork._listen` does. For a run in a session that existed before the run, also record its
+        running calls.
+        """
         async with super()._listen(claim, on_event) as (listen, live):
             if claim.record.item.environment.session is None:
                 yield listen, live

@@ -33,7 +33,7 @@ class RunSlots:
         self._released: set[RunSlot] = set()
         """Slots that their runs have released."""
         self._in_use: set[RunSlot] = set()
-        """Slots in `_released` that only a returning run may take."""
+        """Slots in `_released` that were only lent: a run that continues may take them, a new run may not."""
         self._returning: deque[RunSlot] = deque()
 
     def configure(self, count: int, runs: Sized) -> None:
@@ -94,7 +94,7 @@ class RunSlots:
             self._grant_returning()
 
     def request(self, slot: "RunSlot") -> None:
-        """Queue a run that wants to continue. The run is queued once for all its calls."""
+        """Queue a run that wants to continue. A run is queued only once, even if several of its calls wait."""
         if slot not in self._returning:
             self._returning.append(slot)
         self._grant_returning()
@@ -160,7 +160,7 @@ class RunSlot:
             self.rest(call)
 
     def rest(self, call: str) -> None:
-        """Note that a call needs no slot until the call uses `wait`."""
+        """Record that a call needs no slot until it calls `wait`."""
         self._at_work.discard(call)
         if self._calls and not self._at_work:
             self._slots.release(self)

@@ -51,17 +51,18 @@ CANCELS_S = 0.5
 DEFAULTS_FRESH_S = 2.0
 """Age up to which the defaults of a batch are used without another read, in seconds."""
 MAX_LOSSES = 5
-"""Number of owners that may die in a row without progress of the run. After that the run fails: the run probably
-kills its owners.
+"""Number of processes that may die in a row while they execute a run that makes no progress. After that the run fails,
+because it probably kills these processes.
 """
 DOUBTFUL_LOSSES = 3
-"""Number of losses after which a run is doubtful. A process executes only one doubtful run at a time. If such a run
-kills its owner, other doubtful runs would count the death as their own loss.
+"""Number of owners (processes that execute the run) that must have died before a run counts as doubtful: it may kill
+the process. A process executes only one doubtful run at a time, because the death of the process counts as a loss for
+each of its runs.
 """
 TRIAL_S = 30.0
-"""Seconds that other doubtful runs wait while a doubtful run executes without progress."""
+"""Seconds that other doubtful runs wait for a doubtful run that executes but makes no progress."""
 STORE_S = 1.0
-"""Seconds that the runs of an ending process have to store their outcomes."""
+"""Seconds in which the runs of a process that ends may still store their outcomes."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Pauses before an item is retried after its first, second, ... infrastructure failure, in seconds. The runner adds a
 random part of up to half the pause, so that not all items return at once.
@@ -92,7 +93,7 @@ class _ActiveRun:
 
     @property
     def is_on_trial(self) -> bool:
-        """Return whether the run may still kill its owner: the run is doubtful and has made no progress in this
+        """Return whether the run is doubtful and has made no progress in this process, so that it may still kill the
         process.
         """
         has_grown = self.journal is not None and self.journal.has_grown
@@ -116,8 +117,8 @@ class Runner:
     """Claims and executes runs in one process.
 
     `concurrency`: run slots of this process. The limit of a batch applies to all processes together. `only`: claim
-    only runs of this tenant and batch. None: hosted runs and all detached batches, limited to `tenants` if `tenants`
-    is not empty. `hosted_defaults`: defaults of hosted runs.
+    only runs of this tenant and batch. None: claim durable runs, and runs of all detached batches (batches that
+    services run), only of `tenants` if that is not empty. `hosted_defaults`: defaults of durable runs.
     """
 
     client: RedisClient
@@ -163,7 +164,8 @@ class Runner:
             try:
                 await asyncio.wait((active.task,))
             except asyncio.CancelledError:
-                # The program has no other process for this run. Returned to the queue, it would run without its user.
+                # Cancel the run and do not return it to the queue, where another process would execute it without its
+                # user.
                 self._end_cancelled(((claim.tenant, claim.run),))
                 raise
 
@@ -219,8 +221,9 @@ class Runner:
             key = (claim.tenant, claim.run)
             earlier = self._active.get(key)
             if earlier is not None:
-                # This process already had the run, but the lease expired while Redis did not answer. The first task
-                # has the old token and cannot log anything. End the first task before the new one starts.
+                # This process already executes the run, but its lease expired while Redis did not answer, and the
+                # process has claimed the run again. The first task has the old token and cannot log anything. End that
+                # task before the new one starts.
                 earlier.is_taken = True
                 await cancel_all((earlier.task,))
             self._begin(claim)
@@ -244,7 +247,7 @@ class Runner:
             log.exception("run_interrupted", run=claim.run)
         finally:
             self.work.drop_spans(claim)
-            # The key may belong to a later claim of the same run.
+            # Remove only this claim: the entry may already belong to a later claim of the same run.
             if self._active.get(key) is active:
                 del self._active[key]
             self._freed.set()
@@ -296,11 +299,12 @@ class Runner:
             await self._defer(claim, reason)
         except ModelDenied as error:
             if self.only is None and error.is_unknown_model and defaults.model is not None:
-                # One batch names an unknown model. Other batches continue.
+                # Only this batch names a model that the endpoint does not know, so other batches continue.
                 await self.work.abandon(claim, active.journal)
                 await self._finish(claim, active, build_outcome(claim, judge_error(error)), defaults)
                 return
-            # The fault is that of this process, such as its API key. Other processes continue the runs.
+            # The cause is in this process, such as a wrong API key, so return its runs to the queue. Other processes
+            # continue them.
             self._denied = error
             await self._give_back(claim, active)
         else:
@@ -474,11 +478,11 @@ class Runner:
             self._end_cancelled(cancelled)
 
     async def _poll_cancels(self) -> None:
-        """Check for cancelled hosted runs often. Clients cancel each hosted run separately and wait for the end."""
+        """Check for cancelled durable runs often. Clients cancel each durable run separately and wait for the end."""
         while True:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
-            # Without a hosted run there is nothing to ask Redis for, twice a second in every idle process.
+            # Without a durable run there is nothing to ask Redis for, twice a second in every idle process.
             if any(one.claim.record.batch == HOSTED_BATCH for one in self._active.values()):
                 with suppress(BrokerUnavailable):
                     self._end_cancelled(await self.queue.cancels())

@@ -17,7 +17,7 @@ log = get_logger(__name__)
 CHECK_INTERVAL_S = 0.5
 MAX_STALL_S = 300.0
 """Seconds after which items no longer wait for a free sandbox, if no session of this process has ended in this time.
-Hosts that suspend idle sessions can still open more.
+The session is then opened without a free sandbox, because hosts can suspend idle sessions.
 """
 
 Kind = tuple[str, str | None]
@@ -44,12 +44,12 @@ class SessionQueue:
 
     @asynccontextmanager
     async def enter(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Wait until a host has free capacity. The block of the context manager then opens one session. Waits while
+        """Context manager that waits until a host has free capacity. Its block then opens one session. Waits while
         Redis does not answer. Raises the other exceptions of `find_capacity`.
         """
         kind = (tenant, image)
-        # The lock keeps the order of arrival. Its owner releases the lock before the session opens, so sessions open
-        # in parallel.
+        # The lock keeps the order of arrival. It is released before the session is opened, so that sessions open in
+        # parallel.
         async with self._queues[kind]:
             began = self._clock()
             while not await self._is_next(kind, began):

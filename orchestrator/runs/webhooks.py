@@ -31,8 +31,8 @@ log = get_logger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 LEASE_S = 120.0
-"""Lease of a notice, in seconds. The lease is longer than one delivery. If the sender dies, the notice is sent again
-after the lease.
+"""Seconds for which a notice belongs to the process that sends it, longer than one delivery takes. If that process
+dies, another one sends the notice after this time.
 """
 AT_ONCE = 16
 PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0, 28_800.0)
@@ -42,7 +42,7 @@ after the end.
 
 
 class WebhookSender:
-    """Sender of a deployment's notices in one process. All senders of the deployment share the notices."""
+    """Sends notices of a deployment from one process. The senders of all processes share the list of notices."""
 
     def __init__(self, queue: RunQueue, dispatcher: Dispatcher) -> None:
         self._queue, self._notices = queue, DueNotices(queue.step)

@@ -189,8 +189,8 @@ class ToolClient:
         )
 
     async def session(self, session: str, *, tenant: str | None = None) -> Session:
-        """Return an open session, no matter which process opened it. The end of a `with` block leaves it open; its
-        `close` closes it.
+        """Return a handle of an open session, no matter which process opened the session. The end of a `with` block
+        leaves the session open; `close` closes it.
 
         Raises ToolFailure(SESSION_NOT_FOUND). The failure is the same for a session that never existed, is closed, or
         belongs to another tenant.
@@ -286,13 +286,13 @@ class ToolClient:
     async def review(
         self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None
     ) -> ToolCall | ToolResult:
-        """Return a call that a model requests, ready to run, or the result that refuses it. `approver` None: the
-        client's approver.
+        """Review a call that a model requests. Return the call to run, or the result that refuses the call. `approver`
+        None: the client's approver.
         """
         return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
-        """Return every tool by name, with its state for the tenant. `tenant` None: the client's tenant."""
+        """Return all tools, sorted by name, with their states for the tenant. `tenant` None: the client's tenant."""
         owner, switches = await self._as_tenant(tenant), await self._switches.switches()
         policy = await self._tenants.policy(owner)
         specs = [spec for spec in (await self._pool.offers.of(owner)).tools if spec.audience == "model"]
@@ -313,8 +313,8 @@ class ToolClient:
         return (await self.offer()).skills
 
     async def offer(self) -> Offer:
-        """Return the tools and skills of the client's tenant, and which of its own skills replace skills of the
-        workers. Raises the same errors as `skills`.
+        """Return the tools and skills of the client's tenant, and which of the tenant's own skills replace skills of
+        the workers. Raises the same errors as `skills`.
         """
         return await self._pool.offers.of(await self._as_tenant(None))
 
@@ -359,8 +359,9 @@ class ToolClient:
         return find_state(spec, switches_after, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
-        """Enable a tool for all tenants, or for one tenant. The tool stays disabled while the other switch is off.
-        Return None when no worker serves the tool now. Raises the same errors as `disable`.
+        """Enable a tool for all tenants, or for one tenant. A tool that was also disabled for all tenants, or for the
+        tenant alone, stays disabled there. Return None when no worker serves the tool now. Raises the same errors as
+        `disable`.
         """
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)

@@ -66,8 +66,8 @@ class ClientRuns:
         return await self._own.execute(await self._tenant(), body, session.id, on_event)
 
     async def fork(self, run: str, *, step: int, n: int = 1, idempotency_key: str | None = None) -> list[HostedRun]:
-        """Queue `n` runs that share the first `step` steps of a run with `keep_states`, and continue from its session
-        as it was then (HostedRuns.fork).
+        """Queue `n` runs that share the first `step` steps of a run with `keep_states`, and continue from the state of
+        its session after these steps (HostedRuns.fork).
         """
         return await self._hosted.fork(await self._tenant(), run, step, n, idempotency_key=idempotency_key)
 

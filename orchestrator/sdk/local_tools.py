@@ -68,8 +68,8 @@ class LocalContext:
 
 
 class RegistryCatalog:
-    """Presents a registry as the dispatcher's catalog. Every call reads it again, so a new tool can be called
-    immediately.
+    """Adapter that offers the tools of a ToolRegistry to the dispatcher. Every call reads the registry, so a new tool
+    can be called immediately.
     """
 
     def __init__(self, registry: ToolRegistry[CallHandler]) -> None:
@@ -89,11 +89,11 @@ class LocalTools:
     """Tools of a program. One instance may serve many runs at once; `for_run` gives a run or session its own model and
     state.
 
-    `tools`: everything that `as_tool` accepts, or a registry, whose later changes count. `timeout_s`: the limit of
-    tools without their own limit. Tools marked requires_permission or dangerous need an approval; without an `approver`
-    they are refused. `model`: the model to which tools may send requests. Each call gets its own BudgetedModel around a
-    plain Model, which limits its tokens. Functions run with the rights of the program: give a model only functions that
-    it may use.
+    `tools`: values that `as_tool` accepts, or a registry; later changes of the registry take effect. `timeout_s`: the
+    limit of tools without their own limit. Tools marked requires_permission or dangerous need an approval; without an
+    `approver` they are refused. `model`: the model to which tools may send requests. If it is a plain Model, each call
+    gets it wrapped in a BudgetedModel, which limits the tokens of the call. Functions run with the rights of the
+    program: give a model only functions that it may use.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LocalTools:
         state: SessionState | None = None,
         timeout_s: float | None = None,
     ) -> "BoundTools":
-        """Return the same tools for one run, whose calls see this model and this state.
+        """Return the same tools for one run. Calls of the run use this model and this state.
 
         `state` None: the session's state, which lives until `forget_session`; a run without a session gets a new
         state. `timeout_s` None: the limit of these tools. Raises ValueError for an id that no call can have.
@@ -219,7 +219,7 @@ class LocalTools:
         return BoundTools(self, self._create_dispatcher(local), local)
 
     def state_of(self, session: str) -> SessionState:
-        """Return the state of a session of any name."""
+        """Return the state of a session. The session id may be any text."""
         return self._states.setdefault(session, MemoryState())
 
     def forget_session(self, session: str) -> None:

@@ -37,7 +37,7 @@ def tool_schema(tool: Tool[Any]) -> dict[str, Any]:
 
 
 class ModelGateway:
-    """Wraps a model so that its method `chat` can be the loop's `chat`."""
+    """Wraps a model. The method `chat` can be used as the parameter `chat` of `run_tool_loop`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -34,7 +34,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 INTERRUPTIONS = 2
-"""Limit of repeated requests after an interrupted reply. No caller has seen a part of such a reply."""
+"""Limit of repeated requests after an interrupted reply. Repeating is safe, because no caller has seen a part of that
+reply.
+"""
 
 
 @dataclass(frozen=True)

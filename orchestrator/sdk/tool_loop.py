@@ -38,8 +38,8 @@ __all__ = [
 
 
 Chat = Callable[[list[Message]], Any]
-"""Gateway to a model, a plain or an async function. It takes messages and returns the raw content of the reply, as a
-string or as a message with `content`.
+"""Function that asks a model, plain or async. It takes messages and returns the raw content of the reply, as a string
+or as a message with `content`.
 """
 
 
@@ -161,7 +161,9 @@ async def run_tool_loop(
 
 
 def _bind_session(registry: LocalTools, session_id: str) -> BoundTools:
-    """Return the tools for a session. Its id may be any text, but only a valid identifier travels with a call."""
+    """Return the tools for a session. The session id may be any text, but a call is sent only with a valid
+    identifier.
+    """
     return registry.for_run(
         session=session_id if FITTING_ID.fullmatch(session_id) else None, state=registry.state_of(session_id)
     )

@@ -16,7 +16,7 @@ _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u20
 
 
 def format_count(count: int) -> str:
-    """Return the whole number up to 99,999. Larger numbers have three digits and a letter."""
+    """Return a number up to 99,999 in full, and a larger one with three digits and a letter."""
     if count < 100_000:
         return f"{count:,}"
     size, suffix = next((size, suffix) for size, suffix in _STEPS if count >= size)

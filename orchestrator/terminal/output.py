@@ -212,7 +212,9 @@ def format_clocks(clocks: Clocks) -> str:
 
 
 def format_times(result: ToolResult) -> str:
-    """Return the clocks of a call. For a lost call, only the time until the detection of the loss is known."""
+    """Return a text with the durations of a call. For a lost call, only the time until the detection of the loss is
+    known.
+    """
     if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
         return f"lost, noticed after {result.clocks.total_s:.1f} s"
     return format_clocks(result.clocks)

@@ -47,7 +47,9 @@ def _facts(trace: Trace) -> list[tuple[str, Any]]:
 
 
 def _place(trace: Trace, begin: RunEvent, end: RunEvent | None) -> str:
-    """Return the position of a bar for the time between two events. The full width is the time of the run."""
+    """Return where a bar for the time between two events begins and ends. The full width of the page is the time of the
+    run.
+    """
     first = trace.attempt[0].at
     total_s = max(1e-6, trace.attempt[-1].at - first)
     offset = min(100.0, max(0.0, (begin.at - first) / total_s * 100))

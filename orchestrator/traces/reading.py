@@ -37,7 +37,7 @@ from orchestrator.traces.steps import RunCall, RunSteps, call_id_of
 
 _HALF_PAIR = b"\\ud"
 _ITEM_RUN = re.compile(r"[0-9a-f]{24}")
-"""Form of the run ids of items. Other runs can have any name."""
+"""Pattern of the run ids of batch items. Other runs can have any id."""
 _ATTEMPT = re.compile(r"[0-9a-f]{24}-([1-9][0-9]{0,7})")
 
 
@@ -72,14 +72,14 @@ class Trace:
         steps = RunSteps(self.attempt).steps.values()
         self.steps = [step for step in steps if step.request or step.reply or step.calls]
         calls = {call.call_id: call for call in self.calls}
-        # A resumed run takes approvals and calls from its log and does not repeat their events. Earlier attempts have
-        # these events.
+        # A resumed run takes approvals and calls from its log without new events for them, so their events are in the
+        # earlier part of the file.
         for event in self.events[: starts[-1]] if starts else ():
             if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and call_id_of(event) in calls:
                 calls[call_id_of(event)].add(event)
         requests = [event for event in self.attempt if isinstance(event, ModelAsked) and event.new_tools is not None]
         self.tools = requests[-1].new_tools or [] if requests else []
-        # Calls of the program's own functions are never sent.
+        # If no call was sent, the tools are functions of the program itself, which run without CallSent events.
         self._sends = any(isinstance(event, CallSent) for event in self.events)
 
     @property
@@ -101,7 +101,9 @@ class Trace:
 
     @property
     def clocks(self) -> Clocks:
-        """Return the clocks of the run. If the run did not finish, return the sum of the calls' clocks."""
+        """Return the durations of the phases of the run's calls. If the run did not finish, return the sum over the
+        calls.
+        """
         if self.finished is not None:
             return self.finished.clocks
         return sum((call.result.clocks for call in self.calls if call.result), Clocks())

@@ -32,14 +32,14 @@ log = get_logger(__name__)
 
 VERSION = 2
 TAIL_BYTES = 32 * 1024 * 1024
-"""Number of bytes at the end of a file that are searched for the last complete line. A line with long messages has
-megabytes.
+"""Number of bytes at the end of a file in which the last complete line is searched. It is large because a line with
+long messages has megabytes.
 """
 MAX_DEPTH = 200
 """Maximum nesting depth. A note replaces a value that is nested deeper."""
 PIECES = TextArrived, TextWithdrawn, OutputArrived
-"""Events that are not in a trace. A part of a secret cannot be masked, and the reply or the result has the whole
-text.
+"""Classes of the events with pieces of text, which traces omit: a secret that is split over two pieces could not be
+masked. The reply or the result contains the whole text.
 """
 IDENTIFIERS = frozenset({"type", "run", "session", "id", "call_id", "digest", "error_code", "method"})
 """Fields with values that toolcrew itself creates. These values are not masked."""

@@ -79,7 +79,8 @@ class RunCall:
         """Return how long the call took, in seconds; None if the call did not start or end."""
         if self.started is None or self.finished is None:
             return None
-        # A resumed run has the logged result at once. The clocks of the result contain the real time.
+        # In a resumed run the logged result arrives at once, so the time between the events is too short. The durations
+        # in the result are the real ones.
         return max(self.finished.result.clocks.total_s, self.finished.at - self.started.at)
 
     @property
@@ -150,7 +151,7 @@ class RunStep:
 
 
 class RunSteps:
-    """Steps of a run so far, by their ids."""
+    """The steps of a run so far, by their ids."""
 
     def __init__(self, events: Iterable[RunEvent] = ()) -> None:
         self.steps: dict[str, RunStep] = {}
@@ -205,7 +206,7 @@ class RunSteps:
     @staticmethod
     def _add_to_call(step: RunStep, event: _OF_CALLS, is_cut: bool) -> None:
         call_id = call_id_of(event)
-        # The start of the call may be missing. A decision or output alone says nothing.
+        # Add the call if its start is missing. An event about a decision or output alone is not enough.
         if call_id not in step.calls and not isinstance(event, ApprovalDecided | OutputArrived):
             step.calls[call_id] = RunCall(call_id)
         if (call := step.calls.get(call_id)) is not None:

@@ -20,7 +20,9 @@ STORE_SETTING, STATE_SETTING = "TOOLCREW_WORKSPACE_STORE", "TOOLCREW_SANDBOXD_ST
 CHECK_EVERY_BYTES = 16 * 1024 * 1024
 """Number of bytes that are written between two checks of the free disk space."""
 _LAYOUT = 1
-"""Version of the storage format: the names of files in an archive, and the fields of the facts."""
+"""Version of the storage format: the names of the stored files, and the fields of the facts (size and hash) of an
+archive.
+"""
 ANSWER_S = 60.0
 """Time limit of one operation (a read, a write or a list), in seconds."""
 _AT_ONCE = 16
@@ -77,7 +79,7 @@ class ArchiveStore(Protocol):
         """Return the size of a file that another program has put into the store. `path`: the result of
         `parse_location`.
 
-        Raises NotStored: there is no such file, or a link leads out of the first folder of the path.
+        Raises NotStored: there is no such file, or a symbolic link leads out of the first folder of the path.
         """
         ...
 
@@ -148,7 +150,7 @@ def write_all(file: Any, data: bytes) -> None:
 
 
 def encode_facts(facts: StoredFacts) -> bytes:
-    """Return the bytes that store the facts of an archive."""
+    """Return the bytes that store the facts (size and hash) of an archive."""
     return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 

@@ -8,7 +8,7 @@ from store.archives.fsspec_store import FsspecStore
 
 
 def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> ArchiveStore:
-    """Open the store of a URL or of a folder; None: of a folder below `state`. `free_bytes`: the space to leave on a
+    """Open the store at a URL or in a folder; None: in a folder below `state`. `free_bytes`: the space to leave on a
     folder's disk.
 
     Raises ConfigError: fsspec is missing, or the package for the protocol of the URL.
@@ -32,8 +32,8 @@ def open_own_store(folder: Path, free_bytes: int = 0) -> FolderStore:
 
 
 def open_client_store(setting: str) -> ArchiveStore:
-    """Open the store for a process other than sandboxd. Such a process has no disk space for whole archives. Raises
-    ConfigError: a package is missing.
+    """Open the store for a process other than sandboxd. The store then sends data on at once, because such a process
+    has no disk space for whole archives. Raises ConfigError: a package is missing.
     """
     return FsspecStore(setting, None) if _is_remote(setting) else FolderStore(_folder(setting))
 

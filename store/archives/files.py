@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 KEEP_S = 30 * 86_400.0
-"""Lifetime of uploads and artifacts, in seconds. Records of batches have the same lifetime."""
+"""Lifetime of uploads and artifacts, in seconds, the same as that of the records of batches."""
 MAX_WORKSPACE_BYTES = 2 * 1024**3
-"""Limit of one upload, of one workspace from the store, and of the artifacts of one item, in bytes. For unpacked
-files, the workspace of the sandbox has its own limit (TOOLCREW_SANDBOX_WORKSPACE_BYTES).
+"""Limit of one upload, of one workspace from the store, and of the artifacts of one item, in bytes. The unpacked files
+have another limit, that of the workspace in the sandbox (TOOLCREW_SANDBOX_WORKSPACE_BYTES).
 """
 SHARED = "@shared"
 """The folder of the store from which every tenant may read. No tenant can have this name."""
@@ -42,8 +42,8 @@ def is_location(text: str) -> bool:
 
 
 def is_stored(text: str) -> bool:
-    """Return whether a workspace is in the store: the id of a file or a location. Otherwise the workspace is a path of
-    a machine.
+    """Return whether the name of a workspace means a file in the store: the id of a file, or a URL of the store. Any
+    other name is a path on a machine.
     """
     return is_file_id(text) or is_location(text)
 
@@ -55,15 +55,16 @@ def file_created_at(file: str) -> float | None:
 
 
 def store_root(setting: str) -> str:
-    """Return the URL with which all locations in the store begin."""
+    """Return the URL that all URLs of files in the store begin with."""
     return setting.rstrip("/") if "://" in setting else f"file://{Path(setting).absolute()}"
 
 
 def parse_location(location: str, setting: str | None, tenant: str) -> str:
-    """Return the path of a location below the root of the store. A tenant may name its own folder and SHARED.
+    """Return the path, below the root of the store, of a URL of the store. A tenant may name files in its own folder
+    and in SHARED.
 
-    Raises ValueError with a sentence for the user: any other location. Parts such as `..` are refused, because they
-    could lead into the folder of another tenant.
+    Raises ValueError with a sentence for the user: any other URL. Parts such as `..` are refused, because they could
+    lead into the folder of another tenant.
     """
     if setting is None:
         raise ValueError(NO_STORE)
@@ -86,7 +87,7 @@ class TenantStore:
     tenant: str
 
     def explain_refusal(self, workspace: str) -> str | None:
-        """Return the reason why a workspace of the store cannot be used; None if its name is valid."""
+        """Return the reason why a workspace in the store cannot be used; None if the name of the workspace is valid."""
         if is_location(workspace):
             try:
                 parse_location(workspace, self.setting, self.tenant)

@@ -1,6 +1,7 @@
 """Archives as files in a folder of this host, or in a folder that several hosts mount.
 
-Invariant: an archive without facts does not exist for readers. The facts are written last, and deleted first.
+Invariant: an archive without its facts (a file with size and hash) does not exist for readers. The facts are written
+last, and deleted first.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ T = TypeVar("T")
 
 class FolderStore:
     """A store in a folder. An archive is `<tenant>/<id>.tar` and `<tenant>/<id>.json`; the `.json` is written last.
-    Folders have mode 0700 and files 0600. If the group may write to the folder, the group may also use the archives,
-    because several processes share the folder. `put` returns after everything is on the disk.
+    Folders have mode 0700 and files 0600. If the store's folder is writable by its group, the archives are too, because
+    several processes then share the store. `put` returns after everything is on the disk.
 
     `free_bytes`: no archive is stored if less space would remain on the disk. `setting`: the operator's setting that
     names the folder.
@@ -90,8 +91,8 @@ class FolderStore:
         return await self._do(f"the folder {self._folder} cannot be listed", lambda: list(self._find(prefix)))
 
     def sweep(self, older_than_s: float = _FORGOTTEN_S) -> None:
-        """Delete unfinished archives that are older than `older_than_s`. 0: only for a folder to which no other
-        process writes.
+        """Delete unfinished archives that are older than `older_than_s` seconds. Use 0 only if no other process writes
+        to the folder.
         """
         without_facts = (path for path in self._folder.glob(f"*/*{_DATA}") if not path.with_suffix(_FACTS).exists())
         for path in [*self._folder.glob(f"*/.*{_PART}"), *without_facts]:

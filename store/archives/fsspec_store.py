@@ -1,7 +1,8 @@
 """Archives in any storage that fsspec supports: object stores and remote file systems. Only this module imports
 fsspec.
 
-Invariant: an archive without facts does not exist for readers. The facts are written last.
+Invariant: an archive without its facts (a file with size and hash) does not exist for readers. The facts are written
+last.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 _READ_BYTES = 1024 * 1024
 _PART_BYTES = 8 * 1024 * 1024
-"""Size of the parts of a file that is sent without a spool, in bytes."""
+"""Size of the parts, in bytes, in which an archive is sent without first being collected in a local folder."""
 _DATA, _FACTS = ".tar", ".json"
 _SPOOLED = "archive-"
 _SEND_S = 480.0
@@ -49,7 +50,7 @@ class FsspecStore:
     """A store behind fsspec. An archive is `<url>/<tenant>/<id>.tar` and `<id>.json`; the `.json` is written last. The
     store first collects an archive in `spool`, a folder of this process alone, and then sends it. `free_bytes`: no
     archive is collected if less space would remain on the disk of the spool. Without a `spool`, each chunk is sent at
-    once; the source must then be able to wait.
+    once, so the source of the chunks must be able to wait for the network.
 
     Raises ConfigError: fsspec is not installed, or the package for the protocol of the URL.
     """
@@ -148,7 +149,7 @@ class FsspecStore:
         """Delete the sent part of an incomplete archive."""
         with contextlib.suppress(Exception):
             file.discard()
-            # Otherwise the garbage collector would complete the file.
+            # Mark the file as closed. Otherwise the garbage collector would close it and thereby complete the upload.
             file.closed = True
         self._delete(name)
 
@@ -177,14 +178,14 @@ class FsspecStore:
         return tally.facts()
 
     def _send(self, name: str, local: Path, facts: StoredFacts, is_void: threading.Event) -> None:
-        """Send an archive. `is_void`: the caller no longer waits, so the archive must not become visible."""
+        """Send an archive. `is_void`: set when the caller no longer waits; the archive must then not become visible."""
         self._prepare(name)
         try:
             self._fs.put_file(str(local), self._path(name, _DATA))
             if is_void.is_set():
                 raise TimeoutError("the file was not sent in time")
             self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
-        except Exception:  # any error of the store's package; without facts, the data would never be found and deleted
+        except Exception:  # any error of the package; data without facts would never be found and deleted
             with contextlib.suppress(Exception):
                 self._delete(name)
             raise

@@ -30,7 +30,8 @@ PAGE = 20
 MAX_CHARS = 32_000
 """Limit of the characters of all arguments on a page with several questions.
 
-A question with longer arguments has a page of its own. The page examines and marks every character, which takes time.
+The limit exists because a page examines and marks every character, which takes time. A question with longer arguments
+has a page of its own.
 """
 
 
@@ -38,7 +39,7 @@ A question with longer arguments has a page of its own. The page examines and ma
 class ShownArgument:
     """Argument of a call, with its complete text.
 
-    `unseen`: number of invisible characters. `alike`: number of characters that imitate other characters.
+    `unseen`: number of invisible characters. `alike`: number of characters that look like other characters.
     """
 
     name: str
@@ -136,7 +137,7 @@ async def decide(
 
 
 def _select_fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
-    """Yield each question, with whether the page has room for its arguments."""
+    """Yield pairs of a question and whether the page has room for its arguments."""
     remaining = MAX_CHARS
     for question in questions:
         length = len(json.dumps(question.question.call.arguments, ensure_ascii=False))
@@ -159,8 +160,8 @@ def _may_decide(person: Person) -> bool:
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments. Raises ApiProblem for text that is not one JSON object, also for a repeated name: a person
-    and a tool could read different arguments.
+    """Parse the arguments. Raises ApiProblem for text that is not one JSON object, and for a repeated name: a person
+    could read one of its values and the tool another.
     """
     try:
         return parse_object(text, MAX_VALUES)

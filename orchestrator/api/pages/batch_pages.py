@@ -22,7 +22,7 @@ from store.run_records import RunRecord
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _ONE_REPORT = asyncio.Lock()
-"""Allows one report at a time. The report of a large batch takes some seconds and tens of MB."""
+"""Limits the process to one report at a time, because the report of a large batch takes some seconds and tens of MB."""
 MOST = 200
 MAX_TENANTS = 50
 """Limit of tenants on one page of batches. With more tenants, the person selects one."""

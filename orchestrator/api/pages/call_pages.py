@@ -55,7 +55,7 @@ async def kill_call(call: CallId, person: FormSender) -> Response:
 @router.get("/calls/{call}")
 async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     """Show what every process recorded about a call. `call`: the id of the call or of its Celery task."""
-    # Operators can find a call without knowing its tenant.
+    # Operators can find a call without knowing its tenant: None searches all tenants.
     tenant = of or person.tenant
     try:
         async with person.app_state.call_searches.enter(person.login.identity.key_id):

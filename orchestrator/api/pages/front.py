@@ -62,8 +62,8 @@ async def log_in(
     except ToolFailure as error:
         if error.code is not ErrorCode.UNAUTHENTICATED:
             raise
-        # Only failed logins count by address. Behind a proxy all clients share one address, and a valid key must work
-        # even when other clients try many keys.
+        # Only failed logins count towards the rate limit of an address. Behind a proxy all clients share one address,
+        # and a valid key must work even when other clients try many keys.
         app_state.rates.take(f"login {request.client.host if request.client else ''}")
         problem = "This key is not valid. Check that you copied the complete key, or ask an operator for a new one."
         return render("login.html", None, status=401, title="Log in", page="", problem=problem, next=_local(next))

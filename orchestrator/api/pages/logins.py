@@ -1,4 +1,6 @@
-"""Logins of the pages: the token in the cookie of a request represents the API key of the login."""
+"""Logins of the pages. The cookie of a request contains a token, and the token leads to the API key that the person has
+logged in with.
+"""
 
 import hmac
 from dataclasses import dataclass

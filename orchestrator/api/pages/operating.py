@@ -232,7 +232,7 @@ async def audit(person: PageViewer, cursor: str = "", action: str = "") -> Respo
 
 
 def back(*path: str, **query: str | None) -> Response:
-    """Redirect to the page that shows the change. Reloading that page does not repeat the change."""
+    """Redirect from a form to the page that shows the change, so that reloading the page does not repeat the change."""
     return RedirectResponse(address(*path, **query), status_code=303)
 
 

@@ -33,7 +33,8 @@ TenantName = Annotated[str, Query(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
 class Person:
     """A person who is logged in.
 
-    `tenant`: the tenant that the page shows; None: all tenants. `owner`: the tenant that owns the object of the page.
+    `tenant`: the tenant that the page shows; None: all tenants. `owner`: the tenant that owns the run, call or other
+    object on the page.
     """
 
     app_state: ApiState
@@ -60,7 +61,7 @@ class Person:
 
     @property
     def streams(self) -> Streams:
-        """Return the event streams that the key has open in this process."""
+        """Return the counter of the event streams that the key has open in this process."""
         return self.app_state.streams.of(self.login.identity.key_id)
 
     async def viewer(self) -> Viewer:

@@ -21,7 +21,9 @@ from orchestrator.terminal.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
 _AGES = ((1, "s", 60), (60, "min", 3600), (3600, "h", 172_800), (86_400, "d", float("inf")))
-"""Units of ages: the seconds of a unit, its name, and the age in seconds below which the unit is used."""
+"""Units in which an age is shown: seconds in the unit, name of the unit, and the age in seconds below which the unit is
+used.
+"""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -114,7 +116,8 @@ def static_address(name: str) -> str:
 class _Addresses:
     """Function `url(path part, ..., name=value)` of templates: an address that keeps the selected tenant.
 
-    Values that are None or "" are left out. For viewers with only one tenant, `tenant` and `of` are left out too.
+    Values that are None or "" are left out. For viewers with only one tenant, the parameters `tenant` and `of` (the
+    owner of the shown object) are left out too.
     """
 
     def __init__(self, viewer: Viewer | None) -> None:

@@ -44,7 +44,8 @@ class PageRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 if request.method == "POST" and request.url.path != LOGIN_PATH:
-                    # Set before the form is read, because the form occupies memory of its owner's share.
+                    # Set the owner before the form is read, because the memory of the form counts for the limit of its
+                    # owner.
                     request.scope[BODY_OWNER] = name_body_owner(
                         (await find_login(request, get_app_state(request))).identity
                     )

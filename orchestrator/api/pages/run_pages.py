@@ -187,7 +187,7 @@ async def _parts(
 async def _read_so_far(person: Person, run: str, progress: RunProgress, until: str | None = None) -> str:
     """Add the stored events to the progress, and return the id of the last event.
 
-    Changes up to the event `until` count as known to the page.
+    Changes up to the event `until` are not reported as changes, because the page shows them already.
     """
     last = START
     async for id_, text in _get_hosted_runs(person).stored_events(person.owner, run):

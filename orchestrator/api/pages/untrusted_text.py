@@ -46,7 +46,7 @@ def reveal(text: str) -> Markup:
 def reveal_exactly(text: str) -> Markup:
     """Return escaped text for a person who decides about a call from this text.
 
-    In addition to `reveal`, line ends, tabs, spaces at line ends, and characters that imitate others are marked.
+    Marks what `reveal` marks, and also line ends, tabs, spaces at line ends, and characters that imitate others.
     """
     return Markup("".join(_exact_line(line) for line in re.findall(r"[^\n]*\n|[^\n]+", text)))
 
@@ -126,7 +126,7 @@ def _is_latin(character: str) -> bool:
 
 
 def _marked(match: re.Match[str]) -> str:
-    """Return the markup of adjacent odd characters.
+    """Return HTML that marks adjacent suspicious characters.
 
     Adjacent characters share one element, so that a page full of such characters does not become slow.
     """
