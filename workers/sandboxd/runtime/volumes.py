@@ -97,7 +97,7 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
                 if _read_guest(api, filled) == expected:
                     return
             with contextlib.suppress(docker.errors.NotFound):
-                api.remove_volume(volume)  # left by an interrupted fill; the engine refuses while a sandbox uses it
+                api.remove_volume(volume)  # left by an interrupted fill; refused while a sandbox uses the volume
     raise SandboxUnavailable(
         f"the volume {volume} does not accept the content of {GUEST_FOLDER} in {image}: check the engine's disk"
     )
