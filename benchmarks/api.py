@@ -100,7 +100,9 @@ async def _run(rounds: int) -> Report:
 
 
 async def _added_ms(api: "_Api", session: Session, call: Callable[[], Awaitable[object]]) -> float:
-    """Return the CPU time that a call costs the service, minus the CPU time that the SDK costs in this process."""
+    """Return the CPU time of a call in the service, minus the CPU time of the same call with the SDK in this
+    process.
+    """
     began = time.process_time()
     for _ in range(CALLS):
         await whole_call(session)
@@ -126,7 +128,7 @@ class _Api:
 
 
 class _Line:
-    """Persistent connection with one request at a time."""
+    """A persistent HTTP connection, with one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
         self._reader, self._writer = reader, writer

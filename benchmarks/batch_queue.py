@@ -167,8 +167,8 @@ async def _measure_queue(client: "redis.asyncio.Redis", queue: RunQueue, batch: 
 
 
 class _PlayedWork:
-    """Test double that completes items immediately. Each item writes its steps to its log and publishes them. No item
-    starts after the first RUNS items.
+    """Test double of the work on a batch, which completes items immediately. Each item writes its steps to its log and
+    publishes them. Only the first RUNS items start.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ _LARGE = "".join(f"{number:08d} " + "x" * 42 + "\n" for number in range(1, 200_0
 _SMALL = _LARGE[:80_000]
 _FILES = {"large.txt": _LARGE, "small.txt": _SMALL}
 _MARKS = ("00001000 x", "00001000 y")
-# Least work that changes a byte of a file and never leaves a partial file. The program measures its own time, so the
-# start of the interpreter is not included.
+# Baseline program: the least work that changes a byte of a file and never leaves a partial file. The program measures
+# its own time, so the start of the interpreter is not included.
 _FLOOR = """
 import os, sys, time
 name = sys.argv[1]

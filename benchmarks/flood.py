@@ -1,4 +1,4 @@
-"""Measure ten calls of 10 ms behind 2,000 calls of another tenant, through the whole path.
+"""Measure how long ten calls of 10 ms wait behind 2,000 calls of another tenant, through the whole path.
 
 The path has two orchestrators, a real Redis server and Celery workers on prefork.
 """

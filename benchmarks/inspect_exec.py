@@ -93,7 +93,7 @@ async def _has_compose(report: Report) -> bool:
 
 
 async def _ask_nothing() -> None:
-    """Do nothing. This function replaces a check of prerequisites that does not affect the measurement."""
+    """Do nothing. This function replaces the provider's check of versions, which does not affect the measurement."""
 
 
 @contextlib.asynccontextmanager

@@ -49,7 +49,7 @@ _SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
 
 @dataclass
 class Traces:
-    """Resources that observed containers can leave on a host: their ids, and the mount points that the engine made
+    """Traces of observed containers that could be left on a host: container ids, and mount points that the engine made
     for them.
     """
 
@@ -117,7 +117,7 @@ class Rounds:
 
     def play(self, numbers: Sequence[int], at_once: int = AT_ONCE) -> None:
         """Run one round per number, and use each way of ending in turn. Re-raises the error of a round, for example
-        when the reported end is wrong.
+        when sandboxd reports the wrong reason for the end of a sandbox.
         """
         with ThreadPoolExecutor(at_once) as pool:
             for way in pool.map(self._play, numbers):

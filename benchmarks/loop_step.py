@@ -1,4 +1,4 @@
-"""Measure the time that the loop adds to a step, without the model and the tool."""
+"""Measure the time that the agent loop adds to a step, without the time of the model and the tool."""
 
 import asyncio
 import logging

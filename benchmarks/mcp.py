@@ -74,7 +74,7 @@ async def _run(rounds: int) -> Report:
 
 
 class _Line:
-    """Persistent connection with one request at a time."""
+    """A persistent HTTP connection, with one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> None:
         self._reader, self._writer = reader, writer

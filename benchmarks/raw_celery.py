@@ -1,6 +1,6 @@
 """Baseline of every call through Celery: a worker like a toolcrew worker, with one task that does nothing.
 
-The module also starts a toolcrew worker whose tools do equally little.
+The module also starts a toolcrew worker whose tools do as little.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Measure what a secret adds to the time of a request through the egress proxy. With a secret the proxy ends TLS and
-fills in the secret; without one it is a plain tunnel. Both use kept connections.
+"""Measure what a secret adds to the time of a request through the egress proxy. With a secret the proxy decrypts TLS
+and inserts the secret; without one it only forwards bytes. Both use persistent connections.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % ANSWER_BYTES + b"x"
 
 @contextlib.contextmanager
 def _tls_server(context: ssl.SSLContext) -> Iterator[int]:
-    """Serve the same answer to every request on kept connections; yield the port."""
+    """Serve the same answer to every request on persistent connections; yield the port."""
 
     def serve(raw: socket.socket) -> None:
         with contextlib.suppress(OSError), context.wrap_socket(raw, server_side=True) as connection:

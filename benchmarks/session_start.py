@@ -23,7 +23,7 @@ from workers.sandbox_client import SandboxClient
 ROUNDS = size(25, 1)
 WARM_UP = size(2, 1)
 SETTLE_S = 0.3
-"""Pause after a removal, in seconds. The engine still cleans up, and the next start must not pay for that work."""
+"""Pause after a removal, in seconds. The engine still cleans up, which must not slow the next start down."""
 POOL = 2
 KINDS = ("tmpfs", "image")
 

@@ -68,7 +68,7 @@ class Simulation:
 
 
 def run() -> Report:
-    # The simulation stops hosts on purpose.
+    # The simulation stops hosts on purpose, so suppress the log.
     logging.getLogger("orchestrator").setLevel(logging.ERROR)
     report = Report("simulator")
     began, worked = time.perf_counter(), time.process_time()
@@ -191,7 +191,7 @@ async def _at_work(simulation: Simulation, sessions: Sequence[Session], pace: Pa
 
 
 async def _share_hosts(simulation: Simulation, sessions: Sequence[Session], report: Report) -> None:
-    """Run some hosts long enough for each of their tenants to get many turns, and report the shares."""
+    """Run some hosts until each of their tenants has had many turns for a slot, and report the shares."""
     hosts = {host.queue for host in simulation.chance.sample(simulation.world.hosts, SHARED_HOSTS)}
     at_work = [session for session in sessions if simulation.results.lived[session.name] in hosts]
     async with _at_work(simulation, at_work, SHORT):

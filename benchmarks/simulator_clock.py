@@ -18,7 +18,7 @@ T = TypeVar("T")
 ANSWER_S = 10.0
 """Longest real time of a response of Redis, in seconds."""
 HEARING_S = 0.0002
-"""Real time in seconds in which a message arrives that Redis publishes together with a response."""
+"""Real time in seconds to wait for a message that Redis publishes together with a response."""
 
 
 class SimulationStuck(Exception):

@@ -38,7 +38,9 @@ NEVER = 4_000_000_000
 
 @dataclass
 class Host:
-    """Incarnation of a host. `state` frozen: the host stops, and completes its started calls when it resumes."""
+    """One incarnation of a host (its time under one queue name). `state` frozen: the host pauses, and completes its
+    started calls when it resumes.
+    """
 
     name: str
     boot: int
@@ -135,7 +137,7 @@ class World:
             self.start_calls(host.queue)
 
     def running(self) -> list[tuple[str, str, float, float]]:
-        """Return the executions in progress, in the form of `runs`."""
+        """Return the executions in progress, as entries of `runs`."""
         return [(queue, tenant, began, self.loop.time()) for queue, tenant, began in self._running.values()]
 
     def is_reported(self, queue: str) -> bool:

@@ -1,4 +1,4 @@
-"""Measure a script of a skill through the whole embedded stack, and the loading of 200 skills.
+"""Measure a call that runs a script of a skill through the whole embedded stack, and the loading of 200 skills.
 
 The baseline of the script is the same script as a command of bash_tool.
 """

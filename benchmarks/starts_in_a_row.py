@@ -50,7 +50,7 @@ def run() -> Report:
 
 
 def _use(rounds: Rounds, sandboxd: RunningSandboxd, number: int) -> float:
-    """Return the duration of one session in seconds, without the time to find its sandbox."""
+    """Return the duration of one session in seconds, without the time in which the benchmark looks for its sandbox."""
     with SandboxClient(sandboxd.socket) as client:
         name, started = f"bench:row-{number}", time.perf_counter()
         opened = client.describe_open(name, None, 600.0)

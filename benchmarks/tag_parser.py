@@ -50,8 +50,8 @@ def best_of(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 def growth_of(few: Callable[[], object], many: Callable[[], object], times: int = GROWTH, rounds: int = 5) -> float:
     """Return the ratio of the time of `many` to the time of `few`. `many` is `times` as much work as `few`.
 
-    One sample of `few` is `times` executions in a row. Samples of equal length meet equal disturbances; the lowest
-    value of a short sample would be too low.
+    One sample of `few` is `times` executions in a row, so that samples of both cases take equally long: the lowest
+    value of shorter samples would be too low.
     """
 
     def few_in_a_row() -> None:

@@ -1,7 +1,7 @@
 """Measure calls per second through the whole path, and the latency at half load.
 
-The floor is a no-op of toolcrew's Celery worker, without admission, records and signatures. The peer is a no-op of a
-Celery app as its documentation shows it. Both have the same kind of pool with the same number of slots.
+The floor (baseline) is a no-op of a worker like toolcrew's, without admission, records and signatures. The peer is a
+no-op of a Celery app as Celery's documentation shows it. Both have the same kind of pool with the same number of slots.
 """
 
 import asyncio

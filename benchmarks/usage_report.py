@@ -77,7 +77,7 @@ async def _run() -> Report:
 
 async def _fill(redis: Any, deployment: str, first: int) -> None:
     """Write the records that the scripts of the store write for a month of calls. The number of calls changes only the
-    amounts.
+    values in the records and not their number.
     """
     hourly = CALLS // (DAYS * 24)
     for day in range(first, first + DAYS):

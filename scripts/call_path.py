@@ -43,7 +43,7 @@ SETTLE_S = 0.1
 
 
 class Recording:
-    """Folder that the recording processes share with this process."""
+    """The folder through which the recording processes and this process exchange data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -137,7 +137,7 @@ ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_tex
 MAX_LINES = 800
 # Limit for the parameters of an `__init__`, without self. A dataclass is a record and has no `__init__` of its own.
 MAX_PARAMETERS = 7
-# Checked for length and docstring only.
+# Folders whose files are only checked for length and a docstring.
 OTHER_SOURCES = ("scripts", "tests", "benchmarks")
 
 # --- The check -------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def walk(node: ast.AST, is_for_types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node below, and whether only a type checker evaluates the node."""
+    """Yield every node below `node`, and whether only a type checker evaluates it (under `if TYPE_CHECKING:`)."""
     for child in ast.iter_child_nodes(node):
         below = is_for_types
         if isinstance(node, ast.If) and is_type_checking(node.test):
@@ -356,8 +356,8 @@ def check_cycles(modules: list[Module]) -> Iterator[Violation]:
 
 
 def is_below(name: str, package: str) -> bool:
-    """Return whether a module is in a folder of the package or next to the folders. The package itself and its
-    `__main__` are above all folders.
+    """Return whether a module is in a folder of the package or next to the folders. False for the package itself and
+    its `__main__`.
     """
     return name.startswith(package + ".") and not name.endswith(".__main__")
 
@@ -373,8 +373,8 @@ def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator
         try:
             TopologicalSorter(lines).prepare()
         except CycleError as error:
-            # Each name comes before its importer. Reverse the order and start at a fixed name, so that the message is
-            # stable.
+            # In the found circle, each name comes before its importer. Reverse the order and start at a fixed name, so
+            # that the message is stable.
             circle = list(reversed(error.args[1]))[:-1]
             start = circle.index(min(circle))
             circle = [*circle[start:], *circle[:start], circle[start]]

@@ -38,7 +38,7 @@ PEOPLE = (
 
 @dataclass(frozen=True)
 class Job:
-    """Instruction, and the fact that a correct answer contains."""
+    """An instruction, and the text that a correct answer contains."""
 
     instruction: str
     fact: str

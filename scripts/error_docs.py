@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Write docs/errors.md from the closed sets of codes: meaning, reader, HTTP status and remedy of each code.
+"""Write docs/errors.md from the enumerations of codes in the source: meaning, reader, HTTP status and remedy of each
+code.
 
-    .venv/bin/python scripts/error_docs.py [--check]
+.venv/bin/python scripts/error_docs.py [--check]
 
 With --check the script writes nothing. It exits with status 1 if the page is out of date or a code has no text.
 """

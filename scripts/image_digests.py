@@ -1,13 +1,11 @@
-"""Print the digests of the sandbox images on this engine: one JSON object, image name -> facts.
+"""Print the digests of the sandbox images on this engine: one JSON object, image name -> the fields below.
 
-    python3 scripts/image_digests.py IMAGE... > digests.json
+python3 scripts/image_digests.py IMAGE... > digests.json
 
-tag       hash of the inputs of the build; the same files of this project give the same tag
-id        id that the engine assigns; it covers the times of the build, so no two builds have the same id
-content   SHA-256 over the path, kind, mode, owner and bytes of every file and over the configuration, without times;
-          equal for two builds from equal packages
-packages  SHA-256 over the names and versions of the Debian packages, and the number of packages
-size      size in bytes
+tag       hash of the inputs of the build; the same files of this project give the same tag id        id that the engine
+assigns; it covers the times of the build, so no two builds have the same id content   SHA-256 over the path, kind,
+mode, owner and bytes of every file and over the configuration, without times; equal for two builds from equal packages
+packages  SHA-256 over the names and versions of the Debian packages, and the number of packages size      size in bytes
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def main() -> None:
 
 
 def describe(image: str) -> dict[str, Any]:
-    """Return the facts of one image. Exits with the message of the engine if the image does not exist."""
+    """Return the fields of one image. Exits with the message of the engine if the image does not exist."""
     inspected = json.loads(_docker("image", "inspect", image))[0]
     config = {name: inspected["Config"].get(name) for name in _CONFIG}
     lines = [json.dumps(config, sort_keys=True)]
@@ -73,7 +71,7 @@ def _parse_packages(status: str) -> Iterator[str]:
 
 
 def _find_tag(tags: list[str]) -> str:
-    """Return the tag that identifies the inputs, not the tag that moves."""
+    """Return the tag that is the hash of the inputs, and not a tag such as `latest` that moves."""
     return next((tag for tag in sorted(tags) if not tag.endswith(":dev")), "")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def keep_page(path: Path, page: str, says: str) -> int:
-    """Write or compare a page, and return the exit status of the script. `says`: the name of the page's source, for
+    """Write or compare a page, and return the exit status of the script. `says`: what the page is generated from, for
     the message.
     """
     if "--check" not in sys.argv[1:]:

@@ -76,7 +76,7 @@ async def main(names: list[str]) -> int:
 
 
 async def take(browser: Browser, stack: StackInfo, picture: Picture, file: Path, task: str) -> None:
-    """Take one picture when the page shows its subject."""
+    """Take one picture when the page contains the element `awaits`."""
     base = urlsplit(str(stack.flower_url if picture.of == "flower" else stack.api_url))
     credentials = {"username": base.username, "password": base.password or ""} if base.username else None
     context = await browser.new_context(

@@ -5,9 +5,9 @@ side by side, because most tests wait for programs. For a part that passes, this
 skips. For a part that fails, it prints the log without the tests that passed. For a part that died, it also prints the
 tests that ran last. The end names the failed tests and the SLOWEST slowest tests.
 
-Failed tests run once more when all parts have ended, unless there are more than MAX_REPEATED. A test that lost a race
-against a busy processor passes then; it is reported as flaky, and the suite passes. A test that fails again fails the
-suite.
+Failed tests run once more when all parts have ended, unless there are more than MAX_REPEATED. A test that failed only
+because the processor was busy then passes: it is reported as flaky, and the suite passes. A test that fails again fails
+the suite.
 
 The exit status is that of the first failed part, otherwise 0. A signal ends every part in order, so that fixtures can
 clean up.
@@ -52,8 +52,8 @@ MAX_RUNNING = max(3, os.cpu_count() or 1)
 PROGRESS_INTERVAL_S = 60.0
 LAST_TESTS = 20
 SLOWEST = 10
-# More failures than this are a defect, not lost races: nothing runs again. One lost race of a shared harness fails
-# several tests.
+# More failures than this mean a defect and not a busy processor, so no test runs again. The limit is above 1, because
+# one slow fixture that tests share fails several tests.
 MAX_REPEATED = 5
 TESTS_FAILED = 1
 STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

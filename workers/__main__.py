@@ -13,7 +13,7 @@ from workers.settings import WorkerSettings, load_worker_settings
 ORPHAN_GRACE_S = 5.0
 """Seconds that the worker of an embedded stack runs after its parent has died.
 
-Its sandboxd has ended too, so calls only need time to store their results.
+The stack's sandboxd has ended too, so running calls only need time to store their results.
 """
 
 
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _run(settings: WorkerSettings) -> None:
-    # Import only the chosen kind: a host of one kind need not have the packages of the other.
+    # Import only the chosen kind: a host of one kind need not have the packages of the other kind.
     if settings.worker_kind == "web":
         try:
             with importing_program():

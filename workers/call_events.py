@@ -48,14 +48,16 @@ callers must not keep Redis busy.
 class CallEvents:
     """Events between a running call and its caller. A failure of the events never fails the call.
 
-    This class sends nothing: it is for a call whose caller receives only the result.
+    This base class sends nothing. It serves calls whose caller wants only the result.
     """
 
     is_watched = False
     """Whether the caller receives output while the call runs."""
 
     def show(self, stream: str, text: str) -> None:
-        """Send a piece of output. Wait for a slow caller, up to a total limit. Output that was not sent is counted."""
+        """Send a piece of output. Wait for a slow caller, up to a total limit. Output that could not be sent is dropped
+        and counted.
+        """
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
         """Send an event of another kind, after all earlier output. Return False when no process reads the event.
@@ -72,14 +74,14 @@ class CallEvents:
         return None
 
     def close(self) -> int:
-        """Send the last event. Return the number of characters that were not shown."""
+        """Send the last event. Return the number of characters of output that were dropped."""
         return 0
 
 
 class CallEventWriter(CallEvents):
     """Writes the events of one call. Safe for use from several threads.
 
-    At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. Output stops when the caller
+    `show` waits while MAX_WAITING_EVENTS events or MAX_WAITING_BYTES bytes are unread. Output stops when the caller
     reads nothing for STALL_S, or has delayed the call for MAX_PAUSE_S in total. All events stop when the caller stops
     reading or Redis does not answer.
     """
@@ -127,7 +129,7 @@ class CallEventWriter(CallEvents):
             return self.is_watched and self._write(data, self._store.ask)
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        # Do not take the lock: the call may send output while it waits for an answer.
+        # Do not take the lock: another thread of the call may send output while this thread waits for an answer.
         until = time.monotonic() + timeout_s
         while not self._has_failed and (remaining_s := until - time.monotonic()) > 0:
             answer = self._try(partial(self._store.await_answer, remaining_s))
@@ -157,7 +159,7 @@ class CallEventWriter(CallEvents):
             self._flushed_at = time.monotonic()
 
     def _wait_for_space(self, size: int) -> bool:
-        """Wait for room while the caller reads. Return whether one more piece may be written."""
+        """Wait until the caller has read enough. Return whether one more piece may be written."""
         moved_at, pause_s = time.monotonic(), FIRST_POLL_S
         while not self._is_muted and not self._has_failed and not self._has_space(size):
             began, before = time.monotonic(), self._waiting
@@ -191,7 +193,9 @@ class CallEventWriter(CallEvents):
         return True
 
     def _try(self, command: Callable[[], T]) -> T | None:
-        """Return the result of the command. None: Redis does not answer, and this call sends no more events."""
+        """Return the result of the command. Return None when Redis does not answer; the call then sends no more
+        events.
+        """
         try:
             return command()
         except BrokerUnavailable as error:
@@ -203,7 +207,7 @@ class CallEventWriter(CallEvents):
 def open_call_events(
     client: SyncRedis, deployment: str, keys: SigningKeys, call: ToolCall, context: ToolContext
 ) -> CallEvents:
-    """Return the events of a call. The signed context of the call must ask for events.
+    """Return the event writer of a call. The signed context of the call must ask for events.
 
     `client` must send every command only once (`connect_once`).
     """

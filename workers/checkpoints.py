@@ -1,7 +1,8 @@
-"""Checkpoints from which another host can open a session. The worker takes some by itself; callers request others.
+"""Checkpoints from which another host can open a session. Some are automatic; callers request others.
 
-Invariant: a checkpoint is recorded in the session's location only under the fence with which this host holds the
-session. An automatic checkpoint without a record is deleted.
+Invariant: a checkpoint is recorded in the session's location (its record in Redis of the host that serves it) only
+while this host serves the session. The fence, a number that each opening increases, proves this. An automatic
+checkpoint without a record is deleted.
 """
 
 import threading
@@ -29,9 +30,10 @@ RECORD_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
 CHECK_INTERVAL_S = 2.0
 QUIET_S = 1.0
-"""Idle seconds after which a session is usually between two steps of its model. Packing then disturbs no call."""
+"""Idle seconds after which a session is usually between two steps of its model, so that a checkpoint disturbs no call.
+"""
 AT_ONCE = 2
-"""Maximum number of sessions of a host that are packed at the same time. Packing uses a processor that calls need."""
+"""Maximum number of checkpoints of a host at the same time. Each uses a processor that calls need."""
 MAX_PAUSE_S = 600.0
 
 
@@ -53,7 +55,7 @@ class AutomaticCheckpoints:
         Return None, and keep nothing, if the session no longer belongs to this host. Raises ToolFailure and
         SandboxUnavailable from sandboxd. Raises BrokerUnavailable: the worker ends before Redis has answered.
         """
-        # Take the time before the request: later changes are not in the checkpoint.
+        # Read the clock before the request: changes after this time may be missing from the checkpoint.
         checkpoint_at = self._clock()
         saved = client.checkpoint(name, automatic=True)
         checkpoint = str(saved["checkpoint"])
@@ -66,11 +68,11 @@ class AutomaticCheckpoints:
         return checkpoint
 
     def forget_later(self, name: str, checkpoint: str) -> None:
-        """Delete the checkpoint after SUPERSEDED_S. No session refers to this checkpoint."""
+        """Delete a checkpoint that no session refers to, after SUPERSEDED_S seconds."""
         self._superseded.append((time.monotonic() + SUPERSEDED_S, name, checkpoint))
 
     def forget_superseded(self, client: SandboxClient) -> None:
-        """Delete the checkpoints that are due. If this fails, sandboxd deletes a checkpoint by its age."""
+        """Delete the checkpoints that are due. If this fails, sandboxd deletes the checkpoints later, by their age."""
         while self._superseded and self._superseded[0][0] <= time.monotonic():
             _, name, checkpoint = self._superseded.popleft()
             try:
@@ -94,9 +96,9 @@ class AutomaticCheckpoints:
 
 
 class RecordingSandboxClient(SandboxClient):
-    """A sandboxd client for calls.
+    """The sandboxd client of calls. It stores the id of each requested checkpoint in the session's location in Redis.
 
-    It also records requested checkpoints in the session's location, and never deletes them.
+    Another host can then restore the session from this checkpoint. The client never deletes such a checkpoint.
     """
 
     def __init__(self, socket_path: Path | str, sessions: WorkerSessionStore, clock: Callable[[], float]) -> None:
@@ -110,14 +112,15 @@ class RecordingSandboxClient(SandboxClient):
         try:
             self._sessions.record_requested(name, str(saved["checkpoint"]), checkpoint_at)
         except BrokerUnavailable as error:
-            # The checkpoint exists. Without the record, more changes than necessary are lost with the host.
+            # The checkpoint exists, so the call succeeds. If the host is lost, the session continues from an older
+            # checkpoint.
             log.warning("checkpoint_not_recorded", checkpoint=saved["checkpoint"], error=str(error))
         return saved
 
 
 @dataclass
 class WatchedSession:
-    """A session as the last rounds found it. Times are in monotonic seconds.
+    """State of a session at the last rounds of the monitor. Times are in monotonic seconds.
 
     `changed_at` is the time of the first unsaved change; None when all files are saved.
     """
@@ -147,7 +150,7 @@ class WatchedSession:
 class CheckpointMonitor:
     """Saves changed sessions, so that few changes are lost with a host.
 
-    A session is saved at most every `every_s` seconds. At most AT_ONCE sessions are packed at the same time.
+    A session is saved at most once per `every_s` seconds. At most AT_ONCE sessions are saved at the same time.
     """
 
     def __init__(

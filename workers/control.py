@@ -33,7 +33,9 @@ WAIT_S = 1
 STOP_S = 5.0
 RETRY_S = 1.0
 MAX_AT_ONCE = 32
-"""Orders that run at the same time. Closing a session takes seconds, and must not delay the next order."""
+"""Maximum number of orders that run at the same time. Closing a session takes seconds and must not delay the next
+order.
+"""
 _HOLDER = re.compile(r"(pool\.[^/\s]{1,128})/([1-9][0-9]{0,9})")
 """The format of `process_holder`. The value comes from Redis, so only a worker name and a pid are accepted."""
 
@@ -45,17 +47,17 @@ class OrderHandler(Protocol):
     needs_session: bool
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
-        """Run one order, which arrived as `data`. Return whether there was something to do. Raises ToolcrewError."""
+        """Run one order, which arrived as `data`. Return whether the order had an effect. Raises ToolcrewError."""
         ...
 
 
 class ControlListener:
     """A thread in the worker's parent process that reads the control lists.
 
-    The listener runs every order at once, each in its own thread. An item is a signed envelope with a verb of the
-    handler, or an order to drain this worker. The worker's own queue is the first of `queues`. No result is stored.
-    Any other item is logged and dropped, and `on_refused` receives the reason. `drain` receives whether files may be
-    lost, and returns whether the drain has started.
+    The listener runs every order at once, each in its own thread. An item of a list is a signed envelope with one of
+    the handler's verbs, or an order to drain this worker. The worker's own queue is the first of `queues`. No result is
+    stored. Any other item is logged and dropped, and `on_refused` receives the reason. `drain` is called with a flag
+    (True: sessions may lose files) and returns whether the drain has started.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class ControlListener:
 
 
 class CancelLedger(Protocol):
-    """Decides which calls may start, and knows the process that runs each call."""
+    """Records which calls may start, and which process runs each call (WorkerCallStore of store/calls.py)."""
 
     def forbid(self, tenant: str, call_id: str) -> bool: ...
 
@@ -220,7 +222,8 @@ class PoolOrders:
         if holder[1] != self._worker:
             self._orders.push(holder[1], data)
             return True
-        # Mark before the signal: the process looks at the board to see whether the signal is for its call.
+        # Mark the call on the CancelBoard before the signal: the process looks there to see whether the signal is for
+        # its call.
         self._board.mark(context.tenant, call_id)
         return self._end_process(int(holder[2]))
 

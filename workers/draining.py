@@ -1,7 +1,7 @@
 """Drain of a host: save a checkpoint of each session, release the session for other hosts, then end the worker.
 
-Invariant: a session is released only after its last change is in a checkpoint, except when the drain is late or
-lossy.
+Invariant: a session is released only after its last change is in a checkpoint, except when the drain has passed its
+time limit or may lose files.
 """
 
 import threading
@@ -29,9 +29,9 @@ HOLD_S = 60.0
 Afterwards another host may open the session from an earlier checkpoint.
 """
 QUIET_WAIT_S = 5.0
-"""Seconds in which the calls of a held session must end. Otherwise the session is served again, and held later."""
+"""Seconds in which the calls of a held session must end. Otherwise the hold ends, and the drain tries again later."""
 BUSY_WAIT_S = 3.0
-"""Seconds to wait for a session that always has a running call. Afterwards its new calls are held back."""
+"""Seconds to wait for a session that always has a running call. Afterwards new calls of the session wait."""
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 """Longest pause between two holds of a session.
@@ -44,9 +44,9 @@ POLL_S = 0.05
 class HostDrain:
     """Moves this host's sessions away.
 
-    `find_at_work` returns the sessions with a call that left the queue and has not ended. With `is_lossy`, the store
-    belongs to this host only, and a session moves without its files. The result of the session's next call reports
-    the loss.
+    `find_at_work` returns the sessions with a call that left the queue and has not ended. With `is_lossy`, no other
+    host can read this host's checkpoints, so a session moves without its files. The result of the session's next call
+    reports the loss.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class HostDrain:
         return f"{message}; {len(self._refusals)} cannot be saved, for example {name.partition(':')[2]}: {reason}"
 
     def finish(self, limit_s: float, leave: Callable[[], bool], *, is_lossy: bool) -> bool:
-        """Move all sessions, call `leave`, then move the sessions that were opened in between.
+        """Move all sessions, call `leave`, then move the sessions that were opened before `leave` took effect.
 
-        Return False when the worker ends first. After `leave` this host receives no calls.
+        Return False when the worker ends before the drain is complete. After `leave` this host receives no calls.
         """
         return self.run(limit_s, is_lossy=is_lossy) and leave() and self.run(limit_s, is_lossy=is_lossy)
 
@@ -109,7 +109,8 @@ class HostDrain:
         except SandboxUnavailable as error:
             if not is_late:
                 raise
-            # No process can save these sessions now. The next call of each session finds that this worker has ended.
+            # sandboxd does not answer, so no process can save these sessions. The next call of each session finds that
+            # this worker has ended.
             log.error("drained_without_sandboxd", error=str(error))
             return 0
         locations = {
@@ -127,13 +128,13 @@ class HostDrain:
         return self.remaining_count or len(self._find_at_work())
 
     def _may_move(self, name: str, location: SessionLocation) -> bool:
-        """Return whether this drain may move the session. A session that another process moves is not ours."""
+        """Return whether this drain may move the session. Return False for a session that another process is moving."""
         return location.queue == self._sessions.queue and (
             location.state is LocationState.OPEN or self._moving_fences.get(name) == location.fence
         )
 
     def _try(self, row: SandboxdSession, location: SessionLocation, *, is_lossy: bool, is_late: bool) -> bool:
-        """Return whether the session has left this host."""
+        """Try to move the session. Return whether it has left this host."""
         name = row.name
         since = self._since.setdefault(name, time.monotonic())
         if name in self._find_at_work() and not is_late and time.monotonic() < since + BUSY_WAIT_S:
@@ -155,9 +156,10 @@ class HostDrain:
     def _move(
         self, client: SandboxClient, row: SandboxdSession, location: SessionLocation, *, is_lossy: bool, is_late: bool
     ) -> bool:
-        """Save a checkpoint, hold the session, save later changes, release it.
+        """Save a checkpoint, hold the session (its calls wait), save the changes since the checkpoint, and release the
+        session.
 
-        Calls wait while the session is held. The first checkpoint before the hold makes that time short.
+        The first checkpoint makes the time short in which calls wait.
         """
         name, needs_checkpoint = row.name, not is_lossy and not is_late
         if (
@@ -189,12 +191,13 @@ class HostDrain:
     def _hold(self, name: str, location: SessionLocation) -> int | None:
         if location.state is LocationState.MOVING:
             return location.fence
-        # Store the fence before the request: if the reply is lost, the next round recognizes its own hold.
+        # Store the fence (the number of this hold) before the request: if the reply is lost, the next round recognizes
+        # the hold as its own.
         self._moving_fences[name] = location.fence + 1
         return self._sessions.hold(name, location.fence, HOLD_S)
 
     def _await_quiet(self, name: str) -> bool:
-        """Return whether the calls that left the queue before the hold have ended."""
+        """Wait for the calls that left the queue before the hold. Return whether they have ended."""
         until = time.monotonic() + QUIET_WAIT_S
         while name in self._find_at_work():
             if time.monotonic() >= until or self._stop.wait(POLL_S):

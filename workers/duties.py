@@ -14,10 +14,9 @@ log = structlog.get_logger(__name__)
 class Duty:
     """Runs a function every `every_s` seconds until `stop` is set.
 
-    Each duty has its own thread, so a blocked duty delays no other duty. `run` returns True when the duty is
-    complete; it then never runs again. If `run` raises OperatorError or ToolFailure, the event `failure` is logged
-    with the error, and `run` is called again after `retry_s`. With `is_first_at_once` the first run has no pause
-    before it.
+    Each duty has its own thread, so a blocked duty delays no other duty. `run` returns True when the duty is complete;
+    it then never runs again. If `run` raises OperatorError or ToolFailure, the event `failure` is logged with the
+    error, and `run` is called again after `retry_s`. With `is_first_at_once` the first run does not wait for `every_s`.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Duty:
         self._soon.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of a duty that is complete or was stopped."""
+        """Wait for the end of the thread. The duty must be complete or stopped."""
         self._soon.set()
         self._thread.join(timeout_s)
 

@@ -1,8 +1,9 @@
-"""Execution of calls on a worker: claim the call, check it, run its handler, and turn every outcome into a result.
+"""Execution of calls on a worker: claim the call (record in Redis that this worker runs it), check it, run its handler,
+and build a result in every case.
 
-Invariant of claims: a handler runs only after Redis has granted this worker the claim of this message. A message whose
-call has started, or whose attempt is superseded, runs nothing and sends no result (CallRepeated). If Redis does not
-answer, the call does not start. `_not_run` marks a result only if the call cannot have acted.
+Invariant of claims: a handler runs only after Redis has granted the claim. If the call has already started, or was sent
+again in a newer message, the message runs nothing and sends no result (CallRepeated). If Redis does not answer, the
+call does not start. `_not_run` marks a result only if the call cannot have acted.
 """
 
 import os
@@ -70,12 +71,14 @@ class CallPolicy:
         BrokerUnavailable.
         """
         if spec.name == SKILL_TOOL:
-            # Its arguments may name another tool. All other tools have been checked.
+            # The arguments of this tool may name a second tool, which needs its own check. All other calls have been
+            # checked.
             self.check_switches(spec, tenant, arguments)
         if self._tenants is None:
             return None
         if spec.name in RELEASING:
-            # Also for a tenant that was removed or has no rights any more: its sandboxes must still be closed.
+            # Allow this also for a tenant that was removed or has lost its rights: the tenant's sandboxes must still be
+            # closed.
             return SandboxPolicy()
         try:
             policy = self._tenants.policy(tenant)
@@ -87,9 +90,9 @@ class CallPolicy:
 
 
 class CallRepeated(Exception):
-    """Error for a message that gets no answer: its call has started, was refused, or was sent again.
+    """Error for a message that gets no answer, because its call has already started, was refused, or was sent again.
 
-    `claim` says which.
+    `claim` says which case.
     """
 
     def __init__(self, claim: CallClaim) -> None:
@@ -118,8 +121,8 @@ class BlobStore(Protocol):
 class FinishedCall(NamedTuple):
     """A call that has its result. `received_at` is in Unix seconds.
 
-    `requests` lists the requests to sandboxd, in order. `session_usage`: the session's totals at its end, if it used a
-    sandbox.
+    `requests` lists the requests to sandboxd, in order. `session_usage`: the totals of the session at the end of the
+    call, if the call used a sandbox.
     """
 
     call: ToolCall
@@ -131,7 +134,7 @@ class FinishedCall(NamedTuple):
 
 
 class ExecutorMiddleware:
-    """Base class of an optional feature around the calls of an executor. Its methods add nothing.
+    """Base class of optional features around each call, such as tracing. The methods of this class do nothing extra.
 
     The executor runs one call at a time.
     """
@@ -146,7 +149,7 @@ class ExecutorMiddleware:
 
 @dataclass(frozen=True)
 class _PreparedCall:
-    """A call that may start. `call` includes all of its arguments.
+    """A call that has passed all checks. `call` includes large arguments that were stored outside of the message.
 
     `aliases` lists the alternative argument names that the caller used. `policy`: the sandbox policy of the tenant.
     """
@@ -161,7 +164,7 @@ class _PreparedCall:
 class Executor:
     """Runs calls on this host. A call's failure becomes a result, not an exception.
 
-    `clock` is the clock that all hosts share. The first entry of `middleware` is the innermost.
+    `clock` returns the time that all hosts share (Redis's time). The first entry of `middleware` is the innermost.
     """
 
     def __init__(
@@ -188,22 +191,22 @@ class Executor:
 
     def finish(self, call: ToolCall, context: ToolContext) -> FinishedCall:
         """Run the call as `execute` does, and return it with its result."""
-        # Wall time for people; monotonic time for durations, because a correction of the clock must not change them.
+        # Wall time is for logs. Durations use monotonic time, because a correction of the clock must not change them.
         received_at, received = time.time(), time.monotonic()
         environment: ToolEnvironment | None = None
         prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
-        # The call is prepared while Redis decides about the claim. `cache`: a claim that is sent again must not prepare
-        # the call twice.
+        # Prepare the call while Redis decides about the claim. `cache`: when the claim is sent again, the call must not
+        # be prepared twice.
         claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder, prepare))
         prepared = prepare()
         if isinstance(prepared, ToolResult):
             # The record must say `forbidden` before the sender gets the refusal. Otherwise a repeated message could
-            # start the call when that reason no longer exists.
+            # start the call later, when the reason for the refusal no longer exists.
             if claim in (CallClaim.GRANTED, CallClaim.MOVED):
                 claim = _attempt(call, lambda: self._claims.refuse(call, context, self._resources.holder))
-            # The sender gets the refusal even if Redis cannot record it.
+            # If Redis cannot record the refusal, the sender gets the refusal all the same.
             claim = CallClaim.GRANTED if isinstance(claim, ToolResult) else claim
-        # No result: the caller waits for the result of the other message, and the first result that arrives counts.
+        # Send no result: the caller waits for the result of the other message, and would take this one in its place.
         if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
@@ -226,7 +229,7 @@ class Executor:
         return finished
 
     def _prepare(self, call: ToolCall, context: ToolContext) -> _PreparedCall:
-        """Check everything that can be wrong with a call before it starts."""
+        """Check the call and load its arguments, so that no error of the call is found after its start."""
         tool = self._registry.get(call.name)
         # An unknown tool and a tool of another tenant get the same answer: a tenant cannot learn that another tenant
         # has a tool.
@@ -246,7 +249,8 @@ class Executor:
 
     def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, ToolEnvironment | None]:
         """Run the handler of a claimed call. Return its result and its environment."""
-        # Open it after the claim: a repeated message must not take over the events of the first message.
+        # Open the environment after the claim: a repeated message must not write to the event stream of the first
+        # message.
         environment = _attempt(prepared.call, lambda: self._open_environment(prepared, context))
         if isinstance(environment, ToolResult):
             return environment, None
@@ -286,7 +290,7 @@ class Executor:
             output=(outcome.output or "") + news if news else outcome.output,
             error=outcome.error + environment.loss_note(outcome.error) + news if outcome.error is not None else None,
             error_code=outcome.error_code,
-            # A tool must not claim that its call did not run. The sender would send it again.
+            # A tool must not report that its call did not run, because the sender would then send the call again.
             metadata=RunFailure.remove(outcome.metadata),
             truncated=outcome.truncated,
             blob=blob,
@@ -300,7 +304,8 @@ class Executor:
         except (BrokerUnavailable, ToolFailure) as error:
             if error.code not in (ErrorCode.BROKER_UNAVAILABLE, ErrorCode.QUOTA_EXCEEDED):
                 raise
-            # The call has acted. On BROKER_UNAVAILABLE or QUOTA_EXCEEDED a caller would send it again.
+            # The call has acted. After BROKER_UNAVAILABLE or QUOTA_EXCEEDED a caller would send the call again, so use
+            # another code.
             raise ToolFailure(
                 ErrorCode.OUTCOME_UNKNOWN, f"the call has run, but its result is lost: {error}"
             ) from error
@@ -330,7 +335,8 @@ def _attempt(call: ToolCall, work: Callable[[], T], environment: ToolEnvironment
 def _sandboxd_away(call: ToolCall, error: SandboxdUnreachable) -> ToolResult:
     """Return the result of a call after sandboxd became unreachable.
 
-    The dispatcher sends the call again if the call has not acted, or if the call may act twice.
+    The result says whether the call has acted. The dispatcher sends a call again if it has not acted, or if its tool
+    may run twice.
     """
     log.error("sandboxd_not_answering", tool=call.name, call=call.id, was_sent=error.was_sent, error=str(error))
     if not error.was_sent:
@@ -340,7 +346,7 @@ def _sandboxd_away(call: ToolCall, error: SandboxdUnreachable) -> ToolResult:
 
 
 def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
-    """Return the result of a call without a granted claim."""
+    """Return the result of a call whose claim was refused."""
     if claim is CallClaim.EXPIRED:
         message = f"{call.name} waited in the queue past its deadline and was not run: send it again"
         return _not_run(ToolResult.failed(call, ErrorCode.TIMEOUT, message), RunFailure.EXPIRED)
@@ -349,20 +355,20 @@ def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
 
 
 def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
-    """Mark the result: the call cannot have acted, so the dispatcher may send it again."""
+    """Mark in the result that the call cannot have acted, so that the dispatcher may send it again."""
     return result.model_copy(update={"metadata": {**result.metadata, **failure.metadata}})
 
 
 DURABLE_AFTER_S = 2.5
-"""Seconds after which a claim is on Redis's disk (`appendfsync everysec`)."""
+"""Seconds after which Redis has certainly written a claim to disk (`appendfsync everysec`)."""
 CHECK_INTERVAL_S = 0.5
 
 
 class UnconfirmedCalls:
     """The calls that run in this process. A thread confirms each claim once, after Redis has written it to disk.
 
-    A Redis that crashes before that may lose the claim, and the record reads `queued` again. Without the confirmation,
-    the call would be reported as never run at its deadline, and a cancel would not reach it.
+    If Redis crashes before that, the claim may be lost, and the record says `queued` again. Without the confirmation,
+    the caller would learn at the deadline that the call never ran, and a cancel would not reach the call.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -373,13 +379,13 @@ class UnconfirmedCalls:
 
     @contextmanager
     def over(self, confirm: Callable[[], object]) -> Iterator[None]:
-        """Register a running call while the block runs. `confirm` records the claim again.
+        """Register a call for the duration of the block. `confirm` records the call's claim again.
 
         It is called again after BrokerUnavailable.
         """
         mark = object()
-        # One lock for both steps. Otherwise the thread could decide to end between them, and this claim would have
-        # none.
+        # One lock for both steps. Otherwise the thread could decide to end between them, and no thread would confirm
+        # this claim.
         with self._lock:
             self._unconfirmed[mark] = self._clock() + DURABLE_AFTER_S, confirm
             self._start()
@@ -394,11 +400,12 @@ class UnconfirmedCalls:
         for mark, (due_at, confirm) in list(self._unconfirmed.items()):
             if self._clock() < due_at:
                 continue
-            # The call may end during this step. Its record then says `done`, which a confirmation does not change.
+            # If the call ends during this step, its record says `done`, which a confirmation does not change.
             try:
                 confirm()
             except BrokerUnavailable as error:
-                # The other claims would only wait for the same time limit. They stay, and the next round confirms them.
+                # Redis does not answer, so each other claim would also wait for the time limit. The next round confirms
+                # them.
                 log.warning("claims_not_confirmed", error=str(error))
                 return
             self._unconfirmed.pop(mark, None)

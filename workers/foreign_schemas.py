@@ -1,6 +1,6 @@
 """Schemas from MCP servers and tenants.
 
-This module limits and cleans them, for use in requests to models and in checks of arguments.
+This module limits and cleans such schemas before they are used in requests to models and in checks of arguments.
 
 Invariant: a foreign schema has limited size, depth and checking time, and no characters that a person cannot see.
 """
@@ -18,7 +18,7 @@ from workers.web.fences import printable
 MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
 MAX_PARTS = 2000
-"""Limit of the work of one check of arguments: the number of subschemas that it visits, with those behind references,
+"""Limit of the work of one check of arguments: the number of visited subschemas, including those behind references,
 plus the number of values in their lists.
 """
 HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
@@ -27,8 +27,8 @@ _PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
 _DROPPED = ("$schema", "$id", "pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
-"""Keywords that are removed. `$schema` and `$id` redirect references. A check of the others may take exponential
-time.
+"""Keywords that are removed. `$schema` and `$id` change where references lead. A check of the other keywords may take
+exponential time.
 
 The program that runs the tool checks the removed keywords.
 """
@@ -39,7 +39,7 @@ class SchemaRefused(Exception):
 
 
 def bound_schema(received: Any) -> dict[str, Any]:
-    """Return the schema without the keywords that are not checked here. Raises SchemaRefused."""
+    """Return the schema without the keywords in _DROPPED, after all checks. Raises SchemaRefused."""
     if not isinstance(received, dict) or received.get("type") != "object":
         raise SchemaRefused("its parameters are not an object")
     try:
@@ -77,7 +77,7 @@ def _check_texts(schema: Any) -> None:
 
 
 def _without(schema: Any) -> Any:
-    """Return a copy without the keywords in _DROPPED. A parameter may have the name of such a keyword, and stays."""
+    """Return a copy without the keywords in _DROPPED. A parameter whose name equals such a keyword is kept."""
     if not isinstance(schema, dict):
         return schema
     copy: dict[str, Any] = {}
@@ -94,13 +94,14 @@ def _without(schema: Any) -> Any:
 
 
 def _check_expansion(schema: Mapping[str, Any]) -> None:
-    """Raise SchemaRefused when references make the schema too large or endless."""
+    """Raise SchemaRefused when the schema, with its references expanded, is too large or endless."""
     parts = 0
     for part, is_repeated in applied_schemas(schema):
         if is_repeated:
             raise SchemaRefused("its schema refers to itself")
         if any(key in part for key in _DROPPED):
-            # A reference may lead to a value that is no schema, such as a default. Nothing was removed there.
+            # A reference may lead to a value that is no schema, such as a default. The keywords in _DROPPED were not
+            # removed there.
             raise SchemaRefused("its schema has an invalid reference")
         parts += count_parts(part)
         if parts > MAX_PARTS:

@@ -1,6 +1,6 @@
 """Duties of a worker in addition to its calls: name, sessions, reports, checkpoints, drain, and end.
 
-A worker that the deployment has declared lost ends and never uses its name again.
+A worker that another process has declared lost (for missing reports) ends and never uses its name again.
 """
 
 import secrets
@@ -70,7 +70,8 @@ The worker must then end soon, because no process waits for the results of these
 
 
 class Host(Protocol):
-    """Interface of the worker to the deployment. `start` runs when the worker serves calls.
+    """Connects a worker to the deployment: reports, control lists, drain and end. `start` runs when the worker serves
+    calls.
 
     `stop` runs after the last call has ended.
     """
@@ -85,7 +86,8 @@ class Host(Protocol):
     def stop(self) -> None: ...
 
     def drain(self, lossy: bool) -> bool:
-        """Take the worker out of service, then end it. Return whether the drain has started now.
+        """Start to take the worker out of service; it ends afterwards. Return False if a drain has already started or
+        is refused.
 
         With `lossy` the drain starts even if sessions lose their files.
         """
@@ -113,10 +115,10 @@ class _Facts:
 
 
 class SandboxHost:
-    """A worker next to a sandboxd.
+    """Host of a worker that runs calls in the sandboxes of this host's sandboxd.
 
-    The constructor runs before the worker serves calls. It waits for sandboxd, takes the queue name of sandboxd's
-    boot, and takes over sandboxd's sessions.
+    The constructor runs before the worker serves calls. It waits for sandboxd, takes a queue name that contains
+    sandboxd's boot id, and takes over sandboxd's sessions.
 
     Raises SandboxUnavailable, BrokerUnavailable, and ConfigError when another worker serves the sandboxd.
     """
@@ -142,7 +144,8 @@ class SandboxHost:
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()
-        # Decide about the sessions before the first call: a stale session must not serve a call.
+        # Decide about the sessions before the first call: a session that has moved to another host must not serve a
+        # call.
         self._adoption = AdoptionMonitor(self._sessions, hosts, queue_name.ended)
         with self._open_client() as sandboxd:
             self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
@@ -171,8 +174,8 @@ class SandboxHost:
     def stop(self) -> None:
         """Stop the duties and send the last report.
 
-        If sandboxd has sessions, orchestrators wait for the next worker process. Otherwise they take the calls in its
-        queue at once.
+        If sandboxd has sessions, the last report tells orchestrators to wait for the next worker process. Otherwise
+        they send the calls in this worker's queue elsewhere at once.
         """
         self._stop.set()
         self._stop_checkpoints.set()
@@ -265,7 +268,7 @@ class SandboxHost:
         )
 
     def _checkpoint_every_s(self) -> float:
-        """Return the seconds between two checkpoints of a session; 0: no checkpoints."""
+        """Return the seconds between two automatic checkpoints of a session; 0: no automatic checkpoints."""
         setting_s = self._settings.checkpoint_every_s
         if not self._is_local:
             return DEFAULT_EVERY_S if setting_s is None else setting_s
@@ -310,7 +313,9 @@ class SandboxHost:
 
 
 class PoolHost:
-    """A worker without sandboxes, which serves the queues of pools. `worker` is the unique name of this incarnation."""
+    """Host of a worker without sandboxes, which serves the queues of pools. `worker` is a name that no other process
+    has had.
+    """
 
     def __init__(self, settings: WorkerSettings, queues: Sequence[str], clock: SharedClock) -> None:
         self.worker = pool_worker(settings.host, secrets.token_hex(4))
@@ -331,8 +336,8 @@ class PoolHost:
         self._heartbeat_duty.start()
 
     def stop(self) -> None:
-        """Stop the duties and send the last report. No process waits for this worker: it has no call queue of its
-        own.
+        """Stop the duties and send the last report. No process waits for a next worker, because this one has no call
+        queue of its own.
         """
         self._stop.set()
         self._heartbeat.leave("drained")

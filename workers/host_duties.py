@@ -1,5 +1,5 @@
-"""Periodic duties of a sandbox worker for its host. Each class is one duty. Its method `look` runs one round of the
-duty.
+"""Periodic duties of a sandbox worker for its host. Each class is one duty. Another module decides how often it
+runs.
 """
 
 import time
@@ -36,7 +36,7 @@ from workers.sandbox_client import SandboxClient
 log = structlog.get_logger(__name__)
 
 SECRETS_EVERY_S = 0.5
-"""Interval of the exchange of secrets with sandboxd. A revoked secret must stop within 2 seconds."""
+"""Interval in seconds at which secrets are sent to sandboxd. A revoked secret must become unusable within 2 seconds."""
 SILENT_S = 3 * HEARTBEAT_S
 """Seconds without an answer from sandboxd after which the host gets no new sessions."""
 BATCH = 500
@@ -50,8 +50,8 @@ class SandboxdSession:
     """A session as sandboxd reports it.
 
     - `name`: `<tenant>:<session>`.
-    - `changed`: the session's files may differ from its last checkpoint.
-    - `fence`: the fence of the location under which sandboxd opened the session.
+    - `changed`: the session's files may differ from the last checkpoint.
+    - `fence`: the number of the opening under which sandboxd has the session; each new host gets a higher one.
     """
 
     name: str
@@ -88,7 +88,7 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SandboxdSession]:
 
 
 class SandboxdMonitor:
-    """Keeps the last status of this host's sandboxd. Calls `on_restart` once when the boot of sandboxd changes."""
+    """Keeps the last status of this host's sandboxd. Calls `on_restart` once when the boot id in the status changes."""
 
     def __init__(self, first: Mapping[str, Any], on_restart: Callable[[str], None]) -> None:
         self.status = first
@@ -116,10 +116,11 @@ class SandboxdMonitor:
 
 
 class AdoptionMonitor:
-    """Decides about the sessions that sandboxd has when a worker starts.
+    """Decides which of sandboxd's sessions a new worker takes over (adopts).
 
-    The worker takes over the sessions of this host. It closes sessions that run on another host or have ended.
-    `begin` runs before the worker serves calls. `retry` repeats what could not be decided or closed at once.
+    The worker takes over the sessions whose record in Redis names this host. It closes sessions that run on another
+    host or have ended. `begin` runs before the worker serves calls. `retry` handles the sessions that could not be
+    decided or closed at once.
     """
 
     def __init__(self, sessions: WorkerSessionStore, hosts: WorkerHostStore, ended: Sequence[HostReport]) -> None:
@@ -131,14 +132,16 @@ class AdoptionMonitor:
         self._foreign: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
-        """Decide about the sessions `names`, which are all sessions of sandboxd.
+        """Decide for each session in `names`: take it over, close it, or decide later. `names` are all sessions of
+        sandboxd.
 
-        Return the number of sessions for each result.
+        Return how many sessions got each decision.
 
         Raises BrokerUnavailable.
         """
         counts = self._adopt(list(names))
-        # Dismiss the reports last: orchestrators move the sessions of a lost host away.
+        # Delete the reports of ended workers last: without a report, orchestrators would move the sessions away before
+        # this worker has them.
         for report in self._ended:
             self._hosts.dismiss(report)
         if counts:
@@ -167,8 +170,8 @@ class AdoptionMonitor:
                     undecided.append(name)
                 elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._foreign:
                     self._foreign.append(name)
-        # Replace the list only after Redis has answered for all names. Otherwise the next round asks for all of them
-        # again.
+        # Replace the list only after Redis has answered for all names. After an error the next round then asks for all
+        # of them again.
         self._undecided = undecided
         return counts
 
@@ -185,10 +188,11 @@ class AdoptionMonitor:
 
 
 class ExpiryMonitor:
-    """Removes the locations of expired sessions, so that these sessions do not count for their tenants.
+    """Removes the records (locations) of expired sessions from Redis, so that these sessions no longer count for their
+    tenants.
 
-    sandboxd removes a session that was idle for its time to live; this session has expired. A session that sandboxd
-    lost for another reason may continue from its checkpoint.
+    A session has expired when sandboxd removed it because it was idle for its time to live. A session that sandboxd
+    lost for another reason may continue from a checkpoint, so its record stays.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
@@ -198,11 +202,11 @@ class ExpiryMonitor:
         self._expired: set[str] = set()
 
     def run_round(self, client: SandboxClient) -> int:
-        """Run one round. Return the number of removed locations. Raises OperatorError: the next round tries again."""
+        """Run one round. Return the number of removed records. Raises OperatorError: the next round tries again."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
-        # sandboxd does not report why a session is missing. The idle time at the last round, plus the time since
-        # then, shows whether its time to live has passed.
+        # sandboxd does not report why a session is missing. So compare its time to live with its idle time at the last
+        # round plus the time since then.
         passed_s = now - self._last_seen_at
         self._expired |= {
             name for name, row in self._rows.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
@@ -214,10 +218,10 @@ class ExpiryMonitor:
 
 
 class LeftoverMonitor:
-    """Closes sandboxd's sessions that were closed or live on another host.
+    """Closes sessions of sandboxd that were closed in Redis or live on another host.
 
-    A close order is lost if its worker is killed, or if the sandbox is still starting. Such a sandbox would otherwise
-    live for its whole time to live. A session without a location in Redis is not closed.
+    A close order is lost if its worker is killed, or if the sandbox is still starting. The sandbox would otherwise stay
+    until its time to live has passed. A session without any record in Redis is not closed.
     """
 
     def __init__(self, sessions: WorkerSessionStore) -> None:
@@ -232,7 +236,8 @@ class LeftoverMonitor:
         names, count = list(fences), 0
         for at in range(0, len(names), BATCH):
             for name in sorted(self._sessions.find_ended(names[at : at + BATCH])):
-                # Close by fence: the session may have been opened here again since the rows were read.
+                # Name the opening (fence) to close: the session may have been opened here again since the rows were
+                # read.
                 if client.close(name, fence=fences[name]):
                     log.warning("leftover_session_closed", session=name.partition(":")[2])
                     count += 1
@@ -242,8 +247,8 @@ class LeftoverMonitor:
 class PolicyMonitor:
     """Sends sandboxd the sandbox policies of tenants with sessions on this host when they change.
 
-    Without this duty, a background job would keep a withdrawn network until the next call of its session. `find_policy`
-    raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
+    Without this duty, a background job could use a network that its tenant has lost until the session's next call.
+    `find_policy` raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
     """
 
     def __init__(self, find_policy: Callable[[str], TenantPolicy]) -> None:
@@ -283,9 +288,9 @@ class PolicyMonitor:
 
 
 class SecretsMonitor:
-    """Sends sandboxd the secrets that its sessions use, and writes their uses to the audit log.
+    """Sends sandboxd the secrets that its sessions use, and writes each use of a secret to the audit log.
 
-    sandboxd forgets values that are not confirmed, so every round sends all of them.
+    sandboxd forgets values that are not sent again in time, so every round sends all of them.
     """
 
     def __init__(self, secrets: WorkerSecrets, audit: SecretAudit) -> None:
@@ -296,7 +301,7 @@ class SecretsMonitor:
 
     def run_round(self, client: SandboxClient) -> None:
         """Run one round. Raises OperatorError and ToolFailure."""
-        # A session that was opened since the last round waits for its values: send them at once.
+        # A session that was opened since the last round waits for the values of its secrets: send them at once.
         for _ in range(2):
             used = self._send(client)
             if used == self._used:
@@ -315,7 +320,7 @@ class SecretsMonitor:
         return {name: _describe_secret(found[name]) if name in found else None for name in names}
 
     def _write_uses(self) -> None:
-        # Uses stay until they are written: sandboxd reports each of them once.
+        # Keep the uses until they are written, because sandboxd reports each use only once.
         self._audit.write(self._unwritten)
         self._unwritten.clear()
 
@@ -325,7 +330,9 @@ def _describe_secret(secret: Secret) -> dict[str, Any]:
 
 
 class UsageMonitor:
-    """Counts what sessions use between their calls: time, background jobs, and calls whose results were lost."""
+    """Records the usage of sessions that no call's result reports: idle time, background jobs, and calls with lost
+    results.
+    """
 
     def __init__(self, usage: WorkerUsageStore) -> None:
         self._usage = usage
@@ -342,10 +349,10 @@ class UsageMonitor:
 
 
 class SandboxdMetrics:
-    """Sends the counts and the state of the host's sandboxd to the deployment's metrics.
+    """Sends counters and state of the host's sandboxd to the deployment's metrics in Redis.
 
-    `status` returns the last status of sandboxd. A sandboxd of another release may report fewer fields. When Redis
-    does not answer, this worker or the next one sends the counts later.
+    `status` returns the last status of sandboxd. A sandboxd of another release may report fewer fields. Counts that
+    Redis did not receive are sent later, by this worker or the next one.
     """
 
     def __init__(
@@ -372,7 +379,7 @@ class SandboxdMetrics:
         self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
 
     def try_send(self) -> None:
-        """Send the counts. Log once when Redis does not answer."""
+        """Send the counts. If Redis does not answer, log this once and raise no exception."""
         try:
             self.send()
             self._is_reported = False

@@ -1,4 +1,4 @@
-"""Interruption of a call without a sandbox: at its time limit, or after a cancel. Runs in the process of the call.
+"""Interrupts a call without a sandbox at its time limit or after a cancel. This code runs in the process of the call.
 
 A signal can arrive at any moment. Invariant: the signal interrupts only the call that it was sent for. A late signal
 must not interrupt the next call of the same process.
@@ -27,7 +27,7 @@ _SLOTS = 1024
 class CallInterrupted(BaseException):
     """Error that the signal handler raises inside a running tool handler.
 
-    The class is no `Exception`: a tool that catches every `Exception` must not outlive its limit.
+    It is not a subclass of `Exception`, so a tool that catches every `Exception` still ends at its limit.
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
@@ -36,7 +36,7 @@ class CallInterrupted(BaseException):
 
 
 class CancelBoard:
-    """The last cancelled calls, in memory that a worker shares with its forked processes.
+    """Ids of the last cancelled calls, in memory that a worker shares with its forked processes.
 
     The worker writes, the processes read.
     """
@@ -74,7 +74,7 @@ class CallInterrupts(ExecutorMiddleware):
     """
 
     def __init__(self, board: CancelBoard, clean_up: Callable[[], None]) -> None:
-        """`clean_up` runs after an interrupted call and repairs incomplete state, such as a connection with an unread
+        """`clean_up` runs after an interrupted call. It repairs incomplete state, such as a connection with an unread
         reply.
         """
         self._board = board
@@ -97,7 +97,8 @@ class CallInterrupts(ExecutorMiddleware):
             finally:
                 self._close()
         except CallInterrupted as interrupted:
-            # The signal may have arrived during `_close` above. After this second `_close` no signal raises.
+            # The signal may have raised inside the `_close` above. After this second `_close` the handler ignores
+            # signals.
             self._close()
             self._clean_up()
             raise ToolFailure(interrupted.code, str(interrupted)) from None
@@ -105,7 +106,7 @@ class CallInterrupts(ExecutorMiddleware):
             environment.run_s = time.monotonic() - began
 
     def _open(self, call: ToolCall, context: ToolContext) -> None:
-        # Install the handler before every call: the tool of the previous call may have replaced it.
+        # Install the signal handler before every call: the tool of the previous call may have replaced the handler.
         self.listen()
         # Set `_running` before the check of the board. A cancel that arrives between the two lines then raises in the
         # signal handler.
@@ -130,8 +131,8 @@ class CallInterrupts(ExecutorMiddleware):
             signal.setitimer(signal.ITIMER_REAL, POOL_GRACE_S)
             interrupted = CallInterrupted(ErrorCode.CANCELLED, f"{name} was cancelled and stopped")
         elif time.monotonic() - running.started > limit_s / 2:
-            # Celery's clock starts slightly before ours. A signal in the first half of the limit belongs to the
-            # previous call.
+            # Celery starts its clock slightly before ours, so its signal may be early. A signal in the first half of
+            # the limit was sent for the previous call.
             interrupted = CallInterrupted(
                 ErrorCode.TIMEOUT, f"{name} did not end within its limit of {limit_s:g} s and was stopped"
             )

@@ -15,11 +15,10 @@ _PR_GET_PDEATHSIG = 2
 def hold_lifeline(grace_s: float) -> None:
     """Start a thread that kills this process `grace_s` seconds after its parent has died.
 
-    Does nothing unless the process was started to die with its parent (PR_SET_PDEATHSIG). The kernel's signal asks
-    for an orderly shutdown. The shutdown may wait for services that died with the parent: it retries a result for
-    Redis for minutes, and it waits for a Docker engine that does not answer. A signal from another process sets no
-    time limit: the worker of a pool finishes its calls. The processes of Celery's pool die with their worker at once,
-    because Celery asks the kernel for that.
+    Do nothing unless the process was started to die with its parent (PR_SET_PDEATHSIG): the kernel then sends a signal
+    that asks for an orderly shutdown. This shutdown may wait long for services that died with the parent, such as Redis
+    or the Docker engine. After a signal from another process there is no time limit, because a worker must finish its
+    calls. Celery's pool processes die with their worker at once, because Celery asks the kernel for that.
     """
     if not _dies_with_parent():
         return
@@ -34,7 +33,7 @@ def _kill_after_parent(parent: int, grace_s: float) -> None:
     poll.register(parent, select.POLLIN)
     poll.poll()
     time.sleep(grace_s)
-    # No log line: a thread that is stuck may hold the lock of the log.
+    # Write no log line: another thread may hang while it holds the lock of the log.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

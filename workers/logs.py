@@ -22,7 +22,7 @@ from workers.settings import (
 
 log = structlog.get_logger(__name__)
 
-# These loggers repeat the content of our own events about every call.
+# For every call, these loggers repeat what our own log events say.
 _REPEATING = ("celery.worker.strategy", "celery.app.trace")
 
 

@@ -1,7 +1,6 @@
 """Reports of a worker to the deployment: its process, its queue name, and its heartbeat.
 
-Invariant: each worker process serves under a queue name that no other process has had, and one sandboxd has one
-worker.
+Invariant: each worker process has a queue name that no other process has had, and a sandboxd has at most one worker.
 """
 
 import itertools
@@ -60,7 +59,8 @@ class Heartbeat:
         self._has_logged_skew = False
 
     def leave(self, departure: Departure) -> None:
-        """Send the last report, so that no process waits for the worker longer than necessary.
+        """Send a last report that says that the worker has ended, so that no process waits for it longer than
+        necessary.
 
         If Redis does not answer, the report expires.
         """
@@ -72,7 +72,7 @@ class Heartbeat:
     def leave_drained(self, is_ending: Callable[[], bool]) -> bool:
         """Remove the report when the queue is empty. After the removal no process sends calls to the queue.
 
-        Return False when the worker ends or is declared lost first.
+        Return False when the worker ends or is declared lost before that.
         """
         while not is_ending() and not self._is_over:
             try:
@@ -91,7 +91,9 @@ class Heartbeat:
             return self._is_over
 
     def beat(self) -> bool:
-        """Send a report. Return whether the worker has left or was declared lost. Raises BrokerUnavailable."""
+        """Send a report. Return True when the worker has left or was declared lost; then no further report is sent.
+        Raises BrokerUnavailable.
+        """
         with self._lock:
             if self._is_over:
                 return True
@@ -130,17 +132,17 @@ class TakenQueueName:
 def take_queue_name(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> TakenQueueName:
     """Take the first free queue name of this boot: `host.<host>.<boot>`, then the name with `.2`, `.3`.
 
-    Send its first report. Each process has its own name, because a killed worker loses the message that Redis has
-    just delivered to it. The call of a name without reports is recognized as lost, and is sent again. `build` returns
-    the first report for a queue.
+    Send the first report under this name. Each process needs its own name: a killed worker loses the message that Redis
+    has just delivered to it, and a call that was sent to a name without reports is recognized as lost and sent again.
+    `build` returns the first report for a queue name.
 
     Raises ConfigError: another worker serves the sandboxd, or another machine uses the host's name. Raises
     BrokerUnavailable.
     """
     ended = _find_ended(hosts, host, host_queue(host, boot))
     queue = _take_name(host, boot, hosts, build)
-    # Look again after our own report. Two workers that start together both see the reports of each other, and the
-    # later name yields.
+    # Read the reports again after our own report. Of two workers that start together, each now sees the other's report,
+    # and the one with the later name ends.
     rival = _find_elder(hosts, host, queue)
     if rival is not None:
         # Withdraw the name again, so that no process sends calls to a worker that ends now.
@@ -180,7 +182,7 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
 
 
 def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
-    """Return whether no other report of that worker arrives within REPORT_TIMEOUT_S."""
+    """Wait up to REPORT_TIMEOUT_S. Return whether no new report of that worker arrived."""
     log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=REPORT_TIMEOUT_S)
     until = time.monotonic() + REPORT_TIMEOUT_S
     while time.monotonic() < until:
@@ -196,7 +198,7 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
 def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | None:
     """Return the report of a worker of the same boot with an earlier name.
 
-    If two workers start together, the later one yields.
+    If two workers start together, the one with the later name ends.
     """
     own_number = _number(queue)
     base = ".".join(queue.split(".")[:3])
@@ -261,7 +263,7 @@ def build_pool_report(**fields: Any) -> HostReport:
 
 
 def read_store(status: Mapping[str, Any]) -> Literal["local", "shared"]:
-    """Return where a sandboxd stores checkpoints: `local` unless the status says `shared`."""
+    """Return where a sandboxd stores checkpoints (`local` or `shared`), by its status."""
     return "shared" if status.get("store") == "shared" else "local"
 
 

@@ -4,8 +4,9 @@ Invariant: a request gets its own answer or an error, never the answer to anothe
 the middle of a request is therefore closed and never used again. An error says whether sandboxd may have executed the
 request, because only a request that was certainly not executed may be repeated.
 
-Threads and forked processes must not share a client. The module also checks a guest's answer. The guest is hostile:
-its `done` is used only after a check against the shapes of docs/guest-protocol.md.
+Threads and forked processes must not share a client. The module also checks a guest's answer. The guest (PID 1 of the
+sandbox) may be hostile: the last header of its answer, `done`, is used only after a check against
+docs/guest-protocol.md.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ def sandbox_id(tenant: str, session: str) -> str:
 
 
 class SandboxdUnreachable(SandboxUnavailable):
-    """sandboxd cannot be reached, or the connection broke. `was_sent`: sandboxd may have executed the request."""
+    """sandboxd cannot be reached, or the connection broke. `was_sent`: True if sandboxd may have executed the
+    request.
+    """
 
     def __init__(self, message: str, *, was_sent: bool) -> None:
         super().__init__(message)
@@ -61,7 +64,7 @@ class GuestResponse:
 class SandboxClient:
     """A connection of a worker to sandboxd.
 
-    Failures of sandboxd are SandboxUnavailable; failures of the call are ToolFailure.
+    Methods raise SandboxUnavailable for failures of sandboxd, and ToolFailure for failures of the call.
     """
 
     def __init__(self, socket_path: Path | str) -> None:
@@ -84,7 +87,7 @@ class SandboxClient:
         policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
-        """Open a sandbox for the session. Return its id. For an open session the call returns the same id."""
+        """Open a sandbox for the session. Return the sandbox's id. An open session keeps its sandbox and id."""
         name = sandbox_id(tenant, session)
         self.describe_open(
             name, image, ttl_s, restore=restore, network=network, options=options, policy=policy, moved=moved
@@ -104,7 +107,7 @@ class SandboxClient:
         policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Open a sandbox by its id.
+        """Open the sandbox with this id.
 
         Return its container id, generation, image, network, kind of workspace, options, and start time.
 
@@ -113,26 +116,27 @@ class SandboxClient:
         - `options`: sizes and user of the sandbox. None: those of the class.
         - `policy`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
           open session.
-        - `moved`: set when another host had the session. `generation` is the fence of its new location. `checkpoint_at`
-          is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was drained, not lost.
+        - `moved`: set when another host had the session. `generation` is the number of the session's new opening.
+          `checkpoint_at` is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was
+          drained, not lost.
 
-        The first call of a moved session reports what was lost. Without `restore` the first call is refused with this
-        report. A state of an older generation on this host is closed first.
+        The first call of a moved session reports what was lost. Without `restore` the first call fails with this
+        report. If this host still has the session under an older number, sandboxd closes it first.
         """
         values: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
         values |= {"network": network, "moved": moved, "options": options.model_dump() if options is not None else None}
         fields = {field: value for field, value in values.items() if value is not None} | _build_policy_field(policy)
         return self._request(
             {"verb": "open", "sandbox": name, **fields},
-            # The sandboxd may have to pull the image first.
+            # sandboxd may have to pull the image first.
             OPEN_TIMEOUT_S if restore is None and workspace is None and image is None else ARCHIVE_TIMEOUT_S,
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
         """Save the session's files and shell state. Return the checkpoint's id, size and sha256.
 
-        With `automatic` no caller asked for the checkpoint. It does not count for the tenant or as a use of the
-        session, and is deleted after a week.
+        `automatic`: no caller asked for the checkpoint. Such a checkpoint does not count towards the tenant's limit or
+        as a use of the session, and is deleted after a week.
         """
         return self._request({"verb": "checkpoint", "sandbox": name, "automatic": automatic}, ARCHIVE_TIMEOUT_S)
 
@@ -145,8 +149,8 @@ class SandboxClient:
         return self._request({"verb": "save_files", "sandbox": name, "file": file, "names": names}, ARCHIVE_TIMEOUT_S)
 
     def fork(self, name: str, children: Sequence[str], *, leave_jobs: bool = False) -> dict[str, Any]:
-        """Make sessions with the files and the shell of the session `name`. Return the facts of their sandboxes: image,
-        network, hosts, and the kind of workspace.
+        """Make sessions with the files and the shell of the session `name`. Return fields that describe their
+        sandboxes: image, network, hosts, and the kind of workspace.
 
         With `leave_jobs`, background jobs continue in the session `name` only; otherwise the session must have none.
         """
@@ -189,7 +193,7 @@ class SandboxClient:
             **_build_policy_field(policy),
             **({"run": run} if run is not None else {}),
         }
-        # The size is bounded: sandboxd ends a sandbox that sends more than the request allows.
+        # `streams` needs no limit here: sandboxd ends a sandbox that sends more than the request allows.
         gathered: dict[str, bytearray] = {}
         # Encode before the connection is used: arguments that are too large are a failure of the call, not of sandboxd.
         first = _encode_frame(header, body[:_BODY_CHUNK])
@@ -201,11 +205,11 @@ class SandboxClient:
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
                 sock.sendall(_encode_frame({"verb": "data"}, body[at : at + _BODY_CHUNK]))
-            # Start the time limit here: in sandboxd the limit of the call starts when the body is complete.
+            # Start the time limit only now: sandboxd starts the limit of the call when it has the whole body.
             deadline = time.monotonic() + timeout_s
             while (frame := self._next(deadline)).header.get("ev") == "data":
                 stream = str(frame.header.get("stream"))
-                # While `on_data` waits for its reader, this connection is not read, and sandboxd stops the guest.
+                # While `on_data` waits, this connection is not read, and sandboxd stops reading from the guest.
                 if on_data is not None:
                     on_data(stream, frame.body)
                 else:
@@ -213,7 +217,8 @@ class SandboxClient:
         return GuestResponse(_check_answer(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
-        """Return the folder of a skill's bundle in every sandbox; None when the bundle must be placed first.
+        """Return the folder of a skill's bundle in every sandbox; None when sandboxd does not have the bundle yet
+        (`place_skill`).
 
         With `shared` the bundle is for all tenants; otherwise it is only for the tenant of that session.
         """
@@ -221,7 +226,7 @@ class SandboxClient:
         return None if path is None else str(path)
 
     def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
-        """Place the bundle of that digest. Return its folder in every sandbox.
+        """Store the bundle with this digest so that sandboxes can read it. Return its folder in every sandbox.
 
         `archive` is a tar archive of the bundle's files, sorted by path.
         """
@@ -235,7 +240,7 @@ class SandboxClient:
     def close(self, name: str, *, fence: int | None = None) -> bool:
         """Remove the sandbox, and wait until its container is removed. Return False when there was no sandbox.
 
-        With `fence`, remove only a sandbox that was opened under this fence.
+        With `fence`, remove only a sandbox that was opened under this number of the session's opening.
         """
         only = {"fence": fence} if fence is not None else {}
         return bool(self._request({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
@@ -245,7 +250,7 @@ class SandboxClient:
         return int(self._request({"verb": "policy", "tenant": tenant, **_build_policy_field(policy)}, 10.0)["sessions"])
 
     def exchange_secrets(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Send the present values of secrets: tenant -> name -> value, hosts and place, or None for no such secret.
+        """Send the present secrets: tenant -> name -> value, hosts and place; None means that there is no such secret.
         They replace all earlier ones.
 
         Return `used`, the names that sessions may use, by tenant; and `uses`, the requests with secrets since the last
@@ -262,7 +267,7 @@ class SandboxClient:
         - `boot`, `store` (local or shared), engine, runtime and pool.
         - `sessions`, `sandboxes`: present numbers, with their limits in `max_sessions` and `max_sandboxes`.
         - `memory_free_bytes`, `disk_free_bytes`.
-        - `classes`, `images`: the names that sessions may use. `largest`: the most that they may ask for.
+        - `classes`, `images`: the names that sessions may use. `largest`: the largest options that they may ask for.
         """
         return self._request({"verb": "status"}, 10.0)
 
@@ -295,7 +300,8 @@ class SandboxClient:
 
     def disconnect(self) -> None:
         """Close the connection. The next request opens a new one."""
-        # sandboxd cancels the call of a connection that ends. Half a frame of the old one must not reach the new one.
+        # sandboxd cancels the call of a connection that ends. Half a frame of the old connection must not reach the new
+        # one.
         if self._sock is not None:
             self._sock.close()
         self._sock = None
@@ -346,7 +352,8 @@ class SandboxClient:
     def _next(self, deadline: float) -> Frame:
         assert self._sock is not None
         while not self._waiting:
-            # One deadline for all frames. A limit for each would let a guest that prints slowly run without end.
+            # One deadline for all frames together: with a limit for each frame, a guest that prints slowly could run
+            # forever.
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError("no answer in time")
@@ -379,7 +386,8 @@ class SandboxClient:
                 was_sent=self._was_sent,
             ) from error
         except BaseException:
-            # An interrupt, or an error in `on_data`: the rest of the answer is still on its way.
+            # After an interrupt or an error in `on_data`, the rest of the answer would still arrive: close the
+            # connection.
             self.disconnect()
             raise
 
@@ -405,7 +413,7 @@ def _is_quiet(sock: socket.socket) -> bool:
 
 
 def _encode_frame(header: Mapping[str, Any], body: bytes) -> bytes:
-    """Return one frame. Raises ToolFailure: the arguments, the environment or a path are too large for a frame."""
+    """Encode a request. Raises ToolFailure: the arguments, the environment or a path are too large for a frame."""
     try:
         return encode_frame(header, body, max_total=MAX_DOWN)
     except FrameError as error:
@@ -435,7 +443,8 @@ def _code(text: str) -> ErrorCode:
 
 # --- A guest's answer -------------------------------------------------------------------------------------------------
 
-# Every field has a limit. A guest's numbers are added and stored in JSON, and its texts reach results, logs and models.
+# Every field has a limit. Numbers from a guest are added and stored in JSON, and texts from a guest reach results, logs
+# and models.
 _Count = Annotated[int, Field(ge=0, le=2**63)]
 _Code = Annotated[int, Field(ge=0, le=255)]
 _PathText = Annotated[str, Field(max_length=8192)]
@@ -465,22 +474,22 @@ _CODES = {
             ErrorCode.CANCELLED,
         )
     },
-    # Codes of the guest alone. Codes that concern the operator are not in this table.
+    # Error codes that a guest may report. Codes that blame the operator are not in this table.
     "NOT_A_REGULAR_FILE": ErrorCode.PATH_NOT_ALLOWED,
     "SPAWN_FAILED": ErrorCode.FILE_NOT_FOUND,
 }
 
 
 _FIGURES = {"size": "size_bytes", "lines": "lines"}
-"""Figures that an error may report -> their names in a success."""
+"""Numeric fields that an error may report -> the names of the same fields in a successful answer."""
 
 
 class InvalidGuestAnswer(Exception):
-    """A `done` that no guest of toolcrew sends. The message names the field, never its value."""
+    """Error for an answer (`done`) that no correct guest sends. The message names the field, never its value."""
 
 
 class _Shape(BaseModel):
-    """Base of the answer shapes. Fields without a name here are ignored."""
+    """Base class of the models that check answers. Unknown fields are ignored."""
 
     # `strict`: otherwise text in place of a number would be converted. `allow_inf_nan`: NaN would pass every limit,
     # because each comparison with NaN is false.
@@ -488,7 +497,9 @@ class _Shape(BaseModel):
 
 
 class GuestAnswer(_Shape):
-    """The fields of `done` that all requests share. sandboxd adds all of them except `run_s`, `kill` and `error`."""
+    """The fields of `done` that all requests share. The guest sends `run_s`, `kill` and `error`; sandboxd adds the
+    others.
+    """
 
     run_s: float = 0.0
     kill: KillReport | None = None
@@ -655,7 +666,7 @@ _SHAPES: dict[str, type[_Shape]] = {
 
 
 def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> GuestAnswer:
-    """Return the common part of `done`, the end of `request`. Also check the fields of the request's operation.
+    """Check `done`, the guest's answer to `request`. Return the fields that all requests share.
 
     Raises InvalidGuestAnswer.
     """
@@ -673,7 +684,7 @@ def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> G
 
 
 def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
-    """Return code, message and figures of a request that failed.
+    """Return the code, the message and the numeric details of a failed request.
 
     A guest may blame its caller or itself, never the operator. Any other code becomes INTERNAL.
     """
@@ -691,7 +702,7 @@ def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
 
 
 def _is_count(value: object) -> bool:
-    # JSON has true and false, and Python counts with both.
+    # Exclude booleans: in Python, true and false of JSON count as numbers.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**63
 
 
@@ -706,7 +717,7 @@ def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:
 
 def _describe(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
-    # Report only the first part, which is a field of ours. The rest may be a key that the guest chose.
+    # Report only the first part of the location, the name of a field. The rest may be a key that the guest chose.
     return f"{first['loc'][0]}: {first['type']}"
 
 

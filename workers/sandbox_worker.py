@@ -1,4 +1,4 @@
-"""The worker of a sandbox host. It serves the queue of its incarnation, next to the host's sandboxd."""
+"""The worker of a sandbox host. It serves a queue of its own, next to the host's sandboxd."""
 
 from functools import partial
 

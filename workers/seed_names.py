@@ -1,6 +1,6 @@
 """Names from the requirement documents for the tools of a worker.
 
-Each name is an alias; this module implements nothing.
+Each name is an alias of a class or function elsewhere.
 """
 
 from workers.skills.tool import build_skill_tool

@@ -39,7 +39,7 @@ def load_worker_or_unset() -> WorkerSettings:
 
 
 def _without_redis() -> WorkerSettings:
-    """Return the settings with an empty Redis URL. Raises ConfigError: another setting is invalid."""
+    """Read the settings with an empty Redis URL. Raises ConfigError: another setting is invalid."""
     try:
         return WorkerSettings(redis_url=SecretStr(""))
     except ValidationError as error:

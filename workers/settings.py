@@ -54,7 +54,7 @@ def default_state(name: str) -> Path:
 
 
 def default_leases() -> Path:
-    """Return the folder where the sandboxds of one user on one host see which of them run."""
+    """Return the folder of the lock files that show which sandboxds of one user run on this host."""
     if os.geteuid() == 0:
         return Path("/run/toolcrew/leases")
     return default_socket().parent / "leases"
@@ -75,7 +75,7 @@ def _default_slots(fields: dict[str, Any]) -> int:
 
 def _find_shipped_skills() -> tuple[Path, ...]:
     package = Path(__file__).parent
-    # A wheel holds the skills inside the package. A checkout holds them next to the package.
+    # In an installed package the skills are inside the package. In a source checkout they are next to the package.
     return tuple(folder for folder in (package / "shipped_skills", package.parent / "skills") if folder.is_dir())[:1]
 
 
@@ -97,8 +97,8 @@ class WorkerSettings(SharedSettings, LogSettings):
     with a shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
     """
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. An operator changes it
-    with the grace period of the scheduler.
+    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. Keep it below the time
+    that the scheduler (such as Kubernetes or systemd) gives a process to stop, and change both together.
     """
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """`sandbox` runs next to sandboxd. `web` has the network and no sandboxes, for web tools and operators' tools. The
@@ -134,13 +134,13 @@ class WorkerSettings(SharedSettings, LogSettings):
         return tuple(Path(root) for root in self.skills.split(os.pathsep) if root)
 
     def broker(self) -> BrokerSettings:
-        """Return the settings that workers and orchestrators must share."""
+        """Return the settings of Redis and Celery that workers and orchestrators must share."""
         return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
 
 
 class EgressRules(BaseModel):
-    """Limits of the egress proxy for a session. Rates are in bytes per second. Sizes count the session's whole
-    lifetime, in bytes.
+    """Limits of the egress proxy for a session. Rates are in bytes per second. Sizes are totals over the session's
+    whole lifetime, in bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -167,8 +167,8 @@ class RegistryLogin(BaseModel):
 
 
 class TenantClass(BaseModel):
-    """Limits of the sessions of a tenant class on this host. None: the host's default. The policy of a tenant names its
-    class.
+    """Limits of the sessions of a tenant class on this host. None: the setting of the host applies. The policy of a
+    tenant names the tenant's class.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -203,8 +203,8 @@ class SandboxdSettings(LogSettings):
     """The name of the deployment, as in the workers. The operator sets it when two deployments share one Docker engine.
     """
     sandboxd_name: str = Field(default="default", pattern=DEPLOYMENT)
-    """The name of this sandboxd, which removes containers with its name at its start. The operator sets it when two
-    sandboxds share one Docker engine.
+    """The name of this sandboxd. At its start it removes containers of earlier processes with the same name. The
+    operator sets it when two sandboxds share one Docker engine.
     """
     sandboxd_state: Path | None = None
     """The folder of workspaces, records and checkpoints. Default: below /var/lib/toolcrew, or in the user's state
@@ -226,7 +226,7 @@ class SandboxdSettings(LogSettings):
     """
     sandbox_start: Literal["auto", "oci", "engine"] = "auto"
     """The starter of sandboxes: `oci` is sandboxd itself with crun or runc, which is faster and needs root on the
-    engine's host; `engine` is the Docker engine. The operator changes it when `auto` does not choose the wanted way.
+    engine's host; `engine` is the Docker engine. The operator changes it when `auto` chooses the wrong one.
     """
     sandbox_runtime: str = "runc"
     """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""
@@ -234,7 +234,7 @@ class SandboxdSettings(LogSettings):
     """Memory for the processes of a sandbox. The operator raises it when programs of tenants run out of memory."""
     sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
     """The kind of workspaces: `image` is a file system with a hard quota and needs root, `tmpfs` is memory, `folder` is
-    only measured. The operator changes it when `auto` does not choose the wanted kind.
+    only measured. The operator changes it when `auto` chooses the wrong kind.
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
     """The size of a workspace, which can hold at most one file per 4 KiB of this size. The operator raises it for large
@@ -259,8 +259,8 @@ class SandboxdSettings(LogSettings):
     lowers it to save memory.
     """
     host_free_bytes: int = Field(default=1024 * MIB, ge=0)
-    """Free disk space below which no workspace is made; below half of it, programs that write are ended. The operator
-    changes it with the size of the disk.
+    """Free disk space below which no workspace is made. Below half of it, sandboxes that can write are ended. The
+    operator changes it with the size of the disk.
     """
     workspace_store: str | None = None
     """The store of checkpoints, uploads and artifacts: a folder, or a URL of fsspec such as s3://bucket/prefix (extra

@@ -1,6 +1,4 @@
-"""Spans of a call on the worker side of the queue: the worker's processing, and the durations that sandboxd and the
-guest report.
-"""
+"""OpenTelemetry spans of a call in the worker: the worker's processing, and the times in sandboxd and the guest."""
 
 from collections.abc import Mapping
 
@@ -33,7 +31,7 @@ def open_process_tracer(kind: str) -> Tracer | None:
 
 
 class CallTracing(ExecutorMiddleware):
-    """Sends the spans of calls with a sampled trace. `facts` holds `host` and `queue` of this worker."""
+    """Sends the spans of calls whose trace is sampled. `facts` holds `host` and `queue` of this worker."""
 
     def __init__(self, tracer: Tracer, facts: Mapping[str, str]) -> None:
         self._tracer = tracer

@@ -27,7 +27,7 @@ def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket
     refuse_second(path, owner=owner)
     _remove_stale_socket(path, variable)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # `bind` creates the file with the umask. A `chmod` after it would leave a moment with a wider mode.
+    # `bind` creates the file with the umask. With a `chmod` afterwards, more users could connect for a moment.
     before = os.umask(0o777 & ~mode)
     try:
         listener.bind(str(path))
@@ -42,7 +42,9 @@ def open_listener(path: Path, mode: int, *, owner: str, variable: str) -> socket
 
 
 def socket_mode(uids: Collection[int]) -> int:
-    """Return the mode of a socket that these users may connect to. The daemon checks the uid of every peer."""
+    """Return the file mode of a socket to which these users may connect. The mode may allow more users, because the
+    daemon checks the uid of every peer.
+    """
     return 0o600 if set(uids) <= {os.geteuid()} else 0o666
 
 
@@ -60,7 +62,7 @@ def refuse_second(path: Path, *, owner: str) -> None:
 
 
 def _remove_stale_socket(path: Path, variable: str) -> None:
-    """Remove a socket at which no process listens."""
+    """Remove a socket file at which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(f"{path} exists and is not a socket: move the file, or set {variable} to another path")
@@ -68,7 +70,7 @@ def _remove_stale_socket(path: Path, variable: str) -> None:
 
 
 def unlink_own(path: Path, inode: int) -> None:
-    """Remove the socket at `path` if it has this inode. The socket of a successor at the same path stays."""
+    """Remove the socket file at `path` if it has this inode. A newer daemon's socket at the same path stays."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_ino == inode:
             path.unlink()

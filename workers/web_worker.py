@@ -45,7 +45,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     board = CancelBoard()
 
     def open_resources() -> WorkerResources:
-        # Called in the process that runs the calls, because its call records contain the pid.
+        # Call this in the process that runs calls, because the records of calls contain its pid.
         events = partial(open_call_events, connect_once(broker), deployment, broker.signing_keys())
         return WorkerResources({}, process_holder(host.worker, os.getpid()), None, StateStore.of(broker), events)
 

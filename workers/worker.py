@@ -43,8 +43,8 @@ class WorkerParts:
 
     - `servers`: the MCP servers; None when the worker has no MCP servers.
     - `build_catalogs`: returns pool -> catalog of the tools that this worker serves.
-    - `open_resources`, `open_guards`: called in the process or thread that runs calls. Guards are the innermost
-      middleware.
+    - `open_resources`, `open_guards`: called in the process or thread that runs calls. Guards (the middleware that
+      interrupts calls) are the innermost middleware.
     """
 
     kind: Literal["sandbox", "web"]

@@ -1,1 +1,3 @@
-"""The guest: PID 1 of a sandbox. Uses only the standard library. docs/guest-protocol.md describes its protocol."""
+"""The guest: the program that runs as PID 1 of a sandbox and serves requests. It uses only the standard library.
+docs/guest-protocol.md describes its protocol.
+"""

@@ -1,4 +1,4 @@
-"""The state of the sandbox as PID 1 reports it: processes, files, and free space.
+"""The attestation: PID 1's report about the state of the sandbox (processes, files, free space).
 
 The report forks no process.
 """
@@ -25,7 +25,7 @@ _SHARED_MEMORY = b"/dev/shm"
 
 
 def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs: int) -> dict[str, object]:
-    """Return the fields of the done event. Raises RequestFailure and OSError.
+    """Return the report as the fields of the done event (the answer to the request). Raises RequestFailure and OSError.
 
     `idle_pids`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
     """
@@ -44,7 +44,7 @@ def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs:
             "shm": _count_entries(_SHARED_MEMORY),
         },
         "workspace": _measure(paths.workspace),
-        # A sandboxd of an earlier release requires these fields.
+        # Send these fields for a sandboxd of an earlier release, which requires them.
         "python": list(sys.version_info[:3]),
         "programs": [],
     }
@@ -64,7 +64,7 @@ def _count_entries(folder: bytes) -> int:
                     break
     except FileNotFoundError:  # Some runtimes have no /dev/shm.
         return 0
-    except PermissionError:  # The workspace is not mounted. The rest of the report is still useful.
+    except PermissionError:  # The workspace is not mounted. Report the limit; the rest of the report is still useful.
         return MAX_ENTRIES
     return count
 

@@ -1,7 +1,8 @@
-"""PID 1's record of a call: the body while it arrives, the place of the call in a lane, and the supervisor's reports.
+"""PID 1's record of a call: the body while it arrives, the call's lane (calls of one lane run one after the other), and
+the reports of the supervisor, the process that serves the call.
 
-Invariant: every call gets exactly one done event, even if its supervisor is stopped, killed or does not answer. A
-call is started again only while `progress` shows that no supervisor has taken it.
+Invariant: every call gets exactly one done event, even if its supervisor is stopped, killed or does not answer. A call
+is given to another supervisor only while `progress` shows that none has begun to serve it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ OVERDUE_S = 1.0
 """Time after a limit or a cancel during which the supervisor itself may kill the call's processes, in seconds. PID 1
 kills the supervisor afterwards.
 """
-# Each attempt after the first is a fork for a call that has not begun. A program that kills every supervisor must not
-# keep PID 1 busy.
+# Limit the attempts, each of which forks a supervisor: a program that kills every supervisor must not keep PID 1 busy.
 _MAX_ATTEMPTS = 3
 _MIN_LIMIT_S = 0.01
 
 
 class Body:
-    """The body of a request, in a memory file. No file system limit applies to the file, and a child can inherit its
+    """The body of a request, in a memory file. Such a file needs no space in a file system, and a child can inherit its
     descriptor.
     """
 
@@ -44,7 +44,7 @@ class Body:
         self.failure: RequestFailure | None = None
 
     def add(self, data: bytes) -> None:
-        """Store the next part. A part that cannot be stored is counted, and `failure` reports the error."""
+        """Store the next part. If it cannot be stored, count its bytes and set `failure`."""
         self.missing -= len(data)
         if self.missing < 0:
             self.missing = 0
@@ -81,7 +81,7 @@ class Call:
         self.cancelled = False
         self.overdue = False
         self.answered = False
-        # The end of the call that its supervisor reported.
+        # The done fields that the supervisor has reported.
         self.done: dict[str, object] | None = None
         # The body is complete, and the request was parsed.
         self.is_whole = False
@@ -104,20 +104,20 @@ class Call:
         self._overdue_at = self.limit_at + OVERDUE_S
 
     def end_wait(self) -> None:
-        """Give the call the rest of its time limit. The time that the call waited in its lane counts."""
+        """Set the call's deadline when its wait in the lane ends. The waiting time counts towards its time limit."""
         if not self.has_waited:
             return
         remaining_s = max(self.limit_at - time.monotonic(), _MIN_LIMIT_S)
         self.request.timeout_s = self.header["timeout_s"] = remaining_s
 
     def build_queue_timeout(self) -> dict[str, object]:
-        """Return the done fields of a call that reached its limit while the call waited in its lane."""
+        """Return the done fields of a call that reached its time limit while it waited in its lane."""
         waited_s = time.monotonic() - self._started_at
         message = f"not started: it waited {waited_s:.1f} s for its turn behind other calls of this session"
         return {"error": {"code": TIMEOUT, "message": message}}
 
     def entrust(self, supervisor: SupervisorHandle, take_s: float | None) -> None:
-        """Record that this supervisor serves the call.
+        """Record which supervisor serves the call.
 
         PID 1 checks the supervisor after `take_s` seconds, or after the limit when `take_s` is None.
         """
@@ -129,7 +129,7 @@ class Call:
         """Ask the supervisor to end the call. PID 1 kills the supervisor when this takes longer than OVERDUE_S."""
         if not self.cancelled and self.supervisor is not None:
             self.cancelled = True
-            # A cancel may only shorten the deadline. A cancel close to the limit must not give the call more time.
+            # A cancel must not move the deadline to a later time.
             self._overdue_at = min(self._overdue_at, time.monotonic() + OVERDUE_S)
             self.watch_at = min(self.watch_at, self._overdue_at)
             self.supervisor.cancel()
@@ -137,16 +137,16 @@ class Call:
     def check_delay(self, supervisor: SupervisorHandle) -> bool:
         """Return whether PID 1 must kill the supervisor. PID 1 calls this at `watch_at`.
 
-        A supervisor that waits for the host to read its output is not killed. A supervisor that was stopped is
+        A supervisor that waits for the host to read output must live. A supervisor that was stopped (SIGSTOP) must be
         killed.
         """
         if time.monotonic() < self._overdue_at:
             self.watch_at = self._overdue_at
-            # First check, after `take_s`: the supervisor must have taken the call. A taken call is next checked at
-            # its deadline.
+            # At the first check, after `take_s`, the supervisor must have begun to serve the call. The next check is at
+            # the deadline.
             return not supervisor.progress.is_taken
-        # A settled call has no running processes; only its output still waits for the host. A killed supervisor would
-        # lose this output.
+        # A settled call has no running processes; only its output waits for the host. Do not kill its supervisor,
+        # because the output would be lost.
         self.watch_at = float("inf")
         self.overdue = not supervisor.progress.is_settled
         return self.overdue
@@ -156,7 +156,9 @@ class Call:
         return not (supervisor.progress.is_taken or self.cancelled or self.overdue) and self.attempts < _MAX_ATTEMPTS
 
     def relay(self, records: list[tuple[int, bytes]]) -> list[bytes]:
-        """Return the data frames of the supervisor's records. Store the record that ends the call as `done`."""
+        """Convert the supervisor's records to data frames for the host. Store the record that ends the call as
+        `done`.
+        """
         frames = []
         for kind, payload in records:
             if kind in (DONE, DONE_AND_FREE):
@@ -196,7 +198,9 @@ class Call:
         return self._build_exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
 
     def _count_streams(self) -> dict[str, dict[str, int]]:
-        """Return `streams` for an end that no supervisor reported: what was sent of each requested stream."""
+        """Return the field `streams` when no supervisor has reported it: for each requested stream, the bytes that were
+        sent.
+        """
         capture = self.header.get("capture")
         requested = capture if isinstance(capture, dict) else {}
         names = (
@@ -229,7 +233,7 @@ class Call:
 
 
 class CallLanes:
-    """The running call of each lane, and the calls that wait for it. A call without a lane never waits.
+    """The running call of each lane, and the calls that wait for its end. A call without a lane never waits.
 
     Invariant: at most one call of a lane runs. Waiting calls run in the order in which they came.
     """
@@ -246,7 +250,9 @@ class CallLanes:
         return [call for queue in self._waiting.values() for call in queue]
 
     def enter(self, call: Call) -> bool:
-        """Return whether the call may run now. Otherwise the call waits until `leave` returns the call."""
+        """Put the call into its lane. Return whether the call may run now; otherwise it waits until `leave` returns
+        it.
+        """
         lane = call.lane
         if lane is None:
             return True
@@ -256,7 +262,7 @@ class CallLanes:
         return False
 
     def leave(self, call: Call) -> Call | None:
-        """Remove a call that is answered, whether the call ran or still waited.
+        """Remove a call that has been answered, even if it still waited.
 
         Return the call that may run now in its place, or None.
         """

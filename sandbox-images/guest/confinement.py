@@ -1,7 +1,8 @@
 """Path resolution of file requests.
 
-Invariant: no link, no `..` and no exchange of a directory during the resolution leads out of the roots. Every step
-opens a directory relative to the descriptor of the one before. A path is never resolved again from its text.
+Invariant: no link, no `..` and no replacement of a directory during the resolution leads out of the roots (the allowed
+folders). Every step opens a directory relative to the descriptor of its parent. The text of a path is resolved only
+once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from guest.paths import GuestPaths
 
 _MAX_LINKS = 40
-# Every directory stays open while the next is opened, and a process may open a limited number of files.
+# Limit the depth: every directory of the path stays open during the resolution, and a process may open a limited number
+# of files.
 _MAX_DEPTH = 500
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_OPENAT2 = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
@@ -55,11 +57,12 @@ class DirectoryEntry:
 def find_entry(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> DirectoryEntry:
     """Resolve a path to the entry of its file, which may not exist yet. Raises RequestFailure.
 
-    Links are followed while they stay inside the roots. `to_read`: the folder of long outputs is allowed too.
+    Links that stay inside the roots are followed. `to_read`: the path is only read, so it may also be in the folder of
+    long outputs.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    # The root b"" covers all others, and `..` may go anywhere in it.
+    # The root b"" (the whole file system) contains all others, and `..` may lead anywhere.
     roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
     resolver = _Resolver(paths, shown, make_parents, roots)
     try:
@@ -80,10 +83,10 @@ def find_entry(path: str, paths: GuestPaths, make_parents: bool = False, to_read
 def pin_file(entry: DirectoryEntry) -> int:
     """Return an O_PATH descriptor of the regular file of an entry.
 
-    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises RequestFailure
-    when the file is a link or not a regular file, and OSError for other errors.
+    The descriptor refers to the file itself, so it has no effect if the name later leads to another file. Raises
+    RequestFailure when the file is a link or not a regular file, and OSError for other errors.
     """
-    # O_PATH opens nothing yet: opening a pipe or a device for reading could block, or have an effect.
+    # Use O_PATH, which does not open the content: opening a pipe or a device for reading could block or have an effect.
     fd = os.open(entry.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry.directory)
     try:
         mode = os.fstat(fd).st_mode
@@ -112,7 +115,9 @@ def _check_kernel_folders(entry: DirectoryEntry) -> None:
 
 
 class _Resolver:
-    """The resolution of a path. Opens one directory after the other, and never goes above the root."""
+    """The resolution of one path. It opens one directory after the other and never goes above the root. The open
+    directories are the trail.
+    """
 
     def __init__(self, paths: GuestPaths, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
         self._paths = paths
@@ -122,7 +127,7 @@ class _Resolver:
         self._links = 0
         self._final_link = False
         self._trail: list[int] = []
-        # The parts that the kernel resolved in one step. The trail then lacks the parents of its last directory.
+        # Parts that the kernel resolved in one step (openat2). The trail then lacks the parents of its last directory.
         self._skipped: list[bytes] = []
         self._on_foot = not paths.use_openat2
         # Names of the directories at the end of the trail that this resolution has created.
@@ -164,7 +169,7 @@ class _Resolver:
         if name == b"..":
             if len(self._trail) == 1:
                 raise self._outside()
-            # The path leaves this directory again, so a directory that was created for the path was not needed.
+            # `..` leaves this directory. If the resolution has created it, remove it: it was not needed.
             _remove_empty(self._trail[-1], self._created_names[-1:])
             self._created_names = self._created_names[:-1]
             os.close(self._trail.pop())
@@ -189,7 +194,7 @@ class _Resolver:
     def _skip_parents(self, parts: list[bytes]) -> list[bytes]:
         """Let the kernel resolve all parts except the last in one step. Return the remaining parts.
 
-        When the kernel refuses, return all parts: the walk then decides.
+        When the kernel refuses, return all parts, which are then resolved one by one.
         """
         if len(self._trail) > 1 or self._on_foot or b".." in parts:
             return parts
@@ -207,7 +212,7 @@ class _Resolver:
             os.mkdir(name, 0o755, dir_fd=self._trail[-1])
             created_names = [*self._created_names, name]
         except FileExistsError:
-            # Another process has created the name. If the name is not a directory, the next open refuses it.
+            # Another process has created the name. If it is not a directory, the next open fails.
             created_names = []
         self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         self._created_names = created_names
@@ -229,8 +234,8 @@ class _Resolver:
         if target.startswith(b"/"):
             return self._enter_root(target) + rest
         if self._skipped:
-            # A `..` in the link's target needs every parent on the trail. Return to the root and walk without
-            # openat2.
+            # A `..` in the link's target needs all parents in the trail. Start again at the root, and resolve the parts
+            # one by one.
             parts, self._skipped, self._on_foot = self._skipped, [], True
             os.close(self._trail.pop())
             return parts + _split(target) + rest
@@ -265,15 +270,14 @@ def _remove_empty(directory: int, names: list[bytes]) -> None:
             parent = os.open(b"..", _DIRECTORY, dir_fd=directory)
             opened.close()
             opened.callback(os.close, parent)
-            # rmdir works by name. The comparison makes sure that the name still refers to the directory that was
-            # created here.
+            # rmdir works by name, so first check that the name still refers to the directory that was created here.
             if os.path.samestat(status, os.stat(name, dir_fd=parent, follow_symlinks=False)):
                 os.rmdir(name, dir_fd=parent)
             directory = parent
 
 
 def _split(path: bytes) -> list[bytes]:
-    """Return the parts of a path. A final slash adds the part `.`."""
+    """Return the parts of a path. A slash at the end adds the part `.`."""
     parts = [part for part in path.split(b"/") if part]
-    # A final slash requires a directory.
+    # A slash at the end requires a directory.
     return [*parts, b"."] if path.endswith(b"/") and parts else parts

@@ -1,4 +1,4 @@
-"""Failures of a request: the closed set of error codes, and the failure for an error of the kernel."""
+"""Failures of a request: all error codes, and the conversion of the kernel's errors."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RequestFailure(Exception):
     def __init__(self, code: str, message: str, **details: int) -> None:
         super().__init__(message)
         self.code = code
-        # Names in the message come from the request and may be as long as a header. The message must fit into a
-        # header itself.
+        # Shorten the message: names from the request may be as long as a header, and the message must fit into a
+        # header.
         self.message = message[:MESSAGE_CHARS]
         self.details = details
 

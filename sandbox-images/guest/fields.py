@@ -1,5 +1,5 @@
-"""Fields of headers: each class of requests declares its fields, each with the function that reads it. Names of files
-and programs become fields as text that every encoder accepts.
+"""Fields of headers: each class of requests declares its fields, each with the function that reads it. Other functions
+convert names of files and programs to text that every encoder accepts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 
 
 class GuestRequest:
-    """Request with the fields of `FIELDS` as attributes. The constructor raises RequestFailure for any other field."""
+    """Base class of requests. The fields that `FIELDS` declares become attributes. The constructor raises
+    RequestFailure for any other field.
+    """
 
     FIELDS: ClassVar[dict[str, Reader]] = {}
     timeout_s: float
@@ -70,7 +72,7 @@ def read_text(header: dict[str, Any], name: str) -> str:
 
 
 def read_any_text(header: dict[str, Any], name: str) -> str:
-    """Return a text that may be empty or contain NUL. The code that uses the text reports its faults."""
+    """Read a text field that may be empty or contain NUL. The code that uses the text checks it."""
     value = header.get(name)
     if not isinstance(value, str):
         raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a string")

@@ -1,7 +1,7 @@
 """The guest's side of the guest protocol: the codec of frames, and the queue of frames for the host.
 
-workers/sandboxd/frames.py has the same codec; the guest may not import that module. tests/conformance/frames tests
-both with one corpus.
+workers/sandboxd/frames.py implements the same codec, but the guest cannot import it. tests/conformance/frames tests
+both with the same data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAST_FLUSH_S = 1.0
 
 
 class FrameError(ValueError):
-    """Bytes that are not a valid frame: the host has broken the protocol."""
+    """Error: the bytes are not a valid frame, so the host has broken the protocol."""
 
 
 class Frame:
@@ -55,7 +55,8 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
 
 
 def join_frame(text: bytes, body: bytes, *, max_total: int = MAX_UP) -> bytes:
-    """Return the bytes of a frame. The header is already JSON text. Raises FrameError when a length is not allowed.
+    """Return the bytes of a frame with a header that is already JSON text. Raises FrameError when a length is not
+    allowed.
 
     The guest writes these headers itself, so only the lengths are checked.
     """
@@ -97,7 +98,7 @@ class FrameDecoder:
             frames.append(self._parse_frame(at, end))
             at = end
         if at == len(self._buffer):
-            # A new buffer releases the memory of a large frame. PID 1 lives long and must stay small.
+            # Start with a new buffer, to release the memory of a large frame: PID 1 runs long and must stay small.
             self._buffer = bytearray()
         else:
             del self._buffer[:at]
@@ -109,8 +110,8 @@ class FrameDecoder:
             return None
         total = int.from_bytes(self._buffer[at : at + _LENGTH_BYTES], "big")
         _check_total(total, self._max_total)
-        # The total is checked before more bytes are buffered, so that a wrong length cannot make PID 1 use memory
-        # without limit.
+        # Check the total length before more bytes are buffered: a wrong length must not make PID 1 use memory without
+        # limit.
         if have < _LENGTHS.size:
             return None
         _check_lengths(total, _LENGTHS.unpack_from(self._buffer, at)[1], self._max_total)
@@ -146,7 +147,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         raise FrameError(f"the header is not JSON: {type(error).__name__}") from None
     if not isinstance(header, dict):
         raise FrameError("the header is not a JSON object")
-    # A header with fewer brackets than MAX_DEPTH cannot be too deep. Most headers need no walk.
+    # A header with at most MAX_DEPTH opening brackets cannot be too deep, so most headers need no closer check.
     if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
         _check_depth(header)
     return header
@@ -154,7 +155,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
-    # Two parsers could read a repeated key differently, so both sides refuse the header.
+    # Refuse a repeated key, as the host does: two parsers could read it differently.
     if len(items) != len(pairs):
         raise FrameError("a key is repeated in the header")
     return items
@@ -187,7 +188,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refu
 
 
 class HostDisconnected(Exception):
-    """The host has closed the guest's stdout."""
+    """Error: the host has closed the channel (the guest's stdout)."""
 
 
 class Outbox:

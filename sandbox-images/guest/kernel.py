@@ -32,11 +32,11 @@ def set_process_flag(option: int, value: int) -> None:
 
 
 def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:
-    """Open `path` and return its descriptor. The kernel never leaves `dir_fd` while it resolves the path. Raises
-    OSError.
+    """Open `path` below the directory `dir_fd` and return a descriptor. The path cannot lead out of the directory.
+    Raises OSError.
 
-    EXDEV: the path leaves `dir_fd` or contains an absolute link. ENOSYS or EPERM: the kernel or its filter does not
-    allow openat2.
+    Errors: EXDEV: the path leads out of `dir_fd` or contains an absolute link. ENOSYS or EPERM: the kernel or its
+    filter does not allow openat2.
     """
     how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
     fd = int(

@@ -1,4 +1,4 @@
-"""PID 1's loop: reads requests, relays reports, and watches every process.
+"""PID 1's loop: reads requests of the host, relays the reports of supervisors, and monitors every process.
 
 Invariant: PID 1 never waits for a program, a supervisor or the host. Every step either does not block or has a time
 limit, so that no program of the sandbox can stop PID 1. The sandbox ends when the host closes the channel.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _MAX_NUMBER = 1e9
 _READ_BYTES = 65_536
-# While more bytes than this wait for the host, reports stay in their pipes.
+# While more bytes than this wait for the host, PID 1 does not read reports from their pipes.
 _OUTBOX_BYTES = 262_144
 _TICK_MS = 1
 _LONGEST_WAIT_S = 3600.0
@@ -63,7 +63,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     """Parse `--life SECONDS` and `--cpus NUMBER`, above 0, and `--proxy PORT`. Raises ValueError for every other
     argument.
 
-    A limit that is misread would be no limit.
+    The check is strict, because a limit that is parsed wrongly would be no limit.
     """
     options = Options()
     names = iter(arguments)
@@ -98,7 +98,7 @@ def _parse_port(value: str) -> int:
 
 
 class AgeLimitReached(Exception):
-    """The sandbox has reached its maximum age."""
+    """Error: the sandbox has reached its maximum age."""
 
 
 class AgeLimit:
@@ -149,7 +149,7 @@ class Loop:
         self._lanes = CallLanes()
         self._jobs = Jobs()
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
-        # Calls that may run now, because an earlier call of their lane has ended.
+        # Calls that may run now, because the call before them in their lane has ended.
         self._ready_calls: list[Call] = []
         os.set_blocking(_STDIN, False)
 
@@ -159,7 +159,7 @@ class Loop:
         A sandbox must not outlive the sandboxd that uses it.
         """
         last_event = self._serve()
-        # The kill comes first: the host may be slow to read the last event, or may have closed the channel.
+        # Kill all processes first: the host may be slow to read the last event, or may have closed the channel.
         kill_everything()
         if last_event is not None:
             self._send_last_event(last_event)
@@ -180,7 +180,7 @@ class Loop:
         except AgeLimitReached as error:
             return {"ev": "fatal", "message": str(error), "reason": "life"}
         except (MemoryError, OSError) as error:
-            # A request may be partly processed. Ending with a reason is safer than continuing.
+            # A request may be partly processed, so it is safer to end with a reason than to continue.
             return {"ev": "fatal", "message": f"the guest failed: {type(error).__name__}: {error}"}
 
     def _serve_events(self) -> None:
@@ -211,7 +211,7 @@ class Loop:
         """Return the time until the next duty, in milliseconds, or None when there is none."""
         if self._ready_calls:
             return 0
-        # PID 1 has no handler for SIGCHLD, so it looks for dead children while some are expected.
+        # PID 1 has no handler for SIGCHLD, so it looks for dead children at short intervals while some are expected.
         if self._supervisors.ending or self._cleanup.is_active:
             return _TICK_MS
         deadlines = [call.watch_at for call in self._supervisors.calls if not call.answered]
@@ -282,7 +282,7 @@ class Loop:
         except RequestFailure as error:
             self._send({"id": header["id"], "ev": "done", "error": error.as_error()})
             return
-        self._supervisors.retire_idle()  # the waiting supervisor has the old variables
+        self._supervisors.retire_idle()  # the supervisor that waits for its next call has the old variables
         self._send({"id": header["id"], "ev": "done"})
 
     def _begin_call(self, frame: Frame) -> None:
@@ -295,7 +295,7 @@ class Loop:
         self._add_body(call, frame.body)
 
     def _add_body(self, call: Call | None, data: bytes) -> None:
-        # A cancelled call may still receive parts of its body.
+        # The host may still send parts of the body of a call that was cancelled.
         if call is None or call.is_whole:
             return
         call.body.add(data)
@@ -356,7 +356,7 @@ class Loop:
             self._answer(call, call.build_unstarted_end())
 
     def _read_reports(self, supervisor: SupervisorHandle) -> bool:
-        """Relay the bytes of one read. Return False when nothing more can be read now."""
+        """Read once from a supervisor's pipe, and relay the reports. Return False when nothing more can be read now."""
         records, more = supervisor.read_reports()
         for kind, payload in records:
             if kind == FACTS:
@@ -367,8 +367,7 @@ class Loop:
                 self._outbox.put(frame)
             if call.done is not None and not call.answered:
                 self._update_jobs(supervisor, call)
-                # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has
-                # exited.
+                # Do not answer yet if processes survived: PID 1 kills them first, when the supervisor has exited.
                 if not _has_survivors(call.done):
                     self._answer(call, call.done)
                     self._supervisors.release(supervisor)
@@ -406,8 +405,8 @@ class Loop:
         no_child_left = reap(self._on_exit)
         if self._cleanup.is_active:
             if not no_child_left:
-                # Other calls' processes are below living supervisors. Only when no call and no job runs may
-                # everything be killed.
+                # Processes of other calls and jobs are children of living supervisors. Only when no call and no job
+                # runs may every process be killed.
                 self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.has_keepers)
                 no_child_left = reap(self._on_exit)
             for waiting_call, report in self._cleanup.take_finished(no_child_left):
@@ -424,23 +423,23 @@ class Loop:
         supervisor = self._supervisors.take_reaped(pid)
         if supervisor is None:
             return
-        # The writer is dead, so the pipe holds at most its capacity and then ends. The loop is finite.
+        # This loop ends: the writer is dead, so the pipe holds no more than its capacity.
         while supervisor.reports in self._supervisors.by_reports and self._read_reports(supervisor):
             pass
         call = supervisor.call if supervisor.call is not None and not supervisor.call.answered else None
-        # Decide this only after the pipe is empty: the last report may be the end of the call.
+        # Decide only after the pipe is empty, because the last report may contain the end of the call.
         can_retry = call is not None and call.can_retry(supervisor)
         has_orphans, job = self._jobs.end_keeper(supervisor)
         self._supervisors.forget(supervisor)
         if call is not None and call.done is None and job is not None and not has_orphans:
-            # The keeper ended because its job had ended, and did not read this request.
+            # The job had ended, so its keeper exited without reading this request.
             self._answer(call, _build_job_end(job, call.request))
         elif call is not None and job is None and can_retry:
             self._retry(call)
         elif call is not None or has_orphans:
             self._cleanup.hold(call)
-            # A waiting supervisor would hide that no child is left. When every process is to be killed, no supervisor
-            # needs to be spared.
+            # End the waiting supervisor too: it would hide that no child is left, and then all processes can be killed
+            # at once.
             self._supervisors.retire_idle()
 
     def _answer(self, call: Call, fields: dict[str, object]) -> None:
@@ -467,7 +466,7 @@ class Loop:
 
 
 def _build_job_end(job: Job, request: object) -> dict[str, object]:
-    """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
+    """Return the answer to a request about a job whose keeper has exited, from the keeper's last report."""
     if isinstance(request, JobInputRequest):
         return {
             "error": RequestFailure(
@@ -500,8 +499,8 @@ def main(options: Options | None = None, paths: GuestPaths | None = None) -> NoR
     """Run as PID 1."""
     if os.getpid() != 1:
         sys.exit("the guest runs as PID 1 of a sandbox and nowhere else")
-    # Python's own handler would let any program of the sandbox interrupt PID 1. Without a handler, the kernel
-    # protects PID 1 from the signal.
+    # Remove Python's handler of SIGINT, with which any program of the sandbox could interrupt PID 1. The kernel drops
+    # signals to PID 1 that have no handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
     loop = Loop(paths or GuestPaths(), options or Options())

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 _MAX_SEARCH_THREADS = 12
 TOOLKIT = b"/opt/toolcrew/bin"
-"""The guest's own programs. They work in any image, and no file of the session can replace them."""
+"""Folder of the guest's own programs. They run in any image, and the session cannot replace them."""
 
 
 KERNEL_FOLDERS = (b"/proc", b"/sys", b"/dev")
-"""Folders whose files are no files of the image. Reading some of them never ends."""
+"""Folders with files of the kernel and not of the image. Reading some of these files never ends."""
 
 
 class GuestPaths:
@@ -23,8 +23,8 @@ class GuestPaths:
     is the whole file system except KERNEL_FOLDERS: root of the sandbox may use all files.
 
     Relative paths start at the session's folder, `workspace`. `output` holds output that is too long for a result.
-    `state`, below `output`, holds what the guest stores about the session. Searches do not show `state`. Every
-    program starts with `environment`. `ripgrep` is the start of the command of a search.
+    `state`, a folder below `output`, has the guest's data about the session; searches do not show it. `environment`:
+    environment variables of every program. `ripgrep`: the program and its first arguments for a search.
     """
 
     __slots__ = (
@@ -54,13 +54,15 @@ class GuestPaths:
         self.state = output + b"/.state"
         self.readable = (*roots, output, *everything)
         self.use_openat2 = use_openat2
-        # With more threads than the sandbox has CPUs, ripgrep takes 1.4 times the processor time.
+        # Limit the threads: with more threads than the sandbox has CPUs, ripgrep needs 1.4 times the processor time.
         threads = max(1, min(int(cpus), len(os.sched_getaffinity(0)), _MAX_SEARCH_THREADS))
         self.ripgrep = (ripgrep, b"--threads=%d" % threads)
         self.environment: Mapping[str, str] = ENVIRONMENT
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
-        """Add the variables that have a printable value, of the image or of the session. They replace earlier ones."""
+        """Add environment variables of the image or of the session, if their value is printable. They replace earlier
+        ones.
+        """
         printable = {name: value for name, value in variables.items() if value and value.isprintable()}
         self.environment = {**self.environment, **printable}
 

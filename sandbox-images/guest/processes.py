@@ -1,11 +1,10 @@
-"""The processes of a sandbox: start programs, find the processes below a process, kill, reap, and count OOM kills.
+"""The processes of a sandbox: start programs, find the descendants of a process, kill, reap, and count OOM kills.
 
-Invariant: when a call has ended, no process of the call lives. A kill therefore repeats rounds of SIGKILL until a
-scan of /proc finds nothing or `wait` reports that no child is left. When processes survive, the report of the kill
-says so.
+Invariant: when a call has ended, no process of the call lives. A kill therefore repeats rounds of SIGKILL until a scan
+of /proc finds nothing or `wait` reports that no child is left. When processes survive, the report of the kill says so.
 
-The proof relies on child subreapers. A supervisor is a subreaper, so the kernel makes every orphan of its programs
-its child. PID 1 receives the orphans of a supervisor that has died.
+The proof relies on child subreapers. A supervisor is a subreaper: the kernel makes the supervisor the parent of all
+orphans of its programs. PID 1 receives the orphans of a supervisor that has died.
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ _COUNTERS = (
     b"/sys/fs/cgroup/memory.events.local",
 )
 _OFFER = b"200"
-"""Value for oom_score_adj: a fifth of the container's memory, more than the guest ever uses.
+"""Value for oom_score_adj: a process with it counts as if it used a fifth of the container's memory more, which exceeds
+what the guest ever uses.
 
-A program may reset its own value to zero. With a larger value here, a large program that does so would outlive every
-small program of other calls.
+A program may reset its own value to zero. If the value were larger, the OOM killer would kill all small programs of
+other calls before a large program that has reset its value.
 """
 _OFFER_ROUNDS = 8
 TERM_GRACE_S = 0.25
@@ -61,8 +61,8 @@ BASH = (
     b"--norc",
     b"-c",
 )
-"""The bash of the image. An image without one gets the bash of the toolkit."""
-# Above every descriptor that a supervisor opens.
+"""Path of bash: that of the image, or in an image without bash, that of the toolkit."""
+# Above the number of every descriptor that a supervisor opens.
 _SPARE_FD = 200
 
 # SIGKILL and SIGSTOP cannot be set. The C library uses 32 and 33 for itself.
@@ -102,8 +102,8 @@ def spawn(
         (os.POSIX_SPAWN_DUP2, stdout, 1),
         (os.POSIX_SPAWN_DUP2, stderr, 2),
     ]
-    # First move every descriptor to a free number, then to its final number. A direct move could overwrite a
-    # descriptor that is still to be moved.
+    # Move every descriptor to a free number first and then to its final number: a direct move could overwrite a
+    # descriptor that has not been moved yet.
     actions += [(os.POSIX_SPAWN_DUP2, fd, _SPARE_FD + at) for at, fd in enumerate(further)]
     for at in range(len(further)):
         actions += [(os.POSIX_SPAWN_DUP2, _SPARE_FD + at, 3 + at), (os.POSIX_SPAWN_CLOSE, _SPARE_FD + at)]
@@ -133,8 +133,8 @@ def _find_program(name: bytes, search_path: bytes) -> bytes:
 class Process:
     """A process, from /proc/<pid>/stat.
 
-    `busy`: the process runs, waits for a processor, or waits for its disk. `used_s`: processor time that the process
-    has used, in seconds.
+    `busy`: the process runs, waits for a processor, or waits for a disk. `used_s`: processor time that the process has
+    used, in seconds.
     """
 
     __slots__ = ("alive", "busy", "group", "parent", "pid", "used_s")
@@ -151,8 +151,8 @@ class Process:
 class KillReport:
     """Result of one kill. `pids` contains each signalled process once, even if several rounds signalled the process.
 
-    `method` is "tree", or "all" when PID 1 killed every process. `survivors` is the number of living targets in the
-    last scan.
+    `method` is "tree" (descendants were killed), or "all" when PID 1 killed every process. `survivors` is the number of
+    living targets in the last scan.
     """
 
     __slots__ = ("method", "pids", "started_at", "survivors")
@@ -172,7 +172,7 @@ class KillReport:
 def read_processes() -> dict[int, Process]:
     """Return every process of the pid namespace, by pid.
 
-    Raises OSError when memory or descriptors run out. A table that lacks a living process must not look complete.
+    Raises OSError when memory or descriptors run out, so that the result is never silently incomplete.
     """
     table = {}
     for name in os.listdir("/proc"):
@@ -184,7 +184,7 @@ def read_processes() -> dict[int, Process]:
 
 
 def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]:
-    """Return the processes below `roots`, including dead processes, without the roots."""
+    """Return the descendants of the processes `roots`, including zombies, without the roots."""
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
@@ -198,7 +198,7 @@ def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]
 
 
 def read_descendants() -> list[Process]:
-    """Return the processes below this process, including dead processes. Raises OSError like `read_processes`."""
+    """Return the descendants of this process, including zombies. Raises OSError in the cases of `read_processes`."""
     return find_below((os.getpid(),), read_processes())
 
 
@@ -236,7 +236,7 @@ def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
 def kill_below(
     report: KillReport, on_exit: Callable[[int, int], None] | None = None, window_s: float = KILL_WINDOW_S
 ) -> None:
-    """Kill and reap every process below this process, which is a child subreaper.
+    """Kill and reap every descendant of this process, which must be a child subreaper.
 
     `report.survivors` contains the number of processes that still live after `window_s` seconds.
     """
@@ -251,8 +251,8 @@ def kill_below(
         if reap(on_exit):
             report.survivors = 0
             return
-        # One scan is not atomic: a process may fork behind the scan. Only several scans in a row that find nothing
-        # alive count as the end.
+        # A scan is not atomic: a process that was not seen yet may fork a process that is not seen either. So the end
+        # is proven only by several scans in a row without a living process.
         quiet = quiet + 1 if report.survivors == 0 else 0
         if quiet >= _QUIET_SCANS or time.monotonic() >= give_up_at:
             return
@@ -274,15 +274,15 @@ def _read_process(pid: int) -> Process | None:
         os.close(fd)
     if len(fields) < 18:
         return None
-    # A main thread that has ended while other threads run is also shown as a zombie.
+    # A process whose main thread has ended while other threads run is also shown as a zombie, but it lives.
     alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
     used_s = (int(fields[11]) + int(fields[12])) * _TICK_S
     return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"), used_s)
 
 
 def _kill(target: int) -> None:
-    # A process that has ended needs no kill. A process that may not be killed is found by the next scan and counts as
-    # a survivor.
+    # Ignore errors: an ended process needs no kill, and the next scan finds a process that could not be killed and
+    # counts it as a survivor.
     try:
         os.kill(target, _SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -308,10 +308,10 @@ def read_oom_kills(paths: tuple[bytes, ...] = _COUNTERS) -> int | None:
 
 
 def offer_to_oom_killer(pid: int) -> None:
-    """Mark a program and its descendants, so that the OOM killer chooses them before the guest.
+    """Mark a program and its descendants, so that the kernel's OOM killer chooses them before the guest.
 
-    A child inherits the mark. On a busy host, the program may start children before its mark is set. These children
-    are marked too. Otherwise the OOM killer would spare them and kill the marked programs of other calls.
+    A child inherits the mark. On a busy host, the program may start children before its mark is set. These children are
+    marked too. Otherwise the OOM killer would spare them and kill the marked programs of other calls.
     """
     marked: set[int] = set()
     unmarked = {pid}
@@ -320,8 +320,8 @@ def offer_to_oom_killer(pid: int) -> None:
             _set_offer(unmarked_pid)
         marked |= unmarked
         try:
-            # A child that was forked after its parent was marked inherits the mark. Only a scan without new pids
-            # proves that no child was missed.
+            # Repeat until a scan finds no new pid: only then no child was missed. A child of a marked process inherits
+            # the mark.
             unmarked = {process.pid for process in read_descendants()} - marked
         except OSError:
             return
@@ -330,7 +330,7 @@ def offer_to_oom_killer(pid: int) -> None:
 
 
 def _set_offer(pid: int) -> None:
-    # The program may have ended. A program without the mark is only not preferred by the OOM killer.
+    # The program may have ended. Without the mark, the OOM killer only does not prefer a program.
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -350,7 +350,7 @@ def _parse_oom_kills(text: bytes) -> int | None:
 def ask_to_end(group: int, report: KillReport) -> None:
     """Send SIGTERM to a program's process group.
 
-    Every living process below this process then counts as signalled, even if the process ends by itself.
+    Every living descendant of this process then counts as signalled, even if it ends by itself.
     """
     with contextlib.suppress(OSError):
         report.pids.update(process.pid for process in read_descendants() if process.alive)
@@ -368,7 +368,7 @@ def kill_everything() -> None:
     Raises RuntimeError unless this process is PID 1.
     """
     if os.getpid() != 1:
-        # Outside a pid namespace of its own, this would end every process of the machine.
+        # Check this: outside of a separate pid namespace, the kill would end every process of the machine.
         raise RuntimeError("only PID 1 of a sandbox may kill everything")
     try:
         os.kill(-1, _SIGKILL)
@@ -377,7 +377,7 @@ def kill_everything() -> None:
 
 
 def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
-    """Send SIGKILL once to the children of PID 1 that are not supervisors, and to every process below these children.
+    """Send SIGKILL once to the children of PID 1 that are not supervisors, and to all of their descendants.
 
     Return the number of targets that were alive. Raises OSError.
     """
@@ -388,10 +388,10 @@ def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
 
 
 class Cleanup:
-    """The kill of orphans after their supervisor has ended. The done events of the calls wait until the kill has
-    finished.
+    """The kill of processes that remain after their supervisor has exited. The done events of their calls are held
+    until the kill has finished.
 
-    A `step` is one scan and one round, so that PID 1 serves the other calls between two rounds.
+    Each `step` is short (one scan and one round of signals), so that PID 1 can serve other calls between two steps.
     """
 
     def __init__(self) -> None:
@@ -422,22 +422,22 @@ class Cleanup:
             # A failed scan proves nothing, so at least one process counts as alive.
             alive = 1
         method = "tree"
-        # A fork loop can escape the rounds by pid. When no other call runs, one kill of everything ends the loop. The
-        # supervisors that serve no call are killed too, which loses nothing.
+        # Processes that fork in a loop can escape single kills. When no other call runs, one kill of all processes ends
+        # the loop. Supervisors that serve no call are killed too, which loses nothing.
         if alive and not others_run:
             kill_everything()
             method = "all"
         self._quiet = 0 if alive else self._quiet + 1
         for _, report in self._waiting:
-            # A round cannot know to which call an orphan belonged, so every held call reports the round.
+            # It is unknown to which call an orphan belonged, so every held call reports the round.
             report.pids |= round_report.pids
             report.survivors = alive
             report.method = "all" if "all" in (method, report.method) else "tree"
 
     def take_finished(self, no_child_left: bool) -> list[tuple[Call | None, KillReport]]:
-        """Remove and return the held calls with their reports, when nothing of them is left or KILL_WINDOW_S is over.
+        """When no orphan is left or KILL_WINDOW_S has passed, remove and return the held calls with their reports.
 
-        Return an empty list before.
+        Otherwise return an empty list.
         """
         if no_child_left:
             for _, report in self._waiting:
@@ -449,7 +449,7 @@ class Cleanup:
 
 
 def merge_kills(reported: object, report: KillReport) -> dict[str, object]:
-    """Return the kill report of a supervisor, plus what PID 1 killed afterwards."""
+    """Return one kill report from the supervisor's report and that of PID 1, which killed the rest."""
     merged = report.as_field()
     if isinstance(reported, dict):
         merged["signalled"] = reported["signalled"] + len(report.pids)

@@ -1,4 +1,6 @@
-"""The host's requests by their op: the class that parses each header, and the function that serves the request."""
+"""The table of the host's requests: for each `op`, the class that parses the header and the function that serves the
+request.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def _read_spill(header: dict[str, Any], name: str) -> tuple[int, int]:
 
 
 def _read_capture(header: dict[str, Any], name: str) -> tuple[int | None, dict[str, int]]:
-    """Return the limit of a stream that is sent as it arrives, or None, and the numbers of bytes to return."""
+    """Read the field `capture`. Return the limit of stdout if it is streamed (otherwise None), and the number of bytes
+    to return of each stream.
+    """
     capture = header.get(name)
     if not isinstance(capture, dict):
         raise RequestFailure(INVALID_ARGUMENTS, "'capture' must be an object")
@@ -69,13 +73,13 @@ def read_variables(header: dict[str, Any], name: str) -> dict[str, str]:
 class ExecRequest(GuestRequest):
     """Run one program.
 
-    `caps`: the number of bytes to return of each stream. `stream_bytes`: limit of stdout that is sent as it arrives,
-    or None. `live_bytes`: the number of bytes that may be sent while the program runs, in addition to the returned
-    output. `spill`: the numbers of bytes and lines above which the whole output goes to a file.
+    `caps`: the number of bytes to return of each stream. `stream_bytes`: limit of stdout that is sent as it arrives, or
+    None. `live_bytes`: limit of the output that is sent while the program runs, in addition to the returned output.
+    `spill`: (bytes, lines) above which the whole output is written to a file.
 
     `state`: "none", "use", "keep" or "fresh". With "use" a script starts from the session's shell state. With "keep"
-    the script also stores its own state. With "fresh" the script starts without a state and stores its own. `cwd`
-    None: the session's folder.
+    the script also stores its own state. With "fresh" the script starts without a state and stores its own. `cwd` None:
+    the session's folder.
     """
 
     FIELDS: ClassVar = {
@@ -151,7 +155,7 @@ _REQUESTS: dict[str, type[CallRequest]] = {
 }
 CALL_OPS = frozenset(_REQUESTS)
 
-# By name, because PID 1 never serves a request. A supervisor imports the module that it needs, and PID 1 stays small.
+# Name modules as text and import them in the supervisors: PID 1 serves no request and must stay small.
 _SERVERS: dict[type[object], tuple[str, str]] = {
     ReadTextRequest: ("guest.files.text_reads", "read_text"),
     ReadFileRequest: ("guest.files.file_reads", "read_file"),

@@ -1,19 +1,18 @@
 """The supervisors: the processes that PID 1 forks to serve calls.
 
-Invariant: PID 1 knows the state of every call, even after a tool stops or kills the supervisor of the call. Every
-call gets exactly one end. A call is given to another supervisor only if its first supervisor did nothing for the
-call.
+Invariant: PID 1 knows the state of every call, even after a program of the sandbox stops or kills the call's
+supervisor. Every call gets exactly one done event. A call is given to another supervisor only if its first supervisor
+did nothing for the call.
 
-PID 1 and a supervisor share three things. A socket carries calls and cancels to the supervisor. A pipe carries
-reports to PID 1. One byte of shared memory (`Progress`) shows how far the call is, also after the supervisor was
-killed.
+PID 1 and a supervisor share three things. A socket carries calls and cancels to the supervisor. A pipe carries reports
+to PID 1. One byte of shared memory (`Progress`) shows the state of the call, even after the supervisor was killed.
 
 For a file or search request, a supervisor builds a `RequestContext` from its ends of the pipes.
 """
 
 from __future__ import annotations
 
-# `_socket`, because `socket` imports more than all of the guest. PID 1 must stay small.
+# Import `_socket`: the module `socket` imports more code than the whole guest has, and PID 1 must stay small.
 import _socket
 import contextlib
 import json
@@ -70,7 +69,7 @@ class Progress:
     """State of the current call: given, taken or settled.
 
     The state is one byte of memory that PID 1 and the supervisor share. PID 1 can read the state after the supervisor
-    was killed. PID 1 can also read the state while the report pipe is full of output that the host does not read.
+    was killed. Reading it is also possible while the report pipe is full of output that the host does not read.
     """
 
     __slots__ = ("_memory",)
@@ -79,7 +78,7 @@ class Progress:
         self._memory = mmap.mmap(-1, 1)
 
     def reset(self) -> None:
-        """Set the state to given: PID 1 sends a call, and the supervisor has not begun to serve the call."""
+        """Set the state to given: PID 1 sends a call, and the supervisor has not begun to serve it."""
         self._memory[0] = _SENT
 
     def take(self) -> None:
@@ -104,7 +103,7 @@ class Progress:
 class ReportWriter:
     """The supervisor's end of the report pipe.
 
-    The end does not block. While a program runs, the supervisor must watch the program and must not wait for PID 1.
+    It does not block: while a program runs, the supervisor must monitor the program and must not wait for PID 1.
     """
 
     __slots__ = ("_pending", "fd")
@@ -115,7 +114,7 @@ class ReportWriter:
 
     @property
     def is_full(self) -> bool:
-        """Return whether a part of the last offered piece still waits to be sent."""
+        """Return whether a part of the piece that was last offered is not sent yet."""
         return len(self._pending) > 0
 
     def offer(self, stream: str, data: bytes) -> None:
@@ -150,7 +149,7 @@ class ReportWriter:
         self._send_record(DONE_AND_FREE if is_free else DONE, json.dumps(fields).encode())
 
     def send_facts(self, facts: dict[str, object]) -> None:
-        """Send the state of a job to PID 1 without a request."""
+        """Send the state of a job to PID 1, outside of any request."""
         self._send_record(FACTS, json.dumps(facts).encode())
 
     def _send_record(self, kind: int, data: bytes | memoryview) -> None:
@@ -216,9 +215,9 @@ def open_channel() -> tuple[_socket.socket, _socket.socket]:
 
 
 def give(channel: _socket.socket, header: Mapping[str, object], body: int | None, oom_kills: int | None) -> bool:
-    """Send a call to a supervisor. Return whether the call was sent.
+    """Send a call to a supervisor. Return False if this is not possible.
 
-    The call is not sent when its header is longer than one packet, or when the supervisor does not read any more.
+    The reason is a header that is longer than one packet, or a supervisor that has stopped reading.
     """
     packet = json.dumps((header, oom_kills)).encode()
     if len(packet) > _MAX_PACKET:
@@ -241,7 +240,7 @@ def send_cancel(channel: _socket.socket) -> None:
 
 
 def has_cancel(channel: _socket.socket) -> bool:
-    """Return whether PID 1 has sent a message while a call is served. Such a message can only be a cancel.
+    """Return whether PID 1 has sent a message. During a call, a message can only be a cancel.
 
     A closed channel also counts as a cancel.
     """
@@ -253,7 +252,7 @@ def has_cancel(channel: _socket.socket) -> bool:
 
 
 class SupervisorEnds:
-    """A supervisor's ends of what the supervisor shares with PID 1: reports, channel and progress."""
+    """The supervisor's ends of the report pipe and of the channel to PID 1, and the shared progress."""
 
     __slots__ = ("channel", "progress", "writer")
 
@@ -271,7 +270,7 @@ class SupervisorEnds:
         os.closerange(low + 1, _MAX_FDS)
 
     def open_call(self, body: int | None) -> CallPipes:
-        """Return the pipes for a call with that body."""
+        """Return the CallPipes of a call with that body."""
         return CallPipes(self, body)
 
     def receive(self) -> Assignment | str | None:
@@ -279,7 +278,7 @@ class SupervisorEnds:
 
         Return None when PID 1 has closed its end, or when no descriptor is free for the body.
         """
-        # Close-on-exec: the body belongs to the supervisor. A program gets only its stdin.
+        # Close the descriptor on exec: only the supervisor may have the body. A program gets only its stdin.
         packet, rights, flags, _ = self.channel.recvmsg(
             _MAX_PACKET, _socket.CMSG_LEN(_FD_BYTES), _socket.MSG_CMSG_CLOEXEC
         )
@@ -293,7 +292,7 @@ class SupervisorEnds:
 
 
 class CallPipes:
-    """The pipes of one call: the ends of its supervisor, and its body."""
+    """What the supervisor needs for one call: its ends of the pipes to PID 1, and the call's body."""
 
     __slots__ = ("_channel", "_progress", "body", "control", "writer")
 
@@ -305,7 +304,9 @@ class CallPipes:
         self._progress = ends.progress
 
     def settle(self) -> None:
-        """Report to PID 1's watchdog that no process of the call runs any more."""
+        """Tell PID 1 that no process of the call runs any more, so that PID 1 does not kill this supervisor at the
+        limit.
+        """
         self._progress.settle()
 
     def read_body(self, size: int) -> bytes:
@@ -327,7 +328,9 @@ class CallPipes:
 
 
 class Watch:
-    """Time limit of a file request. The server calls `check` between two pieces of work."""
+    """The time limit of a file request. The function that serves the request calls `check` between two pieces of
+    work.
+    """
 
     def __init__(self, pipes: CallPipes, timeout_s: float) -> None:
         self._pipes = pipes
@@ -342,7 +345,7 @@ class Watch:
 
 
 class RequestContext:
-    """The environment of the function that serves a file request or a search request.
+    """The objects that the function that serves a file or search request may use.
 
     The function calls `watch.check()` between two pieces of work. The supervisor closes all descriptors that the
     function opens.
@@ -379,7 +382,7 @@ class Supervisor:
     def serve(self, first: Assignment) -> None:
         """Serve `first`, which the process inherited at its fork, then the calls that PID 1 sends.
 
-        Return when the process may serve no further call.
+        Return when the process must not serve another call.
         """
         self._leave_pid_1(first)
         assignment: Assignment | None = first
@@ -390,16 +393,16 @@ class Supervisor:
 
     def _leave_pid_1(self, first: Assignment) -> None:
         """Release what belongs to PID 1 and to other calls."""
-        # The host's channel. A program that inherits it could answer for the guest.
+        # Close the host's channel: a program that inherits it could send answers in place of the guest.
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1):
-            # Descriptors 0 and 1 stay open, so that no pipe of a program gets these numbers.
+            # Keep descriptors 0 and 1 open, so that no pipe of a program gets these numbers.
             os.dup2(null, fd, inheritable=False)
         self._ends.close_all_others(first.body)
-        # A write beyond the file size limit must fail with an error. SIGXFSZ would end this process.
+        # Ignore SIGXFSZ: a write beyond the file size limit must fail with an error and not end this process.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        # The kernel gives orphans of this call's programs to this process as children. No process of the call can
-        # escape the kill by a double fork, and `reap` can prove that none is left.
+        # Become a child subreaper: orphans of the call's programs become children of this process. So no process of the
+        # call can escape the kill by a double fork, and `reap` can prove that none is left.
         set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
 
     def _leave_call(self) -> None:
@@ -409,8 +412,8 @@ class Supervisor:
 
     def _serve_call(self, assignment: Assignment) -> bool:
         """Serve one call and report its end. Return whether the process can serve another call."""
-        # The call counts as taken before anything is done for it. If this process dies later, PID 1 does not run the
-        # call a second time.
+        # Mark the call as taken before anything is done for it: if this process dies later, PID 1 does not run the call
+        # a second time.
         self._ends.progress.take()
         if isinstance(assignment.request, JobStartRequest):
             self._keep_job(assignment)
@@ -422,7 +425,9 @@ class Supervisor:
         return is_clean
 
     def _keep_job(self, assignment: Assignment) -> None:
-        """Keep a background job until its end. Other supervisors do not import this module, to stay small."""
+        """Keep a background job until its end. The module is imported only here, so that other supervisors stay
+        small.
+        """
         from guest.commands.job_keeper import keep
 
         keep(assignment, self._ends, self._paths)
@@ -434,8 +439,8 @@ class Supervisor:
             return _build_failed_end(failure, pipes)
         except OSError as error:
             return _build_failed_end(describe_os_error(error, "the guest"), pipes)
-        # The outermost function of this process. A defect in the guest must still answer the call and must leave no
-        # process running.
+        # The outermost handler of this process: even after a bug in the guest, the call must be answered and no process
+        # may be left.
         except Exception as error:  # noqa: BLE001
             return _build_failed_end(RequestFailure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
 
@@ -458,9 +463,9 @@ def _build_failed_end(failure: RequestFailure, pipes: CallPipes) -> dict[str, ob
 
 
 def _is_clean(fields: dict[str, object]) -> bool:
-    """Return whether a call ended by itself.
+    """Return whether a call ended without a kill.
 
-    When nothing was killed, `reap` has already shown that no child is left.
+    Then `reap` has already shown that no child is left.
     """
     error = fields.get("error")
     if fields.get("kill") or fields.get("timed_out") or fields.get("cancelled"):
@@ -481,19 +486,19 @@ class SupervisorHandle:
         self.reports = reports
         self.progress = progress
         self.call: Call | None = call
-        # The supervisor has reported that it waits for its next call.
+        # True when the supervisor has reported that it waits for its next call.
         self.is_free = False
         self._channel = channel
         self._reader = ReportReader()
 
     def give(self, call: Call) -> bool:
         """Send the next call to the supervisor. Return whether the call was sent."""
-        # The state must be reset before the call is sent. A reset after the send could overwrite the supervisor's
-        # `take`, and PID 1 could then run the call twice.
+        # Reset the state before the call is sent: a later reset could overwrite the supervisor's `take`, and PID 1
+        # could then run the call twice.
         self.progress.reset()
         if not give(self._channel, call.header, call.body.fd, call.oom_kills):
             return False
-        # A program of another call may have stopped this supervisor (SIGSTOP) while it waited.
+        # Send SIGCONT: a program of another call may have stopped this supervisor (SIGSTOP) while it waited.
         os.kill(self.pid, signal.SIGCONT)
         self.call = call
         self.is_free = False
@@ -506,7 +511,7 @@ class SupervisorHandle:
     def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
         """Return the complete records, and whether any bytes were read.
 
-        No bytes are read when the pipe is empty, and when the pipe is at its end.
+        No bytes are read when the pipe is empty or at its end.
         """
         try:
             data = os.read(self.reports, _READ_BYTES)
@@ -533,7 +538,7 @@ class Supervisors:
         self._paths = paths
         self._by_pid: dict[int, SupervisorHandle] = {}
         self.by_reports: dict[int, SupervisorHandle] = {}
-        # The pids of the supervisors that exit soon.
+        # The pids of supervisors that will exit soon and serve no further call.
         self.ending: set[int] = set()
         self._idle: SupervisorHandle | None = None
         self._idle_until = 0.0
@@ -552,7 +557,7 @@ class Supervisors:
     def idle_pids(self) -> set[int]:
         """Return the pids of the supervisors that serve no call.
 
-        These are the supervisor that waits for its next call, and the supervisors that end soon.
+        These are the supervisor that waits for its next call, and supervisors that will exit soon.
         """
         return {
             pid
@@ -570,8 +575,8 @@ class Supervisors:
 
         Raises OSError when no process can be forked.
         """
-        # A waiting supervisor that does not take the call within TAKE_S is killed, and the call goes to a new
-        # supervisor. A tool of another call may have stopped or killed the waiting supervisor.
+        # A program of another call may have stopped or killed the waiting supervisor. If it does not take the call
+        # within TAKE_S, it is killed, and the call goes to a new supervisor.
         idle, self._idle = self._idle, None
         if idle is not None and idle.give(call):
             call.entrust(idle, TAKE_S)
@@ -600,11 +605,10 @@ class Supervisors:
     def release(self, handle: SupervisorHandle) -> None:
         """Record that the call of a supervisor is answered. The supervisor then waits for its next call.
 
-        The supervisor is killed instead when another supervisor already waits, or when its call was cancelled or
-        overdue.
+        Kill the supervisor instead if another one already waits, or if its call was cancelled or overdue.
         """
-        # A cancel that was sent too late is still in the channel of the supervisor. The next call would read it as its
-        # own, so a supervisor whose call was cancelled serves no other call.
+        # A cancel that was sent too late is still in the supervisor's channel and would cancel the next call. So a
+        # supervisor whose call was cancelled serves no other call.
         call, handle.call = handle.call, None
         if not handle.is_free or handle.pid not in self._by_pid:
             return
@@ -617,7 +621,7 @@ class Supervisors:
     def retire_idle(self) -> None:
         """Kill the supervisor that waits for its next call.
 
-        The waiting supervisor holds no data, so a kill loses nothing. A kill also ends a supervisor that a tool has
+        The waiting supervisor holds no data, so a kill loses nothing. A kill also ends a supervisor that a program has
         stopped.
         """
         if self._idle is not None:
@@ -637,8 +641,8 @@ class Supervisors:
             self._idle = None
 
     def take_reaped(self, pid: int) -> SupervisorHandle | None:
-        """Remove and return the supervisor with this pid, after its exit was collected. Return None for another
-        process.
+        """Remove and return the supervisor with this pid, whose exit was collected. Return None if the pid belongs to
+        no supervisor.
 
         From here on, the kernel may give the pid to another process. The reports in the pipe can still be read.
         """
@@ -667,7 +671,7 @@ class Supervisors:
             progress = Progress()
             pid = os.fork()
             if pid == 0:
-                # The call is inherited by the fork, not sent: a header of any length fits, and no read can fail.
+                # The new process inherits the call, so a header may have any length and no read can fail.
                 self._be_supervisor(SupervisorEnds(ReportWriter(reports_w), supervisors_end, progress), call)
             own_channel.pop_all()
         return SupervisorHandle(pid, reports, channel, progress, call)

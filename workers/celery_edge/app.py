@@ -69,10 +69,11 @@ def count_running() -> int:
 
 
 def find_sessions_at_work() -> set[str]:
-    """Return the sessions (`<tenant>:<session>`) with a call that has left the queue and has not ended, claimed or
-    not.
+    """Return the sessions (`<tenant>:<session>`) with a call that has left the queue and has not ended, even if its
+    execution has not begun.
     """
-    # `list` copies the requests in one step of the interpreter: the main thread changes them at any time.
+    # `list` copies the requests in one step of the interpreter, because the main thread may change the collection at
+    # any time.
     requests = list(state.requests.values())
     return {name for name in (parse_session_of(request.kwargs) for request in requests) if name is not None}
 
@@ -92,7 +93,8 @@ def end_worker(code: int, *, within_s: float | None = None) -> None:
     With `within_s` the process ends after this many seconds even if calls are running.
     """
     if within_s is not None:
-        # A result is retried while Redis does not answer, and a blocked call does not end. Neither may delay the end.
+        # A result is retried while Redis does not answer, and a blocked call does not end. Neither may delay the end of
+        # the process.
         timer = threading.Timer(within_s, os._exit, (code,))
         timer.daemon = True
         timer.start()
@@ -126,7 +128,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
     register_transport()
     broker_options = broker.celery_options()
     transport_options = broker_options.pop("broker_transport_options")
-    # Celery accepts a registry as well as a class, but its types do not say so.
+    # Celery accepts an instance of a registry as well as a class, but Celery's type hints allow only the class.
     app = Celery("toolcrew", set_as_current=False, tasks=LiveTasks())  # type: ignore[arg-type]
     app.loader.override_backends = BACKENDS
     app.conf.update(
@@ -136,7 +138,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         task_reject_on_worker_lost=False,
         worker_disable_prefetch=True,
         worker_prefetch_multiplier=1,
-        # A result must survive a restart of Redis. Without retries an error also loses the slot of the pool.
+        # A result must survive a restart of Redis. Without retries, an error also blocks the pool's slot forever.
         result_backend_always_retry=True,
         result_backend_max_retries=600,
         result_backend_max_sleep_between_retries_ms=1000,
@@ -265,7 +267,9 @@ def replace_celery_output() -> None:
 
 
 class BodyFilter(logging.Filter):
-    """Replaces the log line of a function in _FUNCTIONS with the function's name and the error."""
+    """Log filter: replaces the log line of a function in _FUNCTIONS, which contains a message body, with the function's
+    name and the error.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.funcName in _FUNCTIONS:
@@ -288,8 +292,9 @@ def _hide_bodies() -> None:
 def _restrict_remote_control() -> None:
     """Make this process refuse and log every Celery control command that changes a worker.
 
-    Redis 6.2 cannot separate the permission to listen on a channel from the permission to publish. So every worker
-    and Flower can broadcast. Drains and cancels have their own signed orders (workers/control.py).
+    Redis 6.2 cannot separate the permission to listen on a channel from the permission to publish. So every worker and
+    Flower can send control commands to all workers. Drains and cancels have their own signed orders
+    (workers/control.py).
     """
     stats = Panel.data["stats"]
     for name in Panel.data.keys() - ANSWERED_COMMANDS:

@@ -1,16 +1,16 @@
 """Hardened versions of Celery's Redis transport and Celery's consumer, through which a worker receives its tasks.
 
-The transport drops bytes in a queue that are not a message. Without this, kombu raises an error out of its event
-loop, and Celery ends. Dropped bytes have left the queue. BRPOP continues in the next turn of the loop, because kombu
-clears the pending BRPOP before the read.
+The transport drops bytes in a queue that are not a message. Otherwise kombu would raise an error out of its event loop,
+and Celery would end. BRPOP has already removed the dropped bytes from the queue. The next turn of the loop sends BRPOP
+again, because kombu marks the previous BRPOP as finished before it reads the reply.
 
-A message belongs to the worker as soon as the worker has read it. The records of calls show which calls have not
-started. So the transport does not keep kombu's list of unacknowledged messages, which costs two round trips per
-message. A message that is read a second time counts as a repetition, even if Redis has lost the record of the first
-read.
+A message belongs to the worker as soon as the worker has read it. The records of calls (store/calls.py) show which
+calls of a dead worker have not started. So the transport does not keep kombu's list of unacknowledged messages, which
+costs two round trips per message. A message that is read a second time counts as a repetition, even if Redis has lost
+the record of the first read.
 
-The consumer accepts new tasks while it runs, and sends the events of its tasks in batches. One message per event
-would take more than half of the main thread's other time.
+The consumer accepts new tasks while it runs, and sends the events of its tasks in batches. One message per event would
+add more than half to the main thread's work.
 """
 
 import time
@@ -32,14 +32,16 @@ log = structlog.get_logger(__name__)
 DUPLICATE_FILTER = "duplicate_filter"
 """Transport option with the app's DuplicateFilter."""
 REMEMBERED = 20_000
-"""Number of messages that are remembered to detect repetitions. A worker cannot run as many in half a minute."""
+"""Number of messages that are remembered to detect repetitions. A worker needs more than half a minute to run so many.
+"""
 
-# Errors that kombu's hooks for dates, numbers and bytes, and the decoding of a body, raise on hostile JSON.
+# Errors that hostile JSON causes in kombu: in its conversion of dates, numbers and bytes, and in the decoding of a
+# body.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class DuplicateFilter:
-    """The messages that a worker has read, over all its connections to the broker.
+    """Detects messages that the worker has already read, over any of its connections to the broker.
 
     `on_refused` receives the reason for each dropped message.
     """
@@ -78,7 +80,7 @@ def register_transport() -> None:
 
 
 class _HardenedChannel(redis.Channel):
-    """A channel that reads a queue to which any process may have written."""
+    """A channel that checks each message, because any process may have written to the queue."""
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
@@ -92,7 +94,7 @@ class _HardenedChannel(redis.Channel):
         self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any
     ) -> str:
         guarded = self._guard(callback) if callback is not None else None
-        # Always without acknowledgement: kombu then keeps no list of messages.
+        # Always consume without acknowledgement: kombu then keeps no list of unacknowledged messages.
         tag: str = super().basic_consume(queue, no_ack=True, callback=guarded, consumer_tag=consumer_tag, **kwargs)
         return tag
 
@@ -100,7 +102,7 @@ class _HardenedChannel(redis.Channel):
         """Do nothing: there is no list of unacknowledged messages."""
 
     def basic_reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """Put back a message of a queue that is no longer read. No other message is put back."""
+        """Return a message to its queue if this worker no longer reads the queue. Drop any other message."""
         if requeue:
             super().basic_reject(delivery_tag, requeue=True)
 
@@ -108,7 +110,7 @@ class _HardenedChannel(redis.Channel):
         def take(message: Any) -> Any:
             try:
                 return callback(message)
-            # The outermost handler: a message that Celery cannot handle must affect no other.
+            # The outermost handler: a message that Celery cannot handle must not affect other messages.
             except Exception as error:
                 if self._is_broken_connection(error):
                     raise
@@ -160,7 +162,7 @@ class SentinelTransport(DeduplicatingTransport):
 
 
 def _get_duplicate_filter(transport: Any) -> DuplicateFilter:
-    """Return the DuplicateFilter of the connection's app."""
+    """Return the DuplicateFilter of the Celery app that owns the connection."""
     options = transport.client.transport_options
     duplicate_filter: DuplicateFilter = options.setdefault(DUPLICATE_FILTER, DuplicateFilter())
     return duplicate_filter
@@ -196,7 +198,8 @@ FORGOTTEN_S = 1.0
 class LiveTasks(TaskRegistry):
     """The tasks of an app; tasks can be added while the app runs.
 
-    `find` adds the task with a name, or does nothing. In the second case the lookup raises NotRegistered.
+    A lookup of an unknown task calls `find`, which may add the task. If `find` adds nothing, the lookup raises
+    NotRegistered.
     """
 
     def __init__(self) -> None:
@@ -208,13 +211,15 @@ class LiveTasks(TaskRegistry):
         if name not in self:
             raise self.NotRegistered(name)
         task = self[name]
-        # A pool process builds the tracer at its start, but only for the tasks that exist then.
+        # At its start a pool process builds the function that runs a task (the tracer), but only for the tasks that
+        # exist then.
         task.__trace__ = build_tracer(name, task, task.app.loader, app=task.app)
         return task
 
 
 class LiveStrategies(dict[str, Any]):
-    """The strategies with which a consumer passes on messages, by task name. Includes tasks that were added later.
+    """Celery's strategies (functions that pass a message to the pool) by task name. Includes tasks that were added
+    later.
 
     Raises KeyError for unknown tasks.
     """
@@ -249,7 +254,7 @@ class BatchingConsumer(Consumer):
         now = time.monotonic()
         if self.hub and (self._due_at == 0.0 or now > self._due_at + FORGOTTEN_S):
             self._due_at = now + FLUSH_AFTER_S
-            # Only the thread of the loop may set its timers.
+            # Only the thread that runs the loop may set timers of the loop.
             self.hub.call_soon(self._wait)
 
     def shutdown(self) -> None:

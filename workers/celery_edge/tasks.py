@@ -41,10 +41,10 @@ Body = Callable[..., "TaskResult"]
 
 STORING_VERBS = {"session.checkpoint": 1, "session.save_files": 1, "session.delete_checkpoint": -1}
 CELERY_MARGIN_S = 30.0
-"""Seconds after a call's own limit when Celery kills the process that runs it.
+"""Seconds after a call's own limit at which Celery kills the process of the call.
 
-Celery can kill only processes (`prefork`). In the threads pool of workers with sandboxes, Celery's limit has no
-effect: the guest and sandboxd end the call.
+Celery can kill only processes (`prefork`). In the threads pool of workers with sandboxes, Celery's limit has no effect:
+the guest and sandboxd end the call.
 """
 RECORD_TTL_S = 3600 + 60
 """Seconds that Redis keeps a large result: longer than Celery keeps the message that names it."""
@@ -56,11 +56,12 @@ PAUSE_S = 0.5
 
 
 class TaskResult:
-    """The return value of a task. Celery's events and log show its text, which has only harmless fields.
+    """The return value of a task. Celery's events and log show the text of this object, which contains only harmless
+    fields.
 
-    The caller gets the whole record. The class is no dict, because Celery needs a long time to shorten the text of a
-    dict. `ending` None: the call was not run, and its record stays unchanged. `log_end` writes the call's log line.
-    It runs after the result is stored, so that the caller does not wait for it.
+    The caller gets the whole record. This class is not a dict, because Celery needs a long time to shorten the text of
+    a dict. `ending` is None when the call was not run; the call's record then stays unchanged. `log_end` writes the
+    call's log line after the result is stored, so that the caller does not wait for the log.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def register_tasks(
 def _limits(spec: ToolSpec) -> dict[str, Any]:
     """Return the task's limits.
 
-    The message of a call without a sandbox has its own limits; the task's limits apply to a message without limits.
+    The message of a call without a sandbox contains limits. These limits apply to a message without its own.
     """
     if spec.pool in POOL_QUEUES:
         return {"soft_time_limit": spec.max_timeout_s, "time_limit": spec.max_timeout_s + POOL_GRACE_S}
@@ -148,7 +149,9 @@ def _limits(spec: ToolSpec) -> dict[str, Any]:
 
 
 class _PerThread:
-    """Executors by thread. Each thread has its own, because a connection to sandboxd carries one request at a time."""
+    """The executor of each thread. Threads do not share one, because a connection to sandboxd carries one request at a
+    time.
+    """
 
     def __init__(self, build: ExecutorFactory) -> None:
         self._build = build
@@ -163,7 +166,7 @@ class _PerThread:
 
 
 class _Edge:
-    """The function body of all tasks of a worker."""
+    """Builds the functions that Celery runs for the tasks of a worker."""
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class _Edge:
         self._deployment = deployment
 
     def body(self, name: str) -> Body:
-        """Return the function of the task `name`."""
+        """Return the function that Celery runs for the task `name`."""
 
         def run(envelope: str) -> TaskResult:
             return self._run(name, envelope)
@@ -261,7 +264,7 @@ def _log_end(call: ToolCall, context: ToolContext, result: ToolResult) -> None:
 
 
 def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
-    """Return the fields that all log lines of a call have."""
+    """Return the log fields that identify a call."""
     names = {
         "tenant": context.tenant,
         "session": context.session,
@@ -273,7 +276,7 @@ def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
 
 
 def _count_stored_bytes(result: ToolResult) -> int:
-    """Return the size of the files that a call stored outside of its sandbox; negative if it deleted them."""
+    """Return the size of the files that a call stored outside of its sandbox; negative if the call deleted files."""
     size = result.metadata.get("bytes") if result.name in STORING_VERBS and result.success else 0
     return STORING_VERBS[result.name] * size if isinstance(size, int) and size else 0
 
@@ -287,7 +290,8 @@ def _decode(name: str, envelope: object, key: SigningKeys) -> tuple[ToolCall, To
     if not isinstance(envelope, str):
         raise EnvelopeRefused("envelope is not text")
     call, context = decode_call(envelope, key)
-    # The signature covers the call but not Celery's task name. A valid envelope must not run under another task.
+    # The signature covers the call but not Celery's task name. A valid envelope (signed call) must not run under
+    # another task.
     if task_name(call.name) != name:
         raise EnvelopeRefused("the envelope is for another tool than its task", "wrong_task")
     return call, context
@@ -329,14 +333,14 @@ def encode_result_message(
 
 
 class _Results(RedisBackend):
-    """Stores toolcrew's results with one script, and all other results as Celery does.
+    """Stores toolcrew's results with one Redis script, and all other results as Celery does.
 
-    An unavailable Redis raises no exception: in a pool of threads, an exception would also lose the slot.
+    An unavailable Redis raises no exception: in a pool of threads, an exception would also block the slot forever.
     """
 
     _finished: FinishedCalls | None = None
     _ensure_retryable: Callable[[Callable[[], object]], object]
-    """Celery's own retry loop, with the pauses of the app's settings."""
+    """Celery's retry loop for Redis commands, with the pauses of the app's settings."""
     expires: int
 
     def store_result(
@@ -350,7 +354,8 @@ class _Results(RedisBackend):
             else:
                 super().store_result(task_id, result, state, traceback, request, **options)
                 if isinstance(result, (WorkerLostError, TimeLimitExceeded)) and request is not None:
-                    # After the result: a caller must learn that a limit ended the call, and not that it was lost.
+                    # Store the loss after any result: a caller must learn that a limit ended the call, and not that the
+                    # call was lost.
                     self._ensure_retryable(partial(self._store_loss, request, result))
         except RedisError as error:
             log.error("result_lost", task=task_id, error=str(error))
@@ -363,8 +368,8 @@ class _Results(RedisBackend):
         return isinstance(exc, RedisError)
 
     def _store_loss(self, request: Context, error: Exception) -> None:
-        """Record that the call's process died. A living caller records it too, but the caller may have cancelled the
-        call or may have died as well. The record would then say `running` for a day.
+        """Record that the process of the call died. A living caller also records the loss. But the caller may have
+        cancelled the call or died, and the record would then say `running` for a day.
         """
         call, attempt = request.get("call_key"), request.get("call_attempt")
         if isinstance(call, str) and isinstance(attempt, int):
@@ -388,12 +393,12 @@ class _Results(RedisBackend):
             }
         )
         if not self._calls().store(task_id, text, self.expires, answer.ending):
-            # The call was sent again, and its caller waits for the answer of the new attempt.
+            # The caller has sent the call again and waits for the result of the new attempt.
             log.warning("late_result_dropped", task=task_id)
 
 
 def _outcome(answer: TaskResult, failure: CallNotServed | None) -> dict[str, Any]:
-    """Return the part of a stored result that depends on its state.
+    """Return the fields of a stored result that differ between success and failure.
 
     Celery's `result` of a failure is always an exception, so a failed result stores toolcrew's record in `answer`.
     """

@@ -14,10 +14,9 @@ T = TypeVar("T")
 
 
 class CallLoop:
-    """An event loop that starts with its first coroutine.
+    """An event loop that is created when the call runs its first coroutine.
 
-    At the end of the call, coroutines that still run are cancelled. The loop is the `runner` of the call's
-    CallContext.
+    At the end of the call, coroutines that still run are cancelled. The loop is the `runner` of the call's CallContext.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ class PrintLog(io.TextIOBase):
 
 
 class CustomCalls:
-    """Builds handlers for operators' tools. `config` is the operator's configuration for every call."""
+    """Builds the handlers of operators' tools. Every call gets the operator's configuration `config`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -107,6 +107,6 @@ class CustomCalls:
 
     def _context(self, environment: ToolEnvironment, loop: CallLoop) -> CallContext:
         context = environment.call_context(loop)
-        # The operator's values come last: a caller must not direct a tool to another server. The copy belongs to this
-        # call only.
+        # The operator's values replace the caller's: a caller must not direct a tool to another server. Each call gets
+        # its own copy.
         return replace(context, config=MappingProxyType({**context.config, **copy.deepcopy(dict(self._config))}))

@@ -54,9 +54,9 @@ def load_custom_tools(
 
 
 def serve_values(values: Sequence[Any], calls: CustomCalls, source: str) -> tuple[WorkerTool, ...]:
-    """Return the tools in `values`, as a worker runs them. `values` has the forms that an entry point may name.
+    """Return the tools in `values`, as a worker runs them. A value is a tool, a function, a list of them, or a module.
 
-    `source` names the owner in error messages. Raises ConfigError as load_custom_tools.
+    `source` names the owner in error messages. Raises ConfigError in the cases of load_custom_tools.
     """
     loaded = [entry for value in values for entry in _tools_of(value, source, "fix the tool")]
     return tuple(_build_worker_tool(entry, calls) for entry in _drop_duplicates(loaded))
@@ -109,7 +109,7 @@ def _tools_of(value: Any, source: str, advice: str) -> list[LoadedTool]:
 def _is_ready(value: Any) -> bool:
     """Return whether the value is a tool from `@tool` or `orchestrator.as_tool`.
 
-    A tool for a worker's environment is not.
+    A tool whose handler takes a ToolEnvironment is not.
     """
     return isinstance(value, Tool) and isinstance(value.handler, FunctionHandler)
 

@@ -50,14 +50,16 @@ def cut_output(name: str, text: str) -> tuple[str, bool]:
     if size <= MAX_OUTPUT_BYTES and lines <= MAX_LINES:
         return text, False
     head = _head(text)
-    # A text of that length was cut before, so its full length is unknown.
+    # A text of exactly this length was already cut by an earlier step, so its full length is unknown.
     at_least = "at least " if len(text) >= MAX_OUTPUT_CHARS else ""
     shown_part = f"{_count_lines(head)} of {at_least}{lines} lines, {len(head.encode())} of {at_least}{size} bytes"
     return f"{head.removesuffix(NEWLINE)}\n[Cut: {shown_part}; to see the rest call {name} for less at a time]", True
 
 
 def _head(text: str) -> str:
-    """Return the whole lines that fit. If the first line is too long, return as many whole characters as fit."""
+    """Return the whole lines at the start that fit. If the first line is too long, return as many whole characters as
+    fit.
+    """
     fitting = text.encode()[:MAX_OUTPUT_BYTES].decode("utf-8", "ignore")
     lines = fitting.split(NEWLINE, MAX_LINES)
     if len(lines) > MAX_LINES:

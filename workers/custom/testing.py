@@ -39,11 +39,11 @@ from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
 from workers.tools.base import WorkerResources
 
 AskModel = Callable[[list[dict[str, Any]]], str]
-"""Messages in the OpenAI format -> the text of the reply."""
+"""Function that maps messages in the OpenAI format to the text of the model's reply."""
 
 
 class MemoryStates:
-    """States of sessions in memory, by tenant and session. Calls must run one after the other."""
+    """Stored values of sessions, in memory, by tenant and session. Calls must run one after the other."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -87,8 +87,8 @@ class LocalSessionState:
 class LocalWorker:
     """Loads tools and runs their calls as a worker does, including schema, validators, hard limit and result.
 
-    `tools` has the forms that an entry point may name: tools, functions, lists of them, modules. `config` replaces
-    TOOLCREW_TOOL_CONFIG. `model` answers for the caller's model; None: calls have no model.
+    Each item of `tools` is a tool, a function, a list of them, or a module. `config` replaces TOOLCREW_TOOL_CONFIG.
+    `model` answers for the caller's model; None: calls have no model.
 
     Raises ConfigError: a worker would not start with these tools.
     """
@@ -162,7 +162,9 @@ class LocalWorker:
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
-        """Collect log entries for the test. Write tracebacks to stderr too, where test runners show them."""
+        """Collect the log entries of the block for the test. Also write tracebacks to stderr, where test runners show
+        them.
+        """
         with capture_logs(processors=[format_exc_info]) as entries:
             yield
         self.log += entries
@@ -238,7 +240,7 @@ def _check_thread() -> None:
 
 @contextlib.contextmanager
 def _stopped_after(limit_s: float) -> Iterator[None]:
-    """Send the main thread Celery's stop signal from the limit on.
+    """From the time limit on, send the main thread the signal with which Celery stops a call.
 
     At the end, restore the signal handler and the alarm.
     """
@@ -261,5 +263,5 @@ def _stopped_after(limit_s: float) -> Iterator[None]:
         clock.join()
         signal.signal(END_SIGNAL, before or signal.SIG_DFL)
         if alarm_s:
-            # Interrupts stops alarms. This alarm belongs to the test runner, so start it again.
+            # CallInterrupts stops any alarm of the process. This alarm belongs to the test runner, so start it again.
             signal.setitimer(signal.ITIMER_REAL, max(0.001, alarm_s - (time.monotonic() - started)), interval_s)

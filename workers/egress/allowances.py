@@ -29,7 +29,7 @@ _MIN_BURST_BYTES = 1024
 
 
 class EgressOpening(BaseModel):
-    """First line of a connection (JSON). There are no default rules: a session without rules reaches nothing."""
+    """First line of a connection (JSON). There are no default rules: a session without rules reaches no host."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,9 @@ class EgressOpening(BaseModel):
 
 
 class EgressQuestion(BaseModel):
-    """A request of sandboxd in place of an opening. The answer is sent alone and ends the connection."""
+    """A question of sandboxd to the proxy, as the first line in place of an opening. The proxy answers and closes the
+    connection.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,7 +72,9 @@ log = structlog.get_logger(__name__)
 
 
 class ByteRateLimiter:
-    """Limits the rate of many connections in order of arrival, with bursts of a tenth of a second."""
+    """Limits the rate of many connections together. They wait in order of arrival. A burst has at most the bytes of a
+    tenth of a second.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,7 +89,7 @@ class ByteRateLimiter:
         self._rate = bytes_per_second
 
     async def take(self, max_bytes: int) -> int:
-        """Wait for the rate and return between 1 and `max_bytes` bytes."""
+        """Wait until the rate allows more bytes. Return the allowed number, between 1 and `max_bytes`."""
         if self._lock.locked() or self._fill() < min(max_bytes, self._min_take()):
             async with self._lock:
                 while (missing := min(max_bytes, self._min_take()) - self._fill()) > 0:  # noqa: ASYNC110
@@ -124,7 +128,7 @@ class ConnectionQuota:
         self._rate_limiter = ByteRateLimiter(clock)
 
     def set_rules(self, opening: EgressOpening) -> None:
-        """Apply the rules of the newest opening to the session."""
+        """Apply the rules of the session's newest opening line to all of its connections."""
         self._max_bytes = opening.rules.max_bytes
         self._rate_limiter.set_rate(opening.rules.bytes_per_second)
 
@@ -137,8 +141,8 @@ class ConnectionQuota:
         return granted
 
     async def charge(self, count: int) -> None:
-        """Charge the session's quota for `count` bytes that the proxy itself produced, at the session's rate. Raises
-        Refusal when the quota is used up.
+        """Charge the quota for `count` bytes that the proxy itself produced (decompressed data). Wait for the session's
+        rate. Raises Refusal when the quota is used up.
         """
         while count:
             granted = await self.take(count)
@@ -224,6 +228,6 @@ class ConnectionQuotas:
         while len(self._sessions) > self._max_sessions:
             key, oldest = next(iter(self._sessions.items()))
             if oldest.connections:
-                return  # the oldest entry is in use, so all others are more recent
+                return  # the entries are in order of last use: all after this one are more recent
             del self._sessions[key]
             log.warning("egress_session_forgotten", tenant=key[0], session=key[1], remembered=self._max_sessions)

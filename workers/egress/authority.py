@@ -25,7 +25,7 @@ _AUTHORITY_LIFE = datetime.timedelta(days=3650)
 
 
 class Authority:
-    """Issues the certificates of intercepted hosts."""
+    """Issues certificates for hosts whose connections the proxy intercepts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +48,9 @@ class Authority:
         return b"".join([self._certificate.public_bytes(Encoding.PEM), *(path.read_bytes() for path in system)])
 
     def find_context(self, host: str) -> ssl.SSLContext:
-        """Return the TLS context with which the proxy acts as `host`. A missing or old certificate is issued anew."""
+        """Return the TLS context with which the proxy acts as `host`. A missing or old certificate is replaced by a new
+        one.
+        """
         created_at, context = self._contexts.get(host, (float("-inf"), None))
         if context is None or self._clock() - created_at > RENEW_S:
             context = self._build_context(host)
@@ -74,7 +76,7 @@ class Authority:
 
     def _issue(self, host: str) -> bytes:
         """Return the key and the certificate of a host, in PEM."""
-        # A common name has at most 64 characters, and clients read only the alternative name.
+        # A common name has at most 64 characters, so it is cut. Clients read only the alternative name.
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "intercepted host")])
         certificate = (
             self._builder(subject, self._certificate.subject, self._host_key.public_key(), _LIFE)

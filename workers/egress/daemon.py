@@ -25,7 +25,7 @@ from workers.web.resolver import SystemResolver
 log = structlog.get_logger(__name__)
 
 ORPHAN_GRACE_S = 5.0
-"""Time for which the proxy outlives the process of an embedded stack. The proxy has nothing to save."""
+"""Seconds that the proxy runs after the process of an embedded stack has died. The proxy has nothing to save."""
 MAX_CONNECTIONS = 2048
 """Maximum number of connections of all sessions. One tenant may have half of them."""
 _SPARE_FILES = 256
@@ -81,7 +81,7 @@ async def serve(
 
 
 class _Listener:
-    """Accepts connections and holds their tasks."""
+    """Accepts connections and serves each in a task."""
 
     def __init__(self, proxy: Proxy, uids: frozenset[int], max_connections: int) -> None:
         self._proxy = proxy
@@ -125,7 +125,7 @@ class _Listener:
 async def _serve(proxy: Proxy, sock: socket.socket) -> None:
     try:
         await proxy.serve(sock)
-    except Exception:  # the edge: a bug must end only this connection
+    except Exception:  # the outermost handler: a bug must end only this connection
         log.exception("egress_bug")
 
 

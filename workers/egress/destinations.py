@@ -1,9 +1,9 @@
-"""Connects to the destination of a request: check the tenant's list, resolve once, check every address, connect to a
-checked address.
+"""Connects to the destination of a request: check the tenant's list of hosts, resolve the name once, check every
+address, connect to a checked address.
 
-Invariant: a sandbox reaches only hosts of its tenant's list, and among private addresses only those that an operator
-has listed. The name is resolved once and the socket connects to exactly the checked addresses. A second lookup could
-return another address (DNS rebinding). The peer of the connected socket is checked again.
+Invariant: a sandbox reaches only hosts of its tenant's list. It reaches a private address only if an operator has
+listed the host. The name is resolved once and the socket connects to exactly the checked addresses. A second lookup
+could return another address (DNS rebinding). The peer of the connected socket is checked again.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200",
 class ResolverPool:
     """Looks up names in threads, a few at once per tenant. Slow name servers of one tenant delay no other tenant.
 
-    `open_resolver` returns a tenant's resolver, which may block. The resolver is kept for the next lookup, because it
-    may count lookups that still hang.
+    `open_resolver` returns a tenant's resolver, which may block. The resolver is kept, because it counts lookups that
+    still hang.
     """
 
     def __init__(self, open_resolver: Callable[[], Resolver]) -> None:
@@ -51,7 +51,8 @@ class ResolverPool:
 
     async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
         """Return the addresses of the name. Raises Refusal when it has none, or none in time."""
-        # A name server of a tenant may never answer, and a thread cannot be stopped. So a tenant has few of them.
+        # A name server of a tenant may never answer, and a thread cannot be stopped. So each tenant has only a few
+        # threads.
         resolver, slots = self._find(tenant)
         async with slots:
             lookup = asyncio.get_running_loop().run_in_executor(
@@ -69,7 +70,8 @@ class ResolverPool:
         if tenant not in self._tenants:
             self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_PER_TENANT))
         self._tenants.move_to_end(tenant)
-        # A tenant that returns gets a new resolver. It may then have a few more lookups for a moment.
+        # A tenant whose resolver was dropped gets a new one. Until its old lookups end, the tenant has a few more
+        # threads than allowed.
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
         return self._tenants[tenant]
@@ -94,8 +96,8 @@ class Destinations:
         return await self._connect_to_first(target, one_of_each_first(addresses)[:MAX_TRIED])
 
     def _check_addresses(self, target: Target, addresses: Sequence[Address], rules: EgressRules) -> None:
-        """Raise Refusal if one address of the host is forbidden. The address that gets the connection must not decide
-        the result.
+        """Raise Refusal if any address of the host is forbidden, so that the result does not depend on which address is
+        tried.
         """
         may_be_private = _is_listed(target, rules.private_hosts)
         for address in addresses:
@@ -114,7 +116,8 @@ class Destinations:
         deadline = loop.time() + self._limits.connect_s
         failure: Refusal | None = None
         for index, address in enumerate(addresses):
-            # An equal share of what remains: a silent first address must not use up the time of the others.
+            # Each address gets an equal share of the remaining time: a silent first address must not use up the time of
+            # the others.
             share_s = max(0.05, (deadline - loop.time()) / (len(addresses) - index))
             try:
                 async with asyncio.timeout(share_s):
@@ -165,7 +168,7 @@ def _is_private(address: Address) -> bool:
     """Return whether the address is one of those that an operator may allow with `private_hosts`. Link-local, metadata
     and multicast addresses are never allowed.
     """
-    # These answer with credentials of the machine. They lie in ranges that an operator may open.
+    # Metadata services answer with credentials of the machine. Their addresses lie in ranges that an operator may open.
     return address not in _METADATA and any(address in network for network in _PRIVATE)
 
 
@@ -179,7 +182,7 @@ def _format_hosts(hosts: Sequence[str]) -> str:
 async def _connect(target: Target, address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
-        # The address, not the name: the kernel must not look anything up again.
+        # Connect to the address and not to the name: the name must not be resolved a second time.
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(sock, (str(address), target.port))

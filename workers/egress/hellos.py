@@ -1,7 +1,7 @@
 """Reads the server name in a TLS ClientHello without taking part in the handshake.
 
-A client may open a tunnel to an allowed host and then talk TLS to another name behind the same address. So the gate
-forwards nothing before the ClientHello is complete and names the host of the tunnel.
+A client may open a tunnel to an allowed host and then name another host in TLS that has the same address. So HelloGate
+forwards nothing until the ClientHello is complete and names the host of the tunnel.
 """
 
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ class HelloGate:
         self._is_open = False
 
     def pass_on(self, data: bytes) -> bytes:
-        """Return the bytes that may be forwarded now. Raises Refusal."""
+        """Add bytes of the client. Return the bytes that may be forwarded now. Raises Refusal."""
         if self._is_open:
             return data
         self._buffered += data
@@ -142,9 +142,7 @@ class HelloGate:
         return self._release()
 
     def finish(self) -> None:
-        """Accept the end of the client's data. Raises Refusal when the data ends in the middle of
-        the ClientHello.
-        """
+        """Note the end of the client's data. Raises Refusal when the data ends in the middle of the ClientHello."""
         if self._buffered:
             raise self._build_refusal("ended in the middle of its TLS ClientHello")
 
@@ -175,5 +173,7 @@ class HelloGate:
 
     @property
     def answers_in_tls(self) -> bool:
-        """Return whether the bytes look like TLS, so that a refusal must be a TLS alert."""
+        """Return whether the client's bytes look like TLS. A refusal must then be a TLS alert and not an HTTP
+        answer.
+        """
         return self._buffered[:1] == b"\x16"

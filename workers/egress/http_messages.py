@@ -30,7 +30,7 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Headers that frame or route a message must not be declared hop-by-hop.
+# Headers that frame or route a message. A client must not declare them hop-by-hop, which would remove them.
 _END_TO_END = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]{0,19}) ([\x21-\x7e]+) HTTP/1\.([01])")
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
@@ -39,7 +39,7 @@ _TUNNEL = re.compile(r"(?:\[[0-9a-f:.]+\]|[^\[\]:/?#@]+):[0-9]+", re.IGNORECASE)
 
 
 class HeadError(ValueError):
-    """The bytes are not the head of a message. The text gives the reason as a part of a sentence."""
+    """The bytes are not the head of a message. The exception's text is a part of a sentence that gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Header:
 
 @dataclass(frozen=True)
 class Framing:
-    """The way in which a body ends: after `length` bytes, after the last chunk, or (neither) as the kind of message
-    defines.
+    """The way in which a body ends: after `length` bytes, after the last chunk, or or, if neither is set, as HTTP
+    defines for the kind of message.
     """
 
     length: int | None = None
@@ -66,7 +66,7 @@ class Framing:
 
 
 def split_head(head: bytes, max_lines: int) -> tuple[bytes, tuple[Header, ...]]:
-    """Return the first line and the headers of a head that ends with its empty line. Raises HeadError."""
+    """Return the first line and the headers of a complete head, which includes its empty line. Raises HeadError."""
     if not head.endswith(b"\r\n\r\n"):
         raise HeadError("its head is not complete")
     first, *lines = head[:-4].split(b"\r\n")
@@ -194,7 +194,7 @@ def _check_host(headers: tuple[Header, ...], target: Target, *, is_needed: bool)
     if not values:
         return
     host_header = _parse_authority(target.scheme, values[0].decode("latin-1"))
-    # Clients may leave out the port when they ask for a tunnel.
+    # In a request for a tunnel, the Host header may lack the port.
     is_bare = target.scheme == "https" and host_header.authority == host_header.host
     if host_header.host != target.host or (host_header.port != target.port and not is_bare):
         raise HeadError("its Host header names another host than its URL")

@@ -1,8 +1,8 @@
-"""A connection to a host with secrets of the session: TLS ends here, and every request is parsed, checked, filled with
-secrets and framed again.
+"""A connection to a host with secrets of the session: the proxy decrypts TLS, parses and checks every request, inserts
+the secrets, and writes the request anew.
 
-Invariant: a secret leaves only in a request to its host, over TLS that was verified, at the place that the secret's
-owner has named. Requests and answers that two parsers could read differently end the connection.
+Invariant: a secret leaves only in a request to its host, over TLS that was verified, at the place in the request that
+the secret's owner has named. Requests and answers that two parsers could read differently end the connection.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from workers.egress.tls import TlsStream
 from workers.web.bodies import CODINGS, Inflater
 from workers.web.urls import Target
 
-# Headers that the proxy removes or sets itself. With `range`, the answer could contain a part of a secret, which is not
-# recognized, so the host must send the whole answer.
+# Headers that the proxy removes or sets itself. `range` is removed: an answer could then contain only a part of a
+# secret, which the proxy would not recognize.
 _DROPPED = frozenset({b"accept-encoding", b"range", b"if-range", b"host"})
 _DECODED = frozenset({b"content-encoding", b"content-length"})
 """Headers that do not apply to a decoded answer."""
@@ -71,7 +71,7 @@ class MaskingRewriter(AnswerRewriter):
             self._inflater = Inflater(codings[0])
             dropped |= _DECODED
         mask = self._masker.mask
-        # Also the names: a host may use the value of a header as the name of another.
+        # Mask the names of headers too: a host may repeat a value, such as a secret, in a header's name.
         masked = [_header(mask(header.name), mask(header.value)) for header in headers if header.key not in dropped]
         return [*masked, _header(b"Accept-Ranges", b"none")]
 
@@ -86,7 +86,7 @@ class MaskingRewriter(AnswerRewriter):
             for piece in self._inflater.feed(data):
                 await self._quota.charge(len(piece))
                 yield self._stream.take(piece)
-                await asyncio.sleep(0)  # one read makes many pieces, and other connections must not wait for all
+                await asyncio.sleep(0)  # one read may give many pieces: let other connections run between them
         except zlib.error:
             raise build_bad_answer(self._host, "sends a response with an incorrect Content-Encoding") from None
 
@@ -105,8 +105,8 @@ class Interception:
         self._proxy, self._opening, self._target = proxy, opening, target
         self._quota, self._limits = quota, limits
         self._activity = ActivityClock()
-        # Requests get only the secrets of this host. Answers are masked for all secrets of the session, because another
-        # host may have passed one to this host.
+        # Requests get only the secrets of this host. In answers all secrets of the session are masked, because another
+        # host may have passed its secret to this host.
         self._filler = SecretFiller(
             opening.tenant, opening.session, [one for one in opening.secrets if one.is_bound_to(target)]
         )
@@ -128,7 +128,7 @@ class Interception:
                 inner.http.start_next_cycle()
                 outer.http.start_next_cycle()
         except Refusal as refusal:
-            # A part of the host's answer may be out. Text after it would read as its body.
+            # A part of the host's answer may already be sent. The client would read a refusal as its body.
             if self._relay is None or not self._relay.has_answered:
                 await tls.send(build_answer(refusal))
             raise
@@ -186,7 +186,7 @@ class Interception:
 
     async def _next_request(self, inner: Peer, outer: Peer) -> h11.Request | None:
         """Return the next request, or None when one side ends. A head must be complete in time."""
-        # A client may have sent its next request already. In this case the proxy waits for no bytes.
+        # The bytes of the next request may be here already. The proxy then does not wait for the client.
         if inner.http.trailing_data == (b"", False):
             data = await self._wait_for_client(inner, outer)
             if data is None:
@@ -202,12 +202,15 @@ class Interception:
         return event if isinstance(event, h11.Request) else None
 
     async def _wait_for_client(self, inner: Peer, outer: Peer) -> bytes | None:
-        """Return the client's next bytes, or None when the host ends first: a request would get no answer then."""
+        """Return the client's next bytes, or None when the host closes the connection first, because a request would
+        get no answer.
+        """
         reading, leaving = (
             asyncio.ensure_future(inner.channel.receive()),
             asyncio.ensure_future(outer.channel.receive()),
         )
-        # Bytes of the host before a request end the tunnel, too. They would be read as the answer to the next request.
+        # The tunnel also ends when the host sends bytes before a request. They would be read as the answer to the next
+        # request.
         try:
             await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
             return reading.result() if reading.done() else None
@@ -226,8 +229,8 @@ class Interception:
             raise HeadError(f"it has more than {self._limits.header_lines} header lines")
         if not request.target.startswith(b"/") and (request.method, request.target) != (b"OPTIONS", b"*"):
             raise HeadError("its target is not a path")
-        # h11 has checked that there is exactly one. A host that serves several names could give the secret of one to
-        # another.
+        # h11 has checked that there is exactly one Host header. It must name the tunnel's host: a server of several
+        # names could give the secret of one to another.
         [host] = find_values(headers, b"host")
         names = {f"{self._target.host}:{self._target.port}".encode()}
         if self._target.port == HTTPS_PORT:
@@ -254,7 +257,9 @@ def build_upstream_context() -> ssl.SSLContext:
 
 
 def must_intercept(secrets: Sequence[BoundSecret], target: Target) -> bool:
-    """Return whether a tunnel to the target must be intercepted."""
+    """Return whether a tunnel to the target must be intercepted, because a secret of the session is bound to the
+    target.
+    """
     return any(secret.is_bound_to(target) for secret in secrets)
 
 

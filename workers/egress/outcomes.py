@@ -1,4 +1,6 @@
-"""The outcomes of a connection, as a closed list, and the HTTP answers for clients. A model can act on their text."""
+"""The outcomes of a connection, as a closed list, and the HTTP answers for clients, in words that a model can act
+on.
+"""
 
 from enum import StrEnum
 from http import HTTPStatus

@@ -1,8 +1,8 @@
 """Relays an HTTP request and its answer.
 
 Invariant: both sides read the same messages. Requests and answers are parsed and framed again, so that no byte of one
-side can pass as a second request at the other side (request smuggling). What two parsers could read differently is
-refused.
+side can pass as a second request at the other side (request smuggling). A message that two parsers could read
+differently is refused.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class Peer:
         """Return the next event. Raises h11.RemoteProtocolError, OSError and Refusal."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self.channel.receive())
-        # One read can contain thousands of small chunks, and the parser returns them without a wait. Other connections
-        # share this event loop.
+        # One read can contain thousands of small chunks, which the parser returns without a wait. Pause, because other
+        # connections share this event loop.
         await asyncio.sleep(0)
         assert event is not h11.PAUSED
         return event  # type: ignore[return-value]
@@ -80,7 +80,7 @@ class AnswerRewriter:
         yield data
 
     def finish(self) -> bytes:
-        """Return the rest at the end of the body. Raises Refusal."""
+        """Return the content that was held back until the end of the body. Raises Refusal."""
         return b""
 
 
@@ -109,7 +109,7 @@ class HttpRelay:
         answering = asyncio.ensure_future(self._forward_answer(rewriter))
         try:
             await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
-            # An error of the body counts only while there is no answer. A host may refuse a body and close its side.
+            # Ignore an error while sending the body if the host has answered: it may refuse a body and close its side.
             if not answering.done():
                 sending.result()
             await answering
@@ -121,10 +121,12 @@ class HttpRelay:
     async def _send_all(self, *, is_last: bool) -> None:
         await self._send_body()
         while is_last and await self._inner.channel.receive():
-            pass  # read only to notice that the client leaves
+            pass  # read only to notice when the client disconnects
 
     async def _send_body(self) -> None:
-        """Forward the body. Trailers are dropped. A host that reads no more may still answer."""
+        """Forward the body without trailers. If the host stops reading, drop the rest, because the host may still
+        answer.
+        """
         try:
             while isinstance(event := await self._inner.next(), h11.Data):
                 self._activity.record_activity()
@@ -135,7 +137,7 @@ class HttpRelay:
         await self._try_send(h11.EndOfMessage())
 
     async def _try_send(self, event: "h11.Event") -> bool:
-        """Return whether the host still takes the request."""
+        """Send a part of the request. Return False when the host no longer reads."""
         try:
             await self._outer.send(event)
         except (OSError, h11.LocalProtocolError):
@@ -154,7 +156,7 @@ class HttpRelay:
         except HeadError as error:
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1 ({error})") from None
         except h11.RemoteProtocolError as error:
-            # The text of the error may quote the answer.
+            # The error's text may quote the answer, which may contain a secret. So the client does not get this text.
             is_long = error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             more = f" (its head has more than {self._limits.header_bytes // KIB} KiB)" if is_long else ""
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1{more}") from None
@@ -162,12 +164,12 @@ class HttpRelay:
             raise build_bad_answer(self._host, "sends a response that cannot be forwarded") from None
 
     async def _read_answer(self) -> h11.Response:
-        # A host could send interim answers without an end, and each counts as activity.
+        # Limit the interim answers: each counts as activity, so a host could keep the connection open forever.
         for _ in range(_MAX_INTERIM):
             try:
                 event = await self._outer.next()
             except h11.RemoteProtocolError:
-                # The parser reports the end of a connection and bytes that are no answer in the same way.
+                # The parser raises the same error for a closed connection and for bytes that are not an answer.
                 if self._outer.http.trailing_data != (b"", True):
                     raise
                 raise build_bad_answer(self._host, "closed the connection without a response") from None
@@ -190,7 +192,7 @@ class HttpRelay:
         lines = [(header.name, header.value) for header in forwarded]
         if response.http_version != b"1.1" or b"close" in b",".join(find_values(headers, b"connection")).lower():
             lines.append((b"Connection", b"close"))
-        # The host's own words may be a secret.
+        # Do not use the host's reason phrase, which may contain a secret.
         reason = responses.get(response.status_code, "").encode()
         data = self._inner.http.send(h11.Response(status_code=response.status_code, headers=lines, reason=reason))
         # Set before the send: a part of the head may have been sent when the send fails.

@@ -1,8 +1,8 @@
 """Secrets of a session: put into requests to their hosts in place of placeholders, and masked in answers.
 
 Invariant: a program in the sandbox sees a secret in none of its usual encodings (contract/masking.py), and a secret
-goes only to the place of a request that its owner has named. The proxy serves all tenants of a host in one event loop,
-so the time for an answer must not depend on what a tenant chose as a secret, or a host as an answer.
+goes only to the place of a request that its owner has named. One event loop serves all tenants of a host. So the time
+to mask an answer must not depend on the content of a secret or of an answer.
 """
 
 import base64
@@ -42,7 +42,7 @@ class BoundSecret(BaseModel):
 
     def is_bound_to(self, target: Target) -> bool:
         """Return whether requests to the target may carry the secret."""
-        # An address is never bound: the secret belongs to a name, and TLS proves the name.
+        # A target that is an IP address never matches: the secret belongs to a host name, which TLS proves.
         names = {f"{target.host}:{target.port}", *([target.host] if target.port == HTTPS_PORT else [])}
         return target.literal is None and not names.isdisjoint(self.hosts)
 
@@ -74,8 +74,8 @@ class SecretFiller:
         credentials: list[bytes] = []
         filled = list(headers)
         for secret, placeholder, value in self._secrets:
-            # Only at its place: a program could put the placeholder where the host shows it to others, such as a
-            # comment.
+            # Replace the placeholder only at its place: a program could also put it where the host shows it to others,
+            # such as a comment.
             kind, _, name = secret.place.partition(":")
             before = (target, list(filled))
             if kind == "header":
@@ -102,7 +102,7 @@ def _fill_query(target: bytes, name: str, placeholder: bytes, value: bytes) -> b
     for at, part in enumerate(parts):
         key, equals, text = part.partition(b"=")
         if equals and unquote(key.decode("ascii")) == name and placeholder in text:
-            # Quote the secret, or a `&` in it would add a parameter.
+            # Percent-encode the secret: a `&` in the secret would otherwise add a parameter.
             parts[at] = key + equals + text.replace(placeholder, quote(value, safe="").encode())
     return path + mark + b"&".join(parts)
 
@@ -115,7 +115,7 @@ def _fill_basic(header: Header, placeholder: bytes, value: bytes, credentials: l
         user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
     except binascii.Error:
         return header
-    # Only a whole password: its owner named the password as the place, not a part of it.
+    # Replace only a whole password: the secret's owner named the password as the place, not a part of it.
     if not colon or password != placeholder:
         return header
     credentials.append(base64.b64encode(user + colon + value))
@@ -123,7 +123,7 @@ def _fill_basic(header: Header, placeholder: bytes, value: bytes, credentials: l
 
 
 class SecretMasker:
-    """Masks secrets in the answers of a host, in any case of letters. The length stays the same."""
+    """Masks secrets in the answers of a host, in upper or lower case. The length of the text stays the same."""
 
     def __init__(self, forms: Iterable[bytes]) -> None:
         self._forms = sorted({form.lower() for form in forms})
@@ -135,7 +135,7 @@ class SecretMasker:
         return cls(form.encode() for value in values for form in find_encodings(value))
 
     def plus(self, forms: Iterable[bytes]) -> "SecretMasker":
-        """Return a masker that masks further texts, too."""
+        """Return a masker that also masks these texts."""
         more = tuple(forms)
         return SecretMasker([*self._forms, *more]) if more else self
 
@@ -148,8 +148,9 @@ class SecretMasker:
                 following = lower.find(form, at + 1)
                 end = at + len(form)
                 if 0 < following < end:
-                    # These occurrences overlap, such as those of `aaaa` in a long text of `a`. The text repeats itself
-                    # with the period of their distance, so all occurrences up to the end of that run are known at once.
+                    # Two occurrences overlap, such as those of `aaaa` in a long run of `a`. The text then repeats with
+                    # the distance of the two as its period. So all occurrences up to the end of the run are known at
+                    # once.
                     period = following - at
                     run = _find_end_of_run(lower, following + len(form), period) - at - len(form)
                     last = at + run - run % period
@@ -178,8 +179,8 @@ class MaskedStream:
         """Return the bytes that can be sent now."""
         raw = self._raw + data
         masked = bytearray(self._masker.mask(raw))
-        # The held bytes may contain the end of a secret whose start was already sent. The new text alone does not show
-        # this secret.
+        # Keep the mask of the held bytes: they may contain the end of a secret whose start was already sent, which a
+        # search in `raw` alone does not find.
         for at, byte in enumerate(self._masked):
             if byte != self._raw[at]:
                 masked[at] = byte
@@ -188,7 +189,7 @@ class MaskedStream:
         return bytes(masked[:sent])
 
     def finish(self) -> bytes:
-        """Return the rest at the end of the body."""
+        """Return the held bytes at the end of the body."""
         return self._masked
 
 
@@ -205,7 +206,7 @@ def _find_end_of_run(data: bytes, end: int, period: int) -> int:
 
 
 def _count_prefix(data: bytes, form: bytes) -> int:
-    """Return the length of the longest end of the data that is a start of the form, but not all of it."""
+    """Return the length of the longest suffix of the data that is a proper prefix of the form."""
     at = data.find(form[:1], max(0, len(data) - len(form) + 1))
     while at >= 0:
         if form.startswith(data[at:]):
@@ -224,8 +225,8 @@ class _Use:
 
 
 class SecretUses:
-    """Counts uses of secrets until sandboxd asks for them. The first use of a kind is reported at once, further ones
-    once per REPORT_S.
+    """Counts uses of secrets until sandboxd asks for them. The first use of a kind (session, run, secret, host) is
+    reported at once, later uses once per REPORT_S.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -235,15 +236,15 @@ class SecretUses:
     def count(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
         """Count one request with a secret."""
         key = (tenant, session, run or "", secret, host)
-        # A program chooses among the hosts of its secrets, so the kinds have a limit. The log keeps what is not
-        # counted.
+        # A program chooses the hosts of its requests, so the number of kinds needs a limit. Uses above the limit are
+        # only logged.
         if key not in self._uses and len(self._uses) >= MAX_USES:
             log.error("secret_uses_not_reported", tenant=tenant, session=session, secret=secret, destination=host)
             return
         self._uses.setdefault(key, _Use()).count += 1
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the uses that must be reported now. Counters without recent uses are deleted."""
+        """Return the uses that are due for a report. Delete counters without recent uses."""
         now, uses = self._clock(), []
         for key, use in list(self._uses.items()):
             if now - use.reported_at < REPORT_S:

@@ -37,7 +37,7 @@ _ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 @dataclass
 class _Record:
-    """The facts of a log line. It never contains a path, a query or a header."""
+    """The fields of a connection's log line, which never contains a path, a query or a header."""
 
     opening: EgressOpening | None = None
     request: ProxyRequest | None = None
@@ -171,7 +171,7 @@ class _Connection:
         return json.dumps(self._secrets.uses.take()).encode()
 
     async def _read_opening(self) -> EgressOpening | EgressQuestion | None:
-        """Return sandboxd's opening, or None when the peer sent nothing, as a check that the proxy is running does."""
+        """Return sandboxd's opening line. None: the peer sent nothing; a check whether the proxy runs does this."""
         try:
             async with asyncio.timeout(self._limits.opening_s):
                 line = await self._client.receive_line(self._limits.opening_bytes)
@@ -217,7 +217,7 @@ class _Connection:
         await interception.run(self._client, host, rest, lambda activity: watch(self._client, activity, self._limits))
 
     async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, quota: ConnectionQuota) -> None:
-        """Relay one request. Bytes after it are not a second request."""
+        """Relay one request. Later bytes are not read as a second request."""
         activity, channel = ActivityClock(), PlainChannel(self._client, quota)
         inner = Peer(channel, h11.SERVER, self._limits)
         inner.http.receive_data(request.head + rest)

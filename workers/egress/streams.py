@@ -1,5 +1,5 @@
-"""Relay of bytes between a client and a host. Each side is a stream that charges the session's quota, and both
-directions run at once. `watch` ends idle and old connections.
+"""Relay of bytes between a client and a host. Each side is a stream that charges the session's quota. Both directions
+are relayed at the same time. `watch` ends idle and old connections.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ class Stream:
         more bytes wait.
         """
         while True:
-            # The end uses no quota: a session without quota can still learn that the answer is complete.
+            # Reading the end of the data uses no quota, so a session without quota still learns that the answer is
+            # complete.
             data = self._peek(quota) if quota.is_used_up else self._receive(quota, await quota.take(max_bytes))
             if data is not None:
                 self.received += len(data)
@@ -88,8 +89,8 @@ class Stream:
             pass
 
     def has_left(self) -> bool:
-        """Return whether the other side has closed both directions or reset the connection. The end of its sending
-        alone does not count.
+        """Return whether the other side has closed both directions or reset the connection. A side that only stopped
+        sending has not left.
         """
         poll = select.poll()
         poll.register(self._socket, 0)
@@ -160,8 +161,8 @@ async def watch(client: Stream, activity: ActivityClock, limits: ProxyLimits) ->
 
 
 async def run_all(*works: Work, background: tuple[Work, ...] = ()) -> None:
-    """Return when all `works` have ended, and then cancel the `background` tasks. Raises the first failure and
-    cancels the rest.
+    """Run all tasks. When all `works` have ended, cancel the `background` tasks and return. Raises the first failure
+    after it has cancelled the rest.
     """
     needed = {asyncio.ensure_future(work) for work in works}
     every = needed | {asyncio.ensure_future(work) for work in background}

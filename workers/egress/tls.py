@@ -36,11 +36,13 @@ class TlsStream:
         self._sending = asyncio.Lock()
 
     async def handshake(self) -> None:
-        """Agree on keys; a client also checks the certificate. Raises OSError (also ssl.SSLError) and Refusal."""
+        """Do the TLS handshake. The client's side also verifies the certificate. Raises OSError (also ssl.SSLError) and
+        Refusal.
+        """
         try:
             await self._run(self._tls.do_handshake)
         except ssl.SSLError:
-            await self._flush()  # the alert says what is wrong
+            await self._flush()  # send the TLS alert, which tells the other side the error
             raise
 
     async def receive(self) -> bytes:
@@ -58,7 +60,7 @@ class TlsStream:
 
     async def close(self) -> None:
         """Announce the end of the data. Raises OSError."""
-        with contextlib.suppress(ssl.SSLError):  # the other side has not announced its end
+        with contextlib.suppress(ssl.SSLError):  # expected when the other side has not announced the end of its data
             self._tls.unwrap()
         await self._flush()
 

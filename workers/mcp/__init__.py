@@ -1,3 +1,3 @@
-"""Tools of other MCP servers, offered as tools of this deployment. A worker lists them at its start, and calls them
-over HTTP or inside sandboxes (docs/add-a-tool.md).
+"""Tools of other MCP servers, offered as tools of this deployment. A worker asks each server for its tools at the
+start. It calls the tools over HTTP or inside sandboxes (docs/add-a-tool.md).
 """

@@ -1,5 +1,5 @@
-"""Conversion of the result of an MCP tool to the outcome of a call. Text is fenced as untrusted, other content is
-described, and everything is bounded.
+"""Conversion of the result of an MCP tool to the outcome of a call. Text is put between marks that show it as
+untrusted, other content is only described, and all sizes are limited.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""An MCP server over streamable HTTP. Every call uses its own session of the SDK, over a transport with checked
-addresses and limits.
+"""An MCP server over streamable HTTP. Every call uses its own session of the SDK. The transport checks addresses and
+has limits.
 """
 
 import ssl
@@ -41,8 +41,8 @@ class _Dispatcher(JSONRPCDispatcher[TransportContext]):
 
 @dataclass
 class HttpServer:
-    """An MCP server over HTTP. A process makes one call at a time. `addresses`: the operator's rules, in addition to
-    the tables of private networks.
+    """An MCP server over HTTP. A process makes one call at a time. `addresses`: the operator's rules and the tables of
+    private networks.
     """
 
     name: str
@@ -51,8 +51,8 @@ class HttpServer:
     resolver: Resolver = field(default_factory=SystemResolver)
     tls: ssl.SSLContext = field(default_factory=build_tls)
     is_sessionless: bool | None = None
-    """State of the protocol: True if the server speaks a revision without sessions, in which every request stands
-    alone. None: not yet known.
+    """True if the server speaks a revision of the protocol without sessions, in which every request stands alone. None:
+    not yet known.
     """
 
     def list_tools(self, deadline: Deadline) -> list[Any]:
@@ -101,8 +101,8 @@ class HttpServer:
     async def _converse(
         self, transport: CheckedTransport, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline
     ) -> list[T]:
-        """Return a list with the one result. The list is empty if `transport` has a failure or the deadline has
-        passed.
+        """Run one conversation. Return a list with its result; the list is empty if `transport.failure` is set or the
+        deadline has passed.
         """
         headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}
         results: list[T] = []
@@ -127,9 +127,9 @@ class HttpServer:
         return results
 
     async def _greet(self, session: RawSession) -> None:
-        """Open the session in the revision of the server. Raises the exceptions of the SDK."""
-        # While a server starts, a proxy in front of the server may send the first response. The revision of the
-        # server is known only after a successful greeting.
+        """Open the session in the protocol revision that the server speaks. Raises the exceptions of the SDK."""
+        # While a server starts, a proxy in front of it may answer in its place. So forget the known revision of the
+        # protocol until the server itself has opened a session.
         is_sessionless, self.is_sessionless = self.is_sessionless, None
         if is_sessionless is None:
             is_sessionless = await session.try_adopt_sessionless()

@@ -30,7 +30,7 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
     """Transport that sends every request of one conversation to `target`, at checked addresses.
 
     `failure`: the reason why the conversation ended. The transport then calls `end`, which cancels the conversation.
-    `refusal`: the failure for the last status that was not a success.
+    `refusal`: the failure for the last response with an error status.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Return the response. Failures are not raised, because the SDK would retry after some of them."""
         if request.method == "GET":
-            # The transport does not accept messages that no request asked for.
+            # The SDK wants to open a stream for messages that no request asked for. The transport refuses this.
             return httpx2.Response(HTTPStatus.METHOD_NOT_ALLOWED)
         try:
             return await self._send(request)
         except ToolFailure as failure:
             if request.method != "DELETE":
                 await self._fail(failure)
-            # A server deletes an abandoned session by itself, so this failure is harmless.
+            # A failure to end the session is harmless, because a server deletes an abandoned session by itself.
             return httpx2.Response(HTTPStatus.NO_CONTENT)
 
     async def _fail(self, failure: ToolFailure) -> NoReturn:
@@ -119,9 +119,7 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
         return reply if reply is not None and reply.result is None else None
 
     def _rebuild(self, reply: ServerReply, number: int, head: Head) -> httpx2.Response:
-        """Return a new response for the SDK with only the checked parts of the reply. Nothing else of the server
-        passes.
-        """
+        """Return a new response for the SDK that contains only the checked parts of the server's response."""
         message: dict[str, Any] = {"jsonrpc": "2.0", "id": number}
         if reply.result is not None:
             message["result"] = reply.result
@@ -167,7 +165,7 @@ class _Pieces(httpx2.AsyncByteStream):
 
 
 def _limits(total_s: float) -> FetchLimits:
-    """Return the limits of a conversation. A tool may be silent until the deadline, so there is no minimum rate."""
+    """Return the limits of a conversation. A tool may send nothing until the deadline, so there is no minimum rate."""
     return FetchLimits(
         first_byte_s=total_s + 1,
         rate_window_s=total_s + 1,

@@ -44,11 +44,11 @@ def build_tool_name(server: str, tool: str) -> str:
 
 
 def build_tool_names(server: str, tools: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return a map from the names in this deployment to the server's names, and the server's names that are omitted.
-    A name is omitted if another tool has the same name in this deployment.
+    """Return a map from the names in this deployment to the server's names, and the server's names that are omitted. A
+    tool of the server is omitted if another of its tools has the same name in this deployment.
 
-    The result does not depend on the order of `tools`. Names that need no change have priority, then the alphabetical
-    order.
+    The result does not depend on the order of `tools`. A tool whose name needs no change has priority; then the
+    alphabetical order decides.
     """
     ordered = sorted(set(tools), key=lambda tool: (build_tool_name(server, tool) != f"mcp__{server}__{tool}", tool))
     by_name: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _build_spec(
         timeout_s=entry.timeout_s,
         max_timeout_s=entry.timeout_s,
         pool=pool,
-        # The description of a foreign tool is not extended with the network of the session.
+        # The description of an MCP tool gets no text about the network of the session.
         tells_network=False,
         tenants=entry.tenants,
         **_flags(tool, entry),

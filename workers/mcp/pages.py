@@ -1,4 +1,4 @@
-"""Collection of a paged list of tools, within limits."""
+"""Collects a list of tools that a server sends in pages, within limits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,17 +1,17 @@
 """A standalone program that Python runs inside a sandbox. It passes requests to an MCP server over stdio and returns
 the replies.
 
-Without arguments the program reads one job from standard input, runs it, and ends. With the name of an abstract
-socket and a number of seconds the program keeps the server running. Each connection (sandbox_visit.py) then brings a
-job. The program ends after that many seconds without a connection, or when the server has ended and no connection is
-open.
+Without arguments the program reads one job from standard input, runs it, and ends. With the name of an abstract socket
+and a number of seconds as arguments, the program is a daemon that keeps the server running. Each connection (from
+sandbox_visit.py) then sends one job. The program ends after that many seconds without a connection, or when the server
+has ended and no connection is open.
 
 The program uses only the standard library of Python 3.9, because it runs on any Python of an image. The worker treats
 its output as untrusted, like all output of a sandbox.
 
-A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (a request and a notification for a server that is
-started, or nothing), `message` (the request), `max_bytes`, `timeout_s`. The answer: `mark`, a space and a JSON object
-on a line of its own. The object has `reply`, or `failure` and its `detail`.
+A job: `mark`, `command`, `args`, `env`, `cwd`, `network`, `hello` (the request and the notification that open a session
+with a new server, or nothing), `message` (the request), `max_bytes`, `timeout_s`. The answer is one line: `mark`, a
+space and a JSON object. The object has `reply`, or `failure` and its `detail`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _BROKEN = (
 
 
 class ServerFailure(Exception):
-    """A failure of the server. `kind`: one of the kinds that the worker knows."""
+    """A failure of the server. `kind`: one of the kinds of failure in workers/mcp/sandbox_server.py."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -111,8 +111,8 @@ class ServerProcess:
         """Return the reply to a job. `disconnected`: done when the caller has disconnected. Raises ServerFailure."""
         until = time.monotonic() + job["timeout_s"]
         await asyncio.wait({self.ready, disconnected}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
-        # A server that does not finish its greeting would block every later call, so the server is ended. A caller
-        # that left early does not end it.
+        # A server that does not finish its greeting would block every later call, so end the server. But do not end it
+        # only because the caller disconnected early.
         if not self.ready.done() and not disconnected.done():
             self.give_up()
         if not self.ready.done():
@@ -276,7 +276,7 @@ class DriverDaemon:
         client contains both sizes.
         """
         self.present += 1
-        # With a limit of 0 `drain` waits until the client has read the complete answer.
+        # With a write limit of 0, `drain` waits until the client has read the complete answer.
         writer.transport.set_write_buffer_limits(0)
         try:
             async with self.connections:
@@ -299,7 +299,7 @@ class DriverDaemon:
         """Serve until no connection has arrived for `idle_s`, or until the server has ended and no connection is
         open.
         """
-        # Before the first server starts: its orphans must already belong to this process.
+        # Adopt before the first server starts: orphans of the server must already belong to this process.
         adopt(self)
         until = time.monotonic() + min(idle_s, START_S)
         async with await asyncio.start_unix_server(self.serve_connection, sock=listener, limit=PIECE):
@@ -336,8 +336,8 @@ class DriverDaemon:
 
 
 def adopt(daemon: DriverDaemon) -> None:
-    """Become the parent of all orphans of the server, so that they end with the server. Without prctl they belong to
-    the guest.
+    """Become the parent of all orphans of the server, so that they end with the server. Where prctl fails, orphans
+    belong to PID 1 of the sandbox.
     """
     try:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -353,7 +353,7 @@ async def open_reader(pipe: Any) -> asyncio.StreamReader:
 
 
 async def read_job(reader: asyncio.StreamReader) -> tuple[Message, Message]:
-    """Read a job and the environment of its sender. Raises one of the exceptions in _BROKEN."""
+    """Read a job and the environment variables of its sender. Raises one of the exceptions in _BROKEN."""
     head = await reader.readuntil(b"\n")
     size, job_size = (int(part) for part in head[:HEAD_BYTES].split())
     if not (0 <= size <= ENVIRONMENT_BYTES and 0 < job_size <= JOB_BYTES):

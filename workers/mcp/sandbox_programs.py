@@ -19,8 +19,8 @@ def read_visit() -> str:
 
 
 def name_driver_socket(entry: StdioEntry) -> str:
-    """Return the socket name of the daemon for an entry. Another entry or another version of the driver has another
-    name.
+    """Return the socket name of the daemon for an entry of the server file. Each entry and each version of the driver
+    has its own name.
     """
     fields_json = entry.model_dump_json(include={"command", "args", "cwd", "network", "idle_s"})
     env = repr(sorted((name, value.get_secret_value()) for name, value in entry.env.items()))

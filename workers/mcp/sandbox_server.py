@@ -31,7 +31,7 @@ PYTHON = "/usr/bin/python3"
 """Path of Python in every sandbox. The guest needs it too."""
 FOLDER = "/workspace"
 PROBE_S = 5.0
-"""Time limit for a server to report its revisions, in seconds."""
+"""Time limit for a server to report the protocol revisions that it speaks, in seconds."""
 MAX_DETAIL_CHARS = 500
 _SPARE_S = 1.0
 """Time in seconds by which the driver's limit is shorter than the call's limit, so the driver can report what it
@@ -39,12 +39,12 @@ waits for.
 """
 _LEAST_S = 0.1
 _NOT_KEPT = "not_kept"
-"""Failure code when no server is kept. In this case no request was sent."""
+"""Failure code of the driver when no server is running. In this case no request was sent."""
 _DRIVER_S = 10.0
 """Maximum time for a new daemon to listen, in seconds."""
 
 _NUMBER = 1
-"""Id of every request. The driver renumbers the requests to a kept server."""
+"""JSON-RPC id of every request. The driver gives the requests to a running server new ids."""
 _HELLO = [
     {
         "jsonrpc": "2.0",
@@ -66,8 +66,9 @@ Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
 
 @dataclass
 class SandboxServer:
-    """An MCP server in sandboxes. The first call starts the server in a session's sandbox, where it stays; an entry
-    with `idle_s` 0 starts it for each call. `is_sessionless`: as in HttpServer; None: not yet known.
+    """An MCP server that runs in sandboxes. The first call of a session starts the server in the session's sandbox,
+    where it keeps running. With `idle_s` 0 in its entry, each call starts the server anew. `is_sessionless`: True if
+    the server speaks a revision of the protocol without sessions; None: not yet known.
     """
 
     name: str
@@ -75,8 +76,8 @@ class SandboxServer:
     is_sessionless: bool | None = None
 
     def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
-        """Return the unchecked list of the server's tools, and store the server's revision. Raises ToolFailure,
-        SandboxUnavailable.
+        """Return the unchecked list of the server's tools, and store in `is_sessionless` which revision of the protocol
+        it speaks. Raises ToolFailure, SandboxUnavailable.
         """
         until = time.monotonic() + timeout_s
 
@@ -100,7 +101,8 @@ class SandboxServer:
 
     def _exchange(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], ServerReply]) -> T:
         async def converse() -> T:
-            # The session is not entered: entering would start the reader of unsolicited messages.
+            # Do not use the SDK session as a context manager: that would start a reader for messages that no request
+            # asked for.
             session = RawSession(self.name, _Dispatcher(send))
             try:
                 await self._greet(session)
@@ -115,15 +117,17 @@ class SandboxServer:
             try:
                 self.is_sessionless = await session.try_adopt_sessionless()
             except ToolFailure as failure:
-                # A server that does not answer an unknown request gets the older greeting.
+                # If the server does not answer this newer request, open a session with the older greeting.
                 if failure.code is not ErrorCode.TIMEOUT:
                     raise
                 self.is_sessionless = False
-        # The driver greets each process that it starts, so the session must not greet again.
+        # The driver sends the greeting to each process that it starts, so the SDK session must not send it again.
         session.adopt(SESSIONLESS if self.is_sessionless else _GREETED)
 
     def _use_running_server(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> ServerReply:
-        """Send the request to the server of the session. Starts a server that stays if the session has none."""
+        """Send the request to the server that runs in the session's sandbox. Start a server that keeps running if there
+        is none.
+        """
         until = time.monotonic() + timeout_s
         reply = self._visit(run, message, cwd, timeout_s, 0.0)
         if reply is None and (remaining_s := until - time.monotonic()) > 0 and self._start_driver(run, remaining_s):
@@ -200,7 +204,7 @@ class SandboxServer:
             "cwd": cwd,
             "env": {},
             "timeout_s": timeout_s,
-            # The JSON escapes can make an answer several times longer.
+            # JSON escapes can make an answer several times longer than its text.
             "capture": {"stdout": 2 * ANSWER_BYTES, "stderr": 4096},
         }
         return self._read(run(request, encode(json.dumps(job), "arguments")), str(job["mark"]), timeout_s)
@@ -275,7 +279,9 @@ class SandboxServer:
 
 
 class _Dispatcher:
-    """Dispatcher of the SDK. Every request is an exec in the sandbox, and unsolicited messages do not exist."""
+    """Sends the SDK's requests: each request runs a program in the sandbox. There are no messages that no request asked
+    for.
+    """
 
     method = ""
     result: dict[str, Any]

@@ -32,8 +32,8 @@ AT_ONCE = 4
 
 @dataclass
 class SandboxSource:
-    """A server over stdio, as a source for workers/mcp/server_registry.py. Its tools are listed in a separate
-    sandbox, which is removed afterwards.
+    """A server over stdio, as a source for workers/mcp/server_registry.py. A separate sandbox, which is removed
+    afterwards, lists the server's tools.
     """
 
     server: SandboxServer
@@ -52,7 +52,8 @@ class SandboxSource:
         self.server.is_sessionless = value
 
     def list_tools(self) -> list[Any]:
-        # A separate object: the revision that running calls use must not change during the listing.
+        # Use a separate object: running calls read `is_sessionless` of the shared one, which must not change during the
+        # listing.
         probe = SandboxServer(self.server.name, self.server.entry)
         with SandboxClient(self.socket) as client:
             listed = _list_in_own_sandbox(probe, client)
@@ -100,7 +101,7 @@ def _list_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[A
         try:
             client.close(sandbox)
         except (ToolFailure, OperatorError) as error:
-            # The listing has succeeded, and the sandbox expires by itself.
+            # The listing has succeeded, so ignore the error: the sandbox expires by itself.
             log.warning("mcp_sandbox_not_closed", server=server.name, error=str(error))
 
 

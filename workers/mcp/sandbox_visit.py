@@ -18,8 +18,8 @@ RETRY_S = 0.005
 
 
 def connect(name: str, until: float) -> _socket.socket | None:
-    """Return a connection to a daemon that is ready; None if there is no daemon. No request is sent before, so a
-    retry repeats nothing.
+    """Return a connection to a daemon that is ready; None if there is no daemon. The caller may retry safely, because
+    no request has been sent yet.
     """
     while True:
         connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)

@@ -32,7 +32,9 @@ of a server without failures.
 
 @dataclass(frozen=True)
 class ServerState:
-    """The last list of a server's tools, and the kind of its revision (ToolSource.is_sessionless)."""
+    """The last list of a server's tools, and whether the server speaks a revision without sessions
+    (ToolSource.is_sessionless).
+    """
 
     is_sessionless: bool | None
     tools: tuple[ImportedTool, ...]
@@ -83,8 +85,8 @@ class SharedLists:
 
     @contextmanager
     def _locked(self, lock_type: int) -> Iterator[None]:
-        # POSIX locks belong to a process. A flock would belong to the descriptor, which all processes share, and
-        # exclude nothing.
+        # POSIX locks belong to a process. A flock lock would belong to the file description, which all forked processes
+        # share, so it would not exclude them.
         fcntl.lockf(self._fd, lock_type)
         try:
             yield
@@ -199,7 +201,7 @@ class ServerRegistry:
         while not self._stop.wait(max(0.0, pause_s)):
             try:
                 pause_s = self.list_due_servers()
-            except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
+            except Exception:  # outermost handler: a bug with one server must not end the refresh of all
                 log.exception("mcp_refresh_failed", retry_in_s=self.again_s)
                 pause_s = self.again_s
 
@@ -217,7 +219,7 @@ class ServerRegistry:
             else:
                 log.error("mcp_server_without_tools", server=source.name, error=str(error), retry_in_s=server.pause_s)
             return None
-        except Exception:  # the edge: a bug with one server must not hold up the tools of the others
+        except Exception:  # outermost handler: a bug with one server must not delay the tools of the others
             self._delay(server)
             log.exception("mcp_server_failed", server=source.name, retry_in_s=server.pause_s)
             return None
@@ -235,7 +237,7 @@ class ServerRegistry:
         server.due_at = self._clock() + server.pause_s
 
     def _register_tools(self, server: _Server, tools: tuple[ImportedTool, ...]) -> bool:
-        """Put the tools of a server into the registry. Returns whether the tools have changed."""
+        """Put a new list of a server's tools into the registry. Return whether tools were added, changed or removed."""
         try:
             return self._replace_tools(server, self._find_free(server, tools))
         except Exception:  # the edge: as above
@@ -246,7 +248,7 @@ class ServerRegistry:
             return False
 
     def _find_free(self, server: _Server, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
-        """Return the tools whose names are not used by another tool."""
+        """Return the tools whose names no tool of another source has."""
         free = []
         for tool in tools:
             if tool.spec.name in server.tools or self._registry.get(tool.spec.name) is None:
@@ -261,7 +263,7 @@ class ServerRegistry:
         return free
 
     def _replace_tools(self, server: _Server, tools: Iterable[ImportedTool]) -> bool:
-        """Make exactly these tools of the server available in the registry. Returns whether anything changed."""
+        """Make exactly these tools of the server available in the registry. Return whether the registry changed."""
         current = {tool.spec.name: tool for tool in tools}
         removed = [name for name in server.tools if name not in current]
         new = [server.source.build(tool) for name, tool in current.items() if server.tools.get(name) != tool]

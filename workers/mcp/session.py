@@ -33,8 +33,8 @@ class RecordingDispatcher(Dispatcher[TransportContext], Protocol):
 
 
 class RawSession(ClientSession):
-    """Session that returns raw results. The SDK's own methods would refuse a whole list for one tool with an invalid
-    schema.
+    """Session that returns unchecked results. The SDK's own methods would reject a whole list because of one tool with
+    an invalid schema.
     """
 
     def __init__(self, server: str, dispatcher: RecordingDispatcher) -> None:
@@ -43,7 +43,9 @@ class RawSession(ClientSession):
         self._recording = dispatcher
 
     async def try_adopt_sessionless(self) -> bool:
-        """Use the revision in which every request stands alone, if the server speaks it. Return whether it does."""
+        """Ask the server whether it speaks the revision without sessions, and use this revision if so. Return whether
+        it is used.
+        """
         try:
             answer = await self.send_discover(LATEST_MODERN_VERSION)
         except MCPError:
@@ -76,7 +78,7 @@ class RawSession(ClientSession):
         return self._recording.result
 
     def explain(self, error: Exception) -> ToolFailure:
-        """Return the failure for an exception of the SDK."""
+        """Convert an exception of the SDK to a ToolFailure."""
         if not isinstance(error, MCPError):
             return build_protocol_error(self._server, "its protocol revision is unknown")
         message = f"the MCP server {self._server} refused {self._recording.method}: {error.message}"

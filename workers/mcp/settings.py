@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_IDLE_S = 300.0
 MAX_IDLE_S = 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*")
-"""Name without double or outer underscores, so that its end within a tool's name is unambiguous."""
+"""Server names have no double underscore and none at an end, so a tool's name shows where the server's name ends."""
 MAX_SERVER_NAME = 32
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET = re.compile(r"authori[sz]ation|cookie|key|token|secret|passw", re.IGNORECASE)
@@ -36,7 +36,9 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 
 
 class _Entry(BaseModel):
-    """Fields of every server. `include`, `exclude`: the server's own tool names; `*` matches any part."""
+    """Fields of every server. `include`, `exclude`: patterns for the server's own tool names, in which `*` matches any
+    text.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
@@ -118,8 +120,8 @@ E = TypeVar("E", HttpEntry, StdioEntry)
 def load_servers(path: Path | None, entry_type: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
     """Return the servers of one kind in the file, by name; an empty dict without a file.
 
-    Entries of the other kind are checked for their shape only: a worker does not need the secrets of servers that it
-    does not call. `environment`: the variables for `${NAME}`; None means this process's environment.
+    For entries of the other kind only the types of the fields are checked: a worker does not need the secrets of
+    servers that it does not call. `environment`: the variables for `${NAME}`; None means this process's environment.
 
     Raises ConfigError: an entry is wrong. The message names the entry and the fix, and never a variable's value.
     """
@@ -174,7 +176,7 @@ def _parse_entry(source: str, name: str, entry: Any, entry_type: type[E], enviro
 
 
 def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a secret in plain text. A copy of the file would contain it."""
+    """Raise ConfigError for a secret in plain text, because every copy of the file would contain it."""
     for field in ("headers", "env"):
         values = entry.get(field)
         for name, value in (values if isinstance(values, dict) else {}).items():

@@ -1,1 +1,3 @@
-"""The daemon of a host that owns the engine socket. It creates, supplies, limits and removes sandboxes."""
+"""sandboxd: the only process of a host that uses the socket of the Docker engine. It creates, limits and removes
+sandboxes and stores their files.
+"""

@@ -12,8 +12,8 @@ log = structlog.get_logger(__name__)
 
 
 async def settle(work: Iterable[Awaitable[Any]]) -> None:
-    """Wait for every piece of work, even if one fails. A refusal of the engine or the disk is logged as a warning,
-    because the caller tries again later. Any other exception is a bug and is logged with its traceback.
+    """Run all coroutines to their end, even if one fails. SandboxUnavailable (from the engine or the disk) is logged as
+    a warning, because the caller tries again later. Any other exception is a bug and is logged with its traceback.
     """
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, SandboxUnavailable):

@@ -1,8 +1,8 @@
 """The unix socket for workers. It checks the uid of the peer, serves one request at a time on each connection, and
 relays the frames of a call in both directions.
 
-A worker that leaves must not leave a call running: the end of the connection cancels the call, and the connection's
-cleanup waits for no answer.
+A worker that disconnects must not leave a call running: the end of the connection cancels the call, and the cleanup
+does not wait for the guest's answer.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class RequestServer:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
             log.debug("connection_closed_at_shutdown")
-        except Exception:  # the edge: a bug ends only this connection and is logged
+        except Exception:  # outermost handler: a bug ends only this connection and is logged
             log.exception("connection_bug")
         finally:
             link.close()
@@ -108,7 +108,7 @@ class Connection:
         while (frame := await self._link.next()) is not None:
             verb = frame.header.get("verb")
             if verb == "data":
-                continue  # the rest of the body of a call that was already refused and answered
+                continue  # read and drop the rest of the body of a call that was already refused and answered
             try:
                 with bound_to_session(frame.header.get("sandbox")):
                     await self._serve(verb, frame)
@@ -178,7 +178,8 @@ class Connection:
             session.used_at = time.monotonic()
             usage = sandbox.meter.end(measured)
         if self._link.is_disconnected:
-            # This check comes before the news is taken: the news must not be lost in an answer that no worker reads.
+            # Check this before the session's news (facts for the next answer) is taken: it must not get lost in an
+            # answer that no worker reads.
             raise ConnectionError("the worker left during a call")
         sandbox_fields: dict[str, Any] = {
             "ok": True,
@@ -222,8 +223,8 @@ class Connection:
         self._link.send({"ev": "data", "stream": frame.header["stream"]}, frame.body)
 
     def _abandon(self, sandbox: Sandbox, call: RunningCall) -> None:
-        # The end of the call comes after output that the worker no longer reads. Resume reading, or the end never
-        # arrives.
+        # The guest sends the end of the call after output that the worker no longer reads. Resume reading from the
+        # guest, or the end never arrives.
         sandbox.release(self._link)
         sandbox.cancel(call)
 
@@ -242,7 +243,7 @@ class Connection:
             self._link.send({"ev": "done", "error": error, **loss, **sandbox_fields})
 
 
-# --- A worker's request. A wrong field is INVALID_ARGUMENTS. ----------------------------------------------------------
+# --- Checks of a worker's request. A wrong field raises ToolFailure(INVALID_ARGUMENTS). -------------------------------
 
 
 def check_request(request: object) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class HostStores:
 
 @dataclass(frozen=True)
 class SecretExchange:
-    """The secrets of sandboxd: their values, and the proxy's report of their uses."""
+    """Exchange of secrets: takes their values from the worker, and returns the proxy's report of their uses."""
 
     values: SecretValues
     read_uses: Callable[[], Awaitable[Sequence[Any]]]
@@ -126,7 +126,7 @@ class ControlRequests:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown request {str(verb)[:40]!r}")
 
     def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return the rows as a body. As a header of that size, each value would be checked one by one."""
+        """Return the rows as a body. In a header of that size, the decoder would check the nesting of every value."""
         describe = self._sessions.describe_usage if header["verb"] == "usage" else self._sessions.describe
         rows = describe(str(header.get("after") or ""))
         next_cursor = rows[-1]["name"] if len(rows) == MAX_ROWS else None
@@ -214,7 +214,7 @@ class ControlRequests:
 
     async def _load_workspace(self, workspace: str, session: HostSession, sandbox: Sandbox) -> None:
         await self._files.load(session.tenant, workspace, sandbox)
-        # No checkpoint has these files.
+        # No checkpoint of the new session has these files yet.
         session.activity.has_written = True
 
     async def _save_files(self, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class ControlRequests:
         entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
         for entry in entries:
             self._sessions.update_policy(entry, policy)
-            await asyncio.sleep(0)  # each update may write a file: let other tasks run in between
+            await asyncio.sleep(0)  # each update may write a file: let other tasks run between two updates
         return len(entries)
 
     async def _checkpoint(self, name: str, *, is_automatic: bool) -> dict[str, Any]:
@@ -252,7 +252,8 @@ class ControlRequests:
             _, sandbox = await self._sessions.use(name)
             used_before = session.used_at
             max_bytes = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
-            # Reset before packing: a request that ends during packing may have written after its file was read.
+            # Reset the flag before packing: a request that ends during packing may have changed a file that was already
+            # packed.
             session.activity.has_written = False
             try:
                 changes = await sandbox.list_changes()
@@ -288,7 +289,7 @@ class ControlRequests:
                 if call.call_id == call_id:
                     sandbox.cancel(call)
                     return True
-        # The call may still be on its way here, or may have more requests to send.
+        # Remember the cancel: the call may not have arrived here yet, or may send more requests.
         session.cancelled_calls.append(call_id)
         return False
 

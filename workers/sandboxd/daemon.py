@@ -1,10 +1,10 @@
-"""sandboxd as a process: builds all parts, proves the profile on a real sandbox, serves until a signal, and shuts
-down in order.
+"""sandboxd as a process: builds all parts, tests on a real sandbox that the security profile is applied, serves until a
+signal, and shuts down in order.
 
-Invariant: the start never touches a sandbox of another live process, and no worker gets an unproven sandbox. The
-order of `open_daemon` ensures this. First, the process takes the lease, before anything is removed. Second, leftovers
-are removed, before a session is adopted. Third, a test sandbox shows that the engine applies the whole profile,
-before a worker connects.
+Invariant: the start never changes a sandbox of another live process, and no worker gets a sandbox before the test has
+passed. The order of `open_daemon` ensures this. First, the process takes the lease (a lock file that shows that it
+lives). Second, it removes leftovers of dead processes and then takes over kept sessions. Third, a test sandbox shows
+that the engine applies the whole profile. Only then can workers connect.
 """
 
 import asyncio
@@ -62,10 +62,10 @@ log = structlog.get_logger(__name__)
 _NO_FOLDER = "bind source path does not exist"
 """The engine's error text when it does not see this process's folders."""
 SUSPEND_S = 8.0
-"""Limit for packing the state that only containers have, at the shutdown of sandboxd."""
+"""Seconds at the shutdown of sandboxd to pack the state that exists only in containers."""
 ORPHAN_GRACE_S = 15.0
-"""Time in seconds that sandboxd outlives the process of an embedded stack. That process waits as long for the removal
-of all sandboxes.
+"""Seconds that sandboxd runs after the process of an embedded stack has died. A living process waits as long for the
+removal of all sandboxes.
 """
 POOL_REFILL_PER_S = 1.0
 """Starts of pool sandboxes per second. The limit leaves most of the host to calls."""
@@ -84,7 +84,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, STOP_AND_REMOVE)
 
 @dataclass(frozen=True)
 class HostSetup:
-    """Parts of a daemon that do not depend on the kind of its workspaces."""
+    """Parts of the daemon that are the same for every kind of workspace."""
 
     settings: SandboxdSettings
     engine: Engine
@@ -124,7 +124,7 @@ class Daemon:
         self.factory.images = self.images
         self.images.release = self._release_image
         if setup.oci is not None:
-            # Even if OCI starts no sandbox, it finds those of an earlier sandboxd.
+            # List the OCI runtime even if it starts no sandbox: it finds the sandboxes of an earlier sandboxd.
             ours, engines = [setup.oci], self.factory.runtimes
             self.factory.runtimes = [*ours, *engines] if setup.starts_by_oci else [*engines, *ours]
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
@@ -191,13 +191,15 @@ class Daemon:
         return self.factory.images_in_use() | {session.plan.image_id for session in self.sessions.all()}
 
     async def _release_image(self, image: str) -> None:
-        """Forget an image that is about to be removed."""
+        """Drop what is cached about an image before the image is removed."""
         self.factory.forget_image(image)
         if self.setup.oci is not None:
             await self.setup.oci.unpin(image)
 
     async def close(self, *, removes_sessions: bool = False) -> None:
-        """Evict or remove every container. `removes_sessions`: no later sandboxd adopts a session."""
+        """Evict or remove every container. With `removes_sessions`, also delete the sessions, so that no later sandboxd
+        takes them over.
+        """
         await self.images.close()
         await self.pools.close()
         if removes_sessions:
@@ -209,8 +211,8 @@ class Daemon:
 
 @asynccontextmanager
 async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[Daemon]:
-    """Check the host, remove what a predecessor left, prove the profile on a real sandbox, and adopt kept sessions.
-    Everything is taken down at the end.
+    """Check the host, remove leftovers of dead sandboxds, test the profile on a real sandbox, and take over kept
+    sessions. At the end of the block, close everything.
 
     Raises SandboxUnavailable and ConfigError; the message says what is missing and how to fix it.
     """
@@ -287,8 +289,8 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
 
 
 def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> OciRuntime | None:
-    """Return the runtime that starts sandboxes without the engine, or None where that is impossible. Raises
-    SandboxUnavailable when the settings demand it.
+    """Return the runtime that starts sandboxes without the engine, or None where this is impossible. Raises
+    SandboxUnavailable when the settings require this runtime.
     """
     obstacle, program = find_obstacle(facts), find_program()
     if obstacle is None and program is not None:
@@ -328,8 +330,8 @@ async def _prepare_network(
 
 
 async def _prove(daemon: Daemon) -> Daemon:
-    """Return the daemon, or a daemon with weaker means when the host does not support the first ones: the engine
-    starts its sandboxes, or its workspaces are of another kind.
+    """Test a sandbox, and return the daemon. If the host does not support the preferred parts, return a daemon with
+    weaker ones: the engine starts its sandboxes, or its workspaces are of another kind.
 
     Raises SandboxUnavailable when the profile is not applied.
     """
@@ -363,8 +365,8 @@ async def _prove(daemon: Daemon) -> Daemon:
 
 
 async def _prove_others(daemon: Daemon) -> None:
-    """Prove the profile under every other runtime that a class uses. Raises SandboxUnavailable, which names the
-    runtime.
+    """Test the profile under every other runtime that a class uses. Raises SandboxUnavailable with the runtime's
+    name.
     """
     for plan in daemon.setup.plans.proofs()[1:]:
         try:
@@ -377,8 +379,8 @@ async def _prove_others(daemon: Daemon) -> None:
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
-    """Start, inspect and question a real sandbox of that plan. Returns the reason when it does not get its workspace.
-    Raises SandboxUnavailable for any other fault.
+    """Start a real sandbox of that plan, and check it by inspection and by its guest's report. Return the reason if its
+    workspace cannot be mounted, else None. Raises SandboxUnavailable for any other fault.
     """
     factory = daemon.factory
     await factory.slots.take()
@@ -462,7 +464,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
 
 
 async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daemon, received: Sequence[int]) -> None:
-    """Serve until the task is cancelled. A signal that cancels it is then in `received`."""
+    """Serve until the task is cancelled. `received` then contains the signal that cancelled it."""
     path = settings.sandboxd_socket
     listening = await server.listen(path, socket_mode(settings.allowed_uids()))
     inode = path.stat().st_ino
@@ -474,7 +476,7 @@ async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daem
             tasks.create_task(daemon.images.run())
     finally:
         listening.close()
-        # Unlink before the long part of the shutdown: a successor may soon listen at the same path.
+        # Remove the socket before the long part of the shutdown: the next sandboxd may soon listen at the same path.
         unlink_own(path, inode)
         await daemon.close(removes_sessions=STOP_AND_REMOVE in received)
         await server.close_connections()

@@ -1,8 +1,8 @@
 """Start and removal of sandboxes.
 
-Invariant: no container is lost, even if sandboxd is killed at any point. A container has labels in the engine and a
-record on disk before it is started. Both stay until the engine has confirmed the removal. A removal that fails is
-stored and tried again, and its slot stays taken.
+Invariant: every container is found again and removed, even if sandboxd is killed at any point. A container has labels
+in the engine and a record on disk before it is started. Both stay until the engine has confirmed the removal. A failed
+removal is remembered and tried again; until it succeeds, the container's slot is not given to another.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ _MAX_FACTS = 1000
 
 
 class SandboxSlots:
-    """The slots of a host, one for each container. `free_slot` makes another holder free a slot, and returns whether it
-    succeeded.
+    """The slots of a host, one for each container. `free_slot` makes a pool or a session free its slot, and returns
+    whether it succeeded.
     """
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
@@ -65,15 +65,15 @@ class SandboxSlots:
         return self.used >= self.limit
 
     def try_take(self) -> bool:
-        """Take a free slot at once. Returns False when there is none. For work that no client waits for."""
+        """Take a slot if one is free, without waiting. For work that no client waits for."""
         if self.is_full:
             return False
         self.used += 1
         return True
 
     async def take(self) -> None:
-        """Take a slot; another session may have to free its own. Raises SandboxUnavailable when no slot is freed in
-        time.
+        """Take a slot, and make another session free its slot if necessary. Raises SandboxUnavailable when no slot is
+        freed in time.
         """
         until = time.monotonic() + self._wait_s
         while not self.try_take():
@@ -90,8 +90,8 @@ class SandboxSlots:
         self.used -= 1
 
     async def _has_freed_slot(self) -> bool:
-        """Ask another holder to free a slot. The task continues after the timeout: a half-done eviction would lose the
-        state of a session.
+        """Make another holder free a slot. Return whether it did so in time. After the timeout the task continues,
+        because a half-done eviction would lose the state of a session.
         """
         if self.free_slot is None:
             return False
@@ -103,7 +103,7 @@ class SandboxSlots:
 
 
 class SandboxCounts:
-    """Counters that only grow. Each process starts at zero with a new `boot` in `status`."""
+    """Counters that only grow. They start at zero with each process, which has a new `boot` id in `status`."""
 
     def __init__(self) -> None:
         self.oom = 0
@@ -127,7 +127,9 @@ class SandboxCounts:
                 self._starts[part] = self._starts.get(part, 0.0) + by
 
     def describe(self) -> dict[str, Any]:
-        """Return the counters for `status`. `starts` maps parts of the histogram (contract/metrics.py) to values."""
+        """Return the counters for `status`. `starts`: the histogram of start times, as contract/metrics.py names its
+        parts.
+        """
         return {
             "starts": dict(self._starts),
             "failed_starts": self._failed_starts,
@@ -153,16 +155,14 @@ def count_states(sessions: Iterable[HostSession], warm: int) -> dict[str, int]:
 
 
 class SandboxdEnding(SandboxUnavailable):
-    """sandboxd is shutting down and has done nothing for the request."""
+    """Error: sandboxd is shutting down and has done nothing for the request."""
 
     def __init__(self) -> None:
         super().__init__("sandboxd is stopping: try again after its restart")
 
 
 class SandboxFactory:
-    """Creates and removes sandboxes. A removal that fails is remembered, and its slot stays taken, until it
-    succeeds.
-    """
+    """Creates and removes sandboxes. A failed removal is tried again, and its slot stays taken until it succeeds."""
 
     def __init__(
         self,
@@ -204,7 +204,9 @@ class SandboxFactory:
         self.shortage: str | None = None
 
     def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AbstractAsyncContextManager[SandboxPlan]:
-        """Return a context in which the image of the plan has a content id and is not removed (Images.pinned)."""
+        """Return a context manager that gives the plan with the content id of its image. The image is not removed
+        inside the block (Images.pinned).
+        """
         return nullcontext(plan) if self.images is None else self.images.pinned(plan, wait_s)
 
     def images_in_use(self) -> set[str | None]:
@@ -212,7 +214,9 @@ class SandboxFactory:
         return set(self._images.values())
 
     def forget_image(self, image: str) -> None:
-        """Forget the facts about the image of a content id. If it is pulled again, its layers have other folders."""
+        """Drop what is cached about the image with this content id. If it is pulled again, its layers have other
+        folders.
+        """
         self._image_facts.pop(image, None)
 
     async def guest_volume(self) -> str:
@@ -225,7 +229,7 @@ class SandboxFactory:
         return await self.workspaces.make(secrets.token_hex(12), size)
 
     def stacks(self, plan: SandboxPlan) -> bool:
-        """Return whether the sandboxes of a plan can have workspaces over frozen ones."""
+        """Return whether a sandbox of this plan can use a workspace that is stacked on frozen ones."""
         return self.workspaces.kind == "image" and self._find_runtime(plan).stacks_layers
 
     def stack_workspace(self, below: Workspace) -> Workspace:
@@ -239,10 +243,10 @@ class SandboxFactory:
         return workspace
 
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:
-        """Start a sandbox and wait for the guest's hello. The caller has taken a slot, which the factory returns
-        after the removal.
+        """Start a sandbox and wait for the guest's hello. The caller has taken a slot, which the factory returns after
+        the removal.
 
-        Raises SandboxUnavailable. The factory then removes everything that was created, or the next sweep does.
+        Raises SandboxUnavailable. What was created is then removed, by the factory or by the next sweep.
         """
         with self.counts.starting():
             return await self._make(plan, workspace, generation)
@@ -273,7 +277,7 @@ class SandboxFactory:
             self._image_facts.clear()  # An image that was removed and pulled again has other folders.
             self._toolkit = None
             await asyncio.shield(self._confirm_removed(runtime, name))
-            # The engine may have created the container despite the error, so the cleanup runs even after a
+            # The engine may have created the container despite the error, so the removal is shielded from a
             # cancellation.
             raise
         sandbox = Sandbox(
@@ -293,7 +297,9 @@ class SandboxFactory:
         return self.runtimes[0] if plan.runtime == DEFAULT_RUNTIME else self._engine_runtime
 
     async def _find_image(self, plan: SandboxPlan) -> ImageFacts:
-        """Return the facts about the image of a plan. Those of a content id never change while the engine has it."""
+        """Return what the engine says about the plan's image. This never changes for a content id while the engine has
+        the image, so it is cached.
+        """
         if plan.image_id is None:
             return await self.engine.find_image(plan.image)
         if plan.image_id not in self._image_facts:
@@ -311,7 +317,7 @@ class SandboxFactory:
         return self._toolkit
 
     async def discard(self, sandbox: Sandbox, workspace: Workspace | None = None) -> None:
-        """Remove a sandbox that no session has, and then its workspace. Both are remembered until they are removed.
+        """Remove a sandbox that no session has, and then its workspace. Failed removals are tried again later.
 
         Raises SandboxUnavailable when the engine refuses.
         """
@@ -344,7 +350,7 @@ class SandboxFactory:
         await self.retry_removals()
 
     def knows(self, name: str) -> bool:
-        """Return whether this process made the container of that name."""
+        """Return whether this process made the container with this name."""
         return name in self._container_names
 
     def _check_may_start(self) -> None:

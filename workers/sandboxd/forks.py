@@ -1,15 +1,16 @@
-"""Forks of sessions: new sessions with the files, the shell and the limits of another, which continues.
+"""Forks of sessions: new sessions (children) with the files, the shell state and the limits of a session (the parent),
+which continues.
 
-Where the runtime can stack layers, a fork copies nothing. The disk of the parent is frozen, and parent and children
-continue on empty disks over it. The state that only the parent's container has is packed after the caller has its
-answer, and then that container is removed: parent and children start at their next call, as after an eviction.
-Otherwise the children begin with an archive of all files. Where background jobs stay in the parent, which must then
-keep its container and its disk, the children share a copy of the disk.
+Where the runtime can stack disks, a fork copies nothing. The parent's disk is frozen (never written again), and parent
+and children continue on empty disks over it. After the caller has its answer, the state that exists only in the
+parent's container is packed, and the container is removed. Parent and children get containers at their next calls, as
+after an eviction. Otherwise the children begin with an archive of all files. If background jobs continue in the parent,
+it must keep its container and disk; the children then share a copy of the disk.
 
-Invariant: no session writes to a disk that another one reads. So the parent's record names its new disk before any
-child's record names the old one, and a disk is read only after its last writer has ended (disks/loop_mounts.py). The
-records are the references that keep disks and archives: one without a reference is deleted by the last session that
-had it, or by the next start of sandboxd.
+Invariant: no session writes to a disk that another session reads. So the parent's record names its new disk before any
+child's record names the old one, and a disk is read only after its last writer has ended (disks/loop_mounts.py). A disk
+or an archive is kept as long as a session's record names it. The last session that has it deletes it; otherwise the
+next start of sandboxd does.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from workers.sandboxd.sessions import Sessions
 log = structlog.get_logger(__name__)
 
 MERGED_LAYERS = 16
-"""Number of layers that are merged. A lookup of a missing name searches all of them."""
+"""Number of layers at which they are merged into one, because a lookup of a missing name searches every layer."""
 
 
 class SessionForker:
@@ -49,17 +50,18 @@ class SessionForker:
         self._merging = asyncio.Lock()
 
     async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> HostSession:
-        """Make the sessions `children`, which get their sandboxes at their first calls, and return the parent. Without
-        `leaves_jobs` a session with a background job is refused; with it the jobs continue in the parent only.
+        """Create the sessions `children`, which get their sandboxes at their first calls. Return the parent. Without
+        `leaves_jobs`, refuse to fork a session with a background job; otherwise the jobs continue in the parent only.
 
-        Raises ToolFailure (SESSION_NOT_FOUND, SESSION_BUSY, NO_SPACE) and SandboxUnavailable. Then no child exists.
+        Raises ToolFailure (SESSION_NOT_FOUND, SESSION_BUSY, NO_SPACE) and SandboxUnavailable. After an error no child
+        exists.
         """
         entry = self._sessions.find_open(name)
         self._sessions.check_room(len(children))
         # A worker that disconnects must not stop the fork half-way: only some of the children would then have records.
         await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
         depth = len(entry.workspace.layers)
-        # After a failed merge, for example on a full disk, the next merge is tried only some layers later.
+        # After a failed merge, for example on a full disk, wait for some more layers before the next attempt.
         if depth and depth % MERGED_LAYERS == 0 and not self._merging.locked():
             self._start(self._merge(entry.workspace.layers, entry))
         return entry
@@ -72,7 +74,7 @@ class SessionForker:
 
     async def _fork(self, entry: HostSession, children: Sequence[str], *, leaves_jobs: bool) -> None:
         async with entry.lock:
-            self._sessions.find_open(entry.id)  # Raises if the session was closed meanwhile.
+            self._sessions.find_open(entry.id)  # This raises if the session was closed meanwhile.
             entry.used_at = time.monotonic()
             await entry.handed_over()
             can_stack = self._factory.stacks(entry.plan)
@@ -82,15 +84,15 @@ class SessionForker:
             if entry.sandbox is None:
                 self._stack(entry, children)
                 return
-            entry.is_moving = True  # From here on, calls wait for the lock.
+            entry.is_moving = True  # From here on, calls of the parent wait for its lock.
             try:
                 await self._fork_running(entry, entry.sandbox, children, leaves_jobs=leaves_jobs, can_stack=can_stack)
             finally:
                 entry.is_moving = False
 
     async def _merge(self, layers: tuple[str, ...], entry: HostSession) -> None:
-        """Replace frozen workspaces by one with the same content, in every session that lies over all of them. A
-        sandbox that runs keeps the old ones until it ends.
+        """Replace several frozen workspaces by one with the same content, in every session that has all of them as
+        layers. A running sandbox keeps the old ones until it ends.
         """
         workspaces, size = self._factory.workspaces, entry.workspace.size
         assert isinstance(workspaces, ImageWorkspaces)
@@ -115,8 +117,8 @@ class SessionForker:
                     except SandboxUnavailable as error:
                         session.workspace = workspace
                         log.warning("layers_not_merged", layers=len(layers), error=str(error))
-            # This also deletes the new workspace if no session could take it over. Layers that a session still names
-            # stay.
+            # Delete the old layers that no session names any more. If no session could use the new workspace, it is
+            # deleted too.
             await self._sessions.discard_layers((name, *layers), size)
 
     async def _fork_running(
@@ -144,7 +146,9 @@ class SessionForker:
                     heir.handover = handover
 
     async def _hand_over(self, sandbox: Sandbox, entry: HostSession, heirs: Sequence[HostSession]) -> None:
-        """Pack the state of the parent's container for all `heirs`, and remove the container."""
+        """Pack the state of the parent's container for all `heirs` (the parent and the children), and remove the
+        container.
+        """
         try:
             archive = await self._store.pack(entry, sandbox)
         except SandboxUnavailable as error:
@@ -159,12 +163,12 @@ class SessionForker:
                 heir.archive = archive
                 if self._sessions.find(heir.id) is heir:
                     self._sessions.suspender.try_keep(heir)
-            await self._sessions.forget_archive(entry, archive)  # All heirs may be closed by now.
+            await self._sessions.forget_archive(entry, archive)  # All heirs may have been closed meanwhile.
         await settle([self._factory.discard(sandbox)])
 
     def _stack(self, entry: HostSession, children: Sequence[str]) -> None:
-        """Give the parent and each child an empty disk over the parent's. It has no await, so that no other task sees
-        a part of it.
+        """Give the parent and each child an empty disk over the parent's disk. There is no await, so no other task sees
+        an intermediate state.
         """
         before = entry.workspace, entry.sandbox
         unused = list[Workspace]()
@@ -177,7 +181,7 @@ class SessionForker:
             except SandboxUnavailable:
                 entry.workspace, entry.sandbox = before
                 raise
-            # A workspace that was never mounted is no layer.
+            # A workspace that was never mounted has no files and becomes no layer.
             unused[0] = before[0]
             if before[0].name in entry.workspace.layers:
                 unused.pop(0)
@@ -191,8 +195,8 @@ class SessionForker:
                 self._start(self._factory.discard_workspace(workspace))
 
     async def _copy(self, entry: HostSession, sandbox: Sandbox, children: Sequence[str], *, can_stack: bool) -> None:
-        """Leave the parent as it is. The children share a copy of its disk, or else an archive of all files, which each
-        of them unpacks at its first call.
+        """Fork without changing the parent. The children share a copy of its disk; where this is not possible, each
+        child unpacks an archive of all files at its first call.
         """
         archive, workspaces = await self._store.pack(entry, sandbox, is_whole=not can_stack), list[Workspace]()
         copied: ImageWorkspace | None = None
@@ -217,7 +221,7 @@ class SessionForker:
         workspaces, workspace = self._factory.workspaces, entry.workspace
         assert isinstance(workspaces, ImageWorkspaces)
         assert isinstance(workspace, ImageWorkspace)
-        # Frozen, so that the copy shows one moment: jobs of the parent may write at any time.
+        # Pause the sandbox during the copy, so that the copy is consistent: jobs of the parent may write at any time.
         await sandbox.pause()
         try:
             return await workspaces.copy(secrets.token_hex(12), workspace)
@@ -225,11 +229,12 @@ class SessionForker:
             await sandbox.unpause()
 
     def _build_child(self, entry: HostSession, name: str, workspace: Workspace, archive: str | None) -> HostSession:
-        # Placeholders of secrets belong to one session. The proxy would not fill in those of the parent.
+        # Give each child new placeholders of secrets: the proxy would not replace those of the parent in requests of a
+        # child.
         plan = with_placeholders(entry.plan, name)
         child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, policy=entry.policy)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
-        # No checkpoint has the child's files.
+        # No checkpoint has the child's files yet.
         child.activity.has_written = True
         return child
 

@@ -1,5 +1,5 @@
-"""The guest protocol on the host (docs/guest-protocol.md): its codec and its two kinds of connection. One kind
-carries frames to a worker, the other to the guest of one sandbox.
+"""The guest protocol on the host (docs/guest-protocol.md): its codec, and its two kinds of connection: one to a worker,
+the other to the guest of one sandbox.
 
 Bytes from a guest are untrusted. Every length is checked before memory is allocated for it. The first invalid frame
 closes the channel, because a reader cannot find the next frame after it.
@@ -59,8 +59,8 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
 class FrameDecoder:
     """Collects bytes into frames. Holds at most one unfinished frame of `max_total` bytes.
 
-    `max_total` also defines the direction. With MAX_UP a body has at most MAX_BODY_UP bytes. With any other limit only
-    the total size limits the body.
+    With the limit MAX_UP (frames from a guest) a body has at most MAX_BODY_UP bytes. With any other limit only the
+    total size is limited.
     """
 
     def __init__(self, max_total: int = MAX_UP) -> None:
@@ -141,7 +141,8 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         raise FrameError(f"the header is not JSON: {type(error).__name__}") from None
     if not isinstance(header, dict):
         raise FrameError("the header is not a JSON object")
-    # A header with fewer brackets than levels cannot nest too deep, so most headers are not walked.
+    # A header with fewer opening brackets than the maximum depth cannot nest too deep, so most headers need no closer
+    # check.
     if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_deeper(header, MAX_DEPTH):
         raise FrameError(f"the header nests deeper than {MAX_DEPTH}")
     return header
@@ -169,7 +170,7 @@ _WAITING_BYTES = 2 * 1024 * 1024
 """Reading stops while more received bytes than this wait to be processed."""
 _UNSENT_BYTES = 1024 * 1024
 _FRAME_BYTES = 1024
-"""The size that each frame counts in addition to its body. Headers are small."""
+"""Number of bytes that each frame counts in addition to its body, for its small header."""
 _MUX_HEADER = struct.Struct(">BxxxI")
 _STDOUT = 1
 _DEBUG_BYTES = 4096
@@ -177,10 +178,10 @@ _PIPE_BYTES = 65_536
 
 
 class WorkerLink(asyncio.Protocol):
-    """A connection of a worker as an asyncio protocol, without a task of its own. `on_open` gets the link when it is
-    connected.
+    """A connection of a worker as an asyncio protocol, without a task of its own. `on_open` is called with the link
+    when it is connected.
 
-    While it is watched, `on_disconnect` is called when the worker has left. `on_pace` is called with True when the
+    After `watch`, `on_disconnect` is called when the worker has disconnected. `on_pace` is called with True when the
     worker reads too slowly, and with False when it has caught up.
     """
 
@@ -199,7 +200,7 @@ class WorkerLink(asyncio.Protocol):
         self.is_disconnected = False
 
     def watch(self, on_disconnect: Callable[[], None], on_pace: Callable[[bool], None]) -> None:
-        """Report the worker's end and pace from now on. An event that has already occurred is reported at once."""
+        """Call `on_disconnect` and `on_pace` from now on; at once for an event that has already occurred."""
         self._on_disconnect, self._on_pace = on_disconnect, on_pace
         if self.is_disconnected:
             on_disconnect()
@@ -299,8 +300,9 @@ class WorkerLink(asyncio.Protocol):
 class GuestChannel(asyncio.Protocol):
     """Frames to and from one guest. The guest's bytes are hostile: the first broken frame closes the channel.
 
-    `on_frame` gets every frame. `on_lost` gets a reason, once. The stderr of PID 1 is debug text: its last 4 KiB are
-    kept and never parsed. `stderr`: a pipe with it; None when the socket multiplexes stdout and stderr.
+    `on_frame` is called with every frame, and `on_lost` once with a reason. The stderr of PID 1 is debug text: its last
+    4 KiB are kept and never parsed. `stderr`: the pipe of this text; None when the socket multiplexes stdout and
+    stderr.
     """
 
     def __init__(
@@ -333,13 +335,13 @@ class GuestChannel(asyncio.Protocol):
     def read_debug_text(self) -> bytes:
         """Return the last 4 KiB that PID 1 wrote to its stderr."""
         if self._stderr is not None:
-            # A pipe holds at most 64 KiB, and a guest that writes more gets EAGAIN. So it need not be read in time.
+            # A pipe holds at most 64 KiB, and a guest that writes more gets EAGAIN. So the pipe may stay unread.
             with contextlib.suppress(BlockingIOError):
                 self._debug_text = (self._debug_text + os.read(self._stderr, _PIPE_BYTES))[-_DEBUG_BYTES:]
         return self._debug_text
 
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
-        """Send one frame. A lost channel drops it, because `on_lost` has already reported the loss."""
+        """Send one frame. If the channel is lost, drop the frame, because `on_lost` has already reported the loss."""
         if self._transport is not None and not self._lost:
             self._transport.write(encode_frame(header, body, max_total=MAX_DOWN))
 
@@ -374,7 +376,7 @@ class GuestChannel(asyncio.Protocol):
         try:
             for payload in self._demultiplex(data) if self._stderr is None else [data]:
                 for frame in self._decoder.feed(payload):
-                    # A frame may end the sandbox. The rest of the same read is then dropped.
+                    # Processing a frame may end the sandbox. Drop the rest of the same read then.
                     if self._lost:
                         return
                     self._on_frame(frame)

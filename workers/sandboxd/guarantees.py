@@ -1,8 +1,8 @@
-"""Table of the guarantees of a host's sandboxes, derived only from evidence.
+"""Table of the guarantees of a host's sandboxes (for `--check` and `toolcrew doctor`), derived only from evidence.
 
 Invariant: a guarantee that is shown as kept was observed. A fact that cannot be read makes a row `unknown`, never
-`holds`, so a row can only be too pessimistic. The functions are pure; program.py collects the `Evidence`. No row raises
-an exception, for any state of the engine and any facts about the host.
+`holds`, so a row can only be too pessimistic. The functions do no I/O; program.py collects the `Evidence`. No row
+raises an exception, whatever the state of the engine and the host.
 """
 
 import re
@@ -65,7 +65,7 @@ def _read(path: Path) -> str | None:
 
 def _read_number(path: Path) -> int | None:
     text = _read(path) or ""
-    # Not `int` alone: it accepts signs, underscores and digits of other scripts.
+    # Check the characters first: `int` alone also accepts signs, underscores and digits of other scripts.
     return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -86,7 +86,9 @@ State = Literal["holds", "broken", "unknown"]
 
 @dataclass(frozen=True)
 class HostGuarantee:
-    """A guarantee of this host. `remedy`: how to restore it. `is_needed`: sandboxd cannot start without it."""
+    """A guarantee of this host. `remedy`: what the operator must do when the guarantee does not hold. `is_needed`:
+    sandboxd cannot start without the guarantee.
+    """
 
     name: str
     state: State
@@ -108,9 +110,9 @@ class WorkspaceFacts:
 class Evidence:
     """Facts about a host and its settings. None means that a fact is unknown; `problem` gives the reason.
 
-    `images`: name -> content id; None if the engine does not have the image. `egress_problem`: the fault of the
-    proxy; None if the proxy answers or is not used. `own_runtime`: the program and version with which sandboxd starts
-    sandboxes itself, such as `crun 1.8.1`; None if the engine starts them.
+    `images`: name -> content id; the id is None if the engine does not have the image. `egress_problem`: why the proxy
+    cannot be used; None if the proxy answers or is not used. `own_runtime`: the program and version with which sandboxd
+    starts sandboxes itself, such as `crun 1.8.1`; None if the engine starts them.
     """
 
     settings: SandboxdSettings
@@ -146,8 +148,8 @@ def _judge_engine(evidence: Evidence) -> HostGuarantee:
 
 def _judge_profile(evidence: Evidence) -> HostGuarantee:
     name = "profile holds"
-    # The proof is a real sandbox. An engine may ignore an option of the profile and still start the container, so what
-    # was requested proves nothing.
+    # Judge by the test with a real sandbox: an engine may ignore an option of the profile and still start the
+    # container, so the request proves nothing.
     if evidence.problem is not None:
         return HostGuarantee(
             name,
@@ -223,7 +225,8 @@ def _judge_runc(evidence: Evidence) -> HostGuarantee:
             "read the security advisories of the runtime",
         )
     program, _, own = (evidence.own_runtime or "").partition(" ")
-    # Upstream numbers say which faults runc has. For crun there is no such list here, so the row must not say `holds`.
+    # For runc, the version says which faults it has. For crun there is no such list here, so the row must not say
+    # `holds`.
     if program == "crun":
         return HostGuarantee(
             name,
@@ -231,7 +234,7 @@ def _judge_runc(evidence: Evidence) -> HostGuarantee:
             f"crun {own} starts sandboxes, each in a user namespace; which faults it has is not known here",
             "compare the version with the security advisories of crun and your distribution",
         )
-    # The engine may come with another runc than the one that sandboxd runs itself.
+    # The engine may use another runc than the one that sandboxd runs itself.
     version = own or evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
     if is_fixed is None:
@@ -269,8 +272,9 @@ def is_runc_fixed(version: str) -> bool | None:
     number = (int(match[1]), int(match[2]), int(match[3]))
     if number == RUNC_FIXED[-1] and match[4] is not None:
         return int(match[4]) >= _RUNC_FIRST_CANDIDATE
-    # Each series got the fixes in a release of its own: 1.2.9 has the fixes, and the higher 1.3.2 does not. A series
-    # without an entry is either older than all entries and never got the fixes, or newer and had them from its start.
+    # Each series (1.2, 1.3) got the fixes in its own release: 1.2.9 has them, and the higher 1.3.2 does not. A series
+    # without an entry is either older than all entries and never got the fixes, or newer and had them from its first
+    # release.
     series = [fixed for fixed in RUNC_FIXED if fixed[:2] == number[:2]]
     is_final = match[4] is None or number not in RUNC_FIXED
     return (number >= series[0] and is_final) if series else number > RUNC_FIXED[-1]
@@ -297,7 +301,7 @@ def _judge_access_control(evidence: Evidence) -> HostGuarantee:
     if evidence.facts is None:
         return _engine_unknown(name)
     modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
-    # The host has a module, but its policy applies only to containers of the engine.
+    # The host has a security module, but its policy applies only to containers that the engine starts.
     if modules and evidence.own_runtime is not None:
         reason = f"sandboxes that sandboxd starts itself have no profile of {_list(modules)}"
         return HostGuarantee(name, "broken", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
@@ -336,7 +340,7 @@ def _judge_resource_limits(evidence: Evidence) -> HostGuarantee:
         for resource, is_limited in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit))
         if not is_limited
     ]
-    # Without swap nothing can be moved there. Unknown swaps (None) count as swaps.
+    # Without swap no memory can be written to disk. If the swap devices are unknown (None), assume that there are some.
     if not facts.has_swap_limit and evidence.host.swaps != ():
         missing.append("swap")
     if missing:
@@ -458,7 +462,7 @@ def _judge_inotify(evidence: Evidence) -> HostGuarantee:
 def _judge_side_channels(evidence: Evidence) -> HostGuarantee:
     name = "no shared core or memory page"
     host = evidence.host
-    # One risk is enough for `broken`, even if the other one cannot be read.
+    # One known risk is enough for `broken`, even if the other fact cannot be read.
     risks = [risk for risk, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
     if risks:
         return HostGuarantee(
@@ -502,8 +506,8 @@ def _judge_engine_host(evidence: Evidence) -> HostGuarantee:
     ours, theirs = evidence.host.kernel, evidence.facts.kernel
     if ours is None:
         return HostGuarantee(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
-    # The socket may lead to another machine. The versions are equal on two machines by chance only, and the rows about
-    # this host would then be right in most cases.
+    # The engine's socket may lead to another machine. Compare the kernel versions: on two machines they are equal only
+    # by chance, and then the rows about this host would mostly be right.
     if ours != theirs:
         reason = (
             f"the engine's kernel is {theirs}, this host's kernel is {ours}: the rows about memory, swap and "

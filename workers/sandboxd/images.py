@@ -1,7 +1,8 @@
-"""Images of sandboxes: pulled on first use, used by their content id, and removed when they need too much disk.
+"""Images of sandboxes: pulled on first use, used by content id (so that a moved tag changes nothing), and removed when
+they use too much disk space.
 
 Invariant: sandboxd removes only images that it pulled, and only while nothing needs them. So a pull is recorded on disk
-before it begins. An image is needed while a request waits for it, a session has it, or a sandbox is made of it. The
+before it begins. An image is needed while a request waits for it, a session uses it, or a sandbox of it exists. The
 engine also refuses to remove the image of any of its containers.
 """
 
@@ -45,11 +46,11 @@ _MASK: Final = "********"
 
 
 class ImageNotReady(SandboxUnavailable):
-    """The image is still being pulled. A later request finds it, or waits for the same pull."""
+    """Error: the image is still being pulled. A later request finds the image, or waits for the same pull."""
 
 
 class ImageRefused(SandboxUnavailable):
-    """No host can get the image: it does not exist, or the registry does not allow it."""
+    """Error: no host can get the image, because it does not exist or the registry does not allow it."""
 
 
 class ImageEngine(Protocol):
@@ -99,7 +100,8 @@ class Images:
     """The images of this host's sandboxes.
 
     Set before `run`: `in_use`, a function that returns the content ids of the images of all sandboxes and sessions, and
-    `release`, which is called with a content id before the removal of an image and removes the pins of it.
+    `release`, which is called with a content id before an image is removed, and removes the containers that protect the
+    image (pins).
     """
 
     def __init__(self, engine: ImageEngine, plans: Plans, records: Records, budget_bytes: int) -> None:
@@ -125,11 +127,11 @@ class Images:
         """Yield the plan with the content id of its image, which is pulled if the engine lacks it. The image is not
         removed inside the block.
 
-        A plan that has an id keeps it while the engine has that image. Raises ImageNotReady after `wait_s` seconds,
-        ImageRefused, and SandboxUnavailable.
+        A plan that already has a content id keeps it while the engine has that image. Raises ImageNotReady after
+        `wait_s` seconds, ImageRefused, and SandboxUnavailable.
         """
         name = parse_image_name(plan.image)
-        # Count the keys before the first await, so that no removal can begin from here on.
+        # Count the image as used before the first await, so that from here on no removal can begin.
         keys = [name.full, *([plan.image_id] if plan.image_id is not None else [])]
         self._users.update(keys)
         try:
@@ -144,7 +146,7 @@ class Images:
             yield replace(plan, image_id=found.id)
         finally:
             self._users.subtract(keys)
-            self._users += Counter()  # This removes counts of zero.
+            self._users += Counter()  # `+=` with an empty Counter removes counts of zero.
 
     async def run(self) -> None:
         """Compare with the engine and remove images above the budget, until the task is cancelled."""
@@ -155,7 +157,7 @@ class Images:
                 await self.evict()
             except SandboxUnavailable as error:
                 log.warning("images_not_checked", error=str(error))
-            except Exception:  # the edge of a round: a bug here must not end sandboxd
+            except Exception:  # the outermost handler: a bug must not end sandboxd
                 log.exception("cleanup_failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
@@ -165,7 +167,7 @@ class Images:
         """Read from the engine which images it has. Complete the records of pulls that a dead sandboxd began, and
         forget images that the engine no longer has.
         """
-        # A pull that runs now, or begins before the list is here, changes its record itself.
+        # Skip pulls that run now or begin before the engine has answered: they change their records themselves.
         pulled = {pull.image for pull in self._pulls.values()}
         records = [record for record in self._records.values() if record.name not in pulled]
         listed = await self._engine.list()
@@ -239,7 +241,7 @@ class Images:
         await asyncio.gather(*(pull.task for pull in pulls), return_exceptions=True)
 
     async def _wait_removed(self, key: str) -> bool:
-        """Wait for the end of the removal of an image. Returns False if it is not being removed."""
+        """If the image is being removed, wait for the end and return True. Otherwise return False."""
         removing = self._removing.get(key)
         if removing is not None:
             await removing.wait()
@@ -259,7 +261,7 @@ class Images:
         return found
 
     async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float) -> None:
-        """Wait for the pull of an image, and begin it if none runs. The pull goes on when the caller leaves."""
+        """Wait for the pull of an image, and begin it if none runs. The pull continues when the caller is cancelled."""
         login = self._plans.classes[tenant_class].registries.get(name.registry)
         # Tenant classes with different logins at the registry do not share a pull.
         key = (name.full, tenant_class if login is not None else "")
@@ -285,12 +287,13 @@ class Images:
     def _end_pull(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
         del self._pulls[key]
         if not task.cancelled():
-            task.exception()  # retrieve the exception: the callers may have left
+            task.exception()  # retrieve the exception, because all callers may have been cancelled
 
     async def _pull(self, name: ImageName, login: RegistryLogin | None, progress: PullProgress) -> None:
         account = None if login is None else _read_account(name.registry, login)
         async with self._slots:
-            # After kill -9 the record shows that the image, if the engine has it then, came from here.
+            # Record the pull before it begins: after kill -9, the record shows that sandboxd pulled the image that the
+            # engine then has.
             self._keep(ImageRecord(name.full, None, None, 0, time.time()))
             log.info("image_pull_started", image=name.full)
             began_at = time.monotonic()
@@ -326,7 +329,7 @@ class Images:
         await pulling
 
     def _list_candidates(self) -> list[_Candidate]:
-        """Return the images that sandboxd pulled, each once."""
+        """Return the images that sandboxd pulled, each once with all of its names."""
         by_id: dict[str, list[ImageRecord]] = {}
         for record in self._records.values():
             if record.id is not None:
@@ -342,9 +345,9 @@ class Images:
         ]
 
     async def _remove(self, candidate: _Candidate) -> bool:
-        """Remove an image with all names that sandboxd gave it. Returns False when it stays."""
+        """Remove an image under all names with which sandboxd pulled it. Return False if the image was not removed."""
         keys = (candidate.id, *candidate.names)
-        # No await lies between this check and the marks, so no request can begin to need the image in between.
+        # There is no await between this check and the marks below, so no request can begin to need the image meanwhile.
         if candidate.id in self.in_use() or any(self._users[key] for key in keys):
             return False
         removed = asyncio.Event()
@@ -360,14 +363,14 @@ class Images:
         image = await self._engine.find(candidate.id)
         others = {name for name in _names_of(image) if "@" not in name} - set(candidate.names) if image else set()
         if others:
-            # The operator named the image too, so it is no longer sandboxd's alone.
+            # The operator has given the image another name, so it is no longer sandboxd's alone: keep it.
             log.info("pulled_image_left", image=candidate.names[0], names=sorted(others)[:10])
         elif image is not None:
             if self.release is not None:
                 await self.release(candidate.id)
             for name in candidate.names:
                 tagged = await self._engine.find(name)
-                # The name may have moved to an image that sandboxd did not pull.
+                # The name may now refer to another image, which sandboxd did not pull.
                 if tagged is not None and tagged.id == candidate.id and not await self._engine.remove(name):
                     return False
             if not await self._engine.remove(candidate.id):
@@ -383,9 +386,9 @@ class Images:
         now = time.time()
         for record in [record for record in self._records.values() if record.id == image_id]:
             self._records[record.name] = replace(record, used_at=now)
-            # Every session of the image uses it, so the record on disk may be a little old.
+            # Sessions use an image often, so do not write every use to disk.
             if now - self._written_at.get(record.name, 0.0) > _USE_RECORD_INTERVAL_S:
-                with suppress(SandboxUnavailable):  # a full disk must not stop a session whose image is here
+                with suppress(SandboxUnavailable):  # a full disk must not stop a session whose image is present
                     self._keep(self._records[record.name])
 
     def _keep(self, record: ImageRecord) -> None:
@@ -418,7 +421,9 @@ _UNREACHABLE: Final = (
 
 
 def explain_pull_failure(reason: str, name: ImageName, *, has_login: bool) -> SandboxUnavailable:
-    """Return the error for a failed pull: why the image is not there, and what to do. `reason`: the engine's text."""
+    """Return the exception for a failed pull. It says why the image is missing and what to do. `reason`: the engine's
+    text.
+    """
     text, failed = reason.lower(), f"image {name.short} was not pulled"
     if "no space left" in text:
         return SandboxUnavailable(
@@ -448,7 +453,9 @@ def explain_pull_failure(reason: str, name: ImageName, *, has_login: bool) -> Sa
 
 
 def _read_account(registry: str, login: RegistryLogin) -> RegistryAccount:
-    """Return the account of a login. The file is read for each pull, so a new token needs no restart."""
+    """Return user name and password of a registry login. The password file is read for each pull, so a new token needs
+    no restart.
+    """
     try:
         password = login.password_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -472,7 +479,7 @@ def _build_record(name: ImageName, image: EngineImage) -> ImageRecord:
 
 
 def _names_of(image: EngineImage) -> Iterable[str]:
-    """Yield the complete names of an image. A name that toolcrew cannot read is left out."""
+    """Yield the complete names of an image. A name that toolcrew cannot parse is left out."""
     for text in (*image.tags, *image.digests):
         with suppress(ImageNameError):
             yield parse_image_name(text).full

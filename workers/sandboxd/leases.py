@@ -1,9 +1,9 @@
-"""Lock files that show which sandboxds of a host are alive. The files separate the leftovers of a dead sandboxd from
-the containers of a living sandboxd.
+"""Lock files that show which sandboxds of a host are alive. They tell the leftovers of a dead sandboxd from the
+containers of a living one.
 
 The kernel releases a lock when its process ends for any reason, so no clock is needed. The device and inode number of
-the folder are part of a lease. A lease of another folder (a sandboxd in a container, or on another host) cannot be
-judged here and is never treated as dead.
+the folder are part of a lease. This process cannot check a lease of another folder (of a sandboxd in a container or on
+another host), and never treats it as dead.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ _CHECK_INTERVAL_S = 0.02
 
 
 class Lease:
-    """The lease of this process. `take` acquires it, `give_back` releases it."""
+    """The lease (lock files) of this process. `take` acquires it, `give_back` releases it."""
 
     def __init__(self, folder: Path, name: str, file: str, fd: int, name_fd: int) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class Lease:
             )
         file = f"{name}-{secrets.token_hex(8)}.lease"
         while (fd := _lock(folder / file)) is None:
-            pass  # the sweep of another sandboxd tests the lock for a moment
+            pass  # another sandboxd may hold the lock for a moment to test whether the owner lives
         return cls(folder, name, file, fd, name_fd)
 
     @property
@@ -49,8 +49,8 @@ class Lease:
         return f"{self._domain}/{self._file}"
 
     def is_dead(self, label: str) -> bool:
-        """Return whether the owner of a container with that label is certainly dead. Returns False when this process
-        cannot judge it.
+        """Return whether the owner of a container with that label is certainly dead. Return False when this process
+        cannot know.
         """
         domain, _, file = label.rpartition("/")
         if domain != self._domain or file == self._file or not file.endswith(".lease") or file.startswith("."):
@@ -62,7 +62,7 @@ class Lease:
         except OSError:
             return False
         try:
-            # A lock that can be taken has no living owner. The close below releases it again.
+            # If the lock can be taken, its owner is dead. The close below releases the lock again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
@@ -78,7 +78,7 @@ class Lease:
         for path in self._folder.glob("*.name"):
             if (
                 fd := _lock(path)
-            ) is not None:  # No process has the name. A process that takes it now notices that the file was deleted.
+            ) is not None:  # No process uses the name. A process that locks the file now notices that it was deleted.
                 path.unlink(missing_ok=True)
                 os.close(fd)
 
@@ -105,7 +105,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _lock_with_retries(path: Path) -> int | None:
-    """Lock like `_lock`, with a few attempts: another sandboxd that tests the name holds the lock for a moment."""
+    """Call `_lock` a few times, because another sandboxd that tests the name holds the lock for a moment."""
     fd = _lock(path)
     for _ in range(_LOOKS):
         if fd is not None:

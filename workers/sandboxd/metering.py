@@ -1,13 +1,13 @@
 """Measures the resources that the processes of a sandbox use, divides them among its calls, and adds them up for its
 session.
 
-Invariant: every microsecond and byte of a reading counts once for the session and at most once for a call. Calls that
-overlap share equally what is used while they run. What is used while no call runs counts for the session only.
+Invariant: each microsecond and each byte counts once for the session and at most once for a call. Calls that run at the
+same time share the usage of this time equally. Usage while no call runs counts for the session only.
 
-CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: a
-control group of version 1 does not count writes that the kernel makes later, and one of version 2 counts writes to a
-workspace on a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program
-that ignores SIGCHLD can hide the bytes of its children.
+CPU time and memory come from the control group. Disk bytes come from /proc/<pid>/io of each process (its account),
+because control groups are wrong here: version 1 misses writes that the kernel delays, and version 2 counts writes to a
+workspace on a loop device twice. When a process ends, the kernel adds its account to that of the parent, finally to
+that of PID 1. A program that ignores SIGCHLD can hide the bytes of its children.
 """
 
 import contextlib
@@ -24,14 +24,16 @@ from contract.calls import CallUsage
 from workers.sandboxd.runtime.cgroups import ROOT
 
 _MAX_PROCESSES = 64
-"""Processes whose accounts are read at a time, because one event loop serves all sandboxes."""
+"""Maximum number of processes whose accounts are read at a time, because one event loop serves all sandboxes."""
 _MAX_OPEN_ACCOUNTS = 8
-"""Processes whose accounts stay open. A sandbox at rest has one process, and between two calls two."""
+"""Maximum number of processes whose accounts stay open between readings. A sandbox at rest has one process, and between
+two calls two.
+"""
 _READ_BYTES = 4096
 
 
 class UsageReading(NamedTuple):
-    """Totals since the start of a sandbox."""
+    """The totals of a sandbox since its start."""
 
     cpu_us: int = 0
     read_bytes: int = 0
@@ -42,7 +44,7 @@ class UsageReader:
     """Reads the totals of a sandbox until `close`."""
 
     def __init__(self, container: str, process: int, proc: Path = Path("/proc"), root: Path = ROOT) -> None:
-        """`process`: PID 1 of the sandbox. Raises OSError and LookupError: this process does not see the sandbox or its
+        """`process`: PID 1 of the sandbox. Raises OSError and LookupError: this process cannot see the sandbox or its
         control group.
         """
         self._proc = str(proc)
@@ -56,7 +58,7 @@ class UsageReader:
             cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
             tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
         if container not in group.name:
-            # In a sandboxd with its own PID namespace, the engine's pid belongs to another process.
+            # If sandboxd has its own PID namespace, the pid from the engine belongs to another process here.
             raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
         self._processes = str(group / "cgroup.procs")
         self._files = contextlib.ExitStack()
@@ -74,8 +76,7 @@ class UsageReader:
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
         """Return the totals, which never decrease. For an ended sandbox these are the last totals that were read.
-        Reading the bytes of disks takes most of the time. Without `has_disks` the bytes that were read last are
-        returned again.
+        Reading the disk bytes takes most of the time. Without `has_disks`, return the disk bytes of the last reading.
         """
         last = self._last
         try:
@@ -105,12 +106,12 @@ class UsageReader:
 
     def close(self) -> None:
         self._files.close()
-        self._cpu = self._memory = self._tasks = -1  # the descriptor numbers may be reused soon
+        self._cpu = self._memory = self._tasks = -1  # forget the descriptors, because their numbers may be reused soon
 
     def _read_disks(self) -> tuple[int, int]:
-        # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
-        # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
-        # noticed at once. Later its account is part of its parent's account.
+        # Read the list of processes only when it may have changed: the kernel builds it at a high cost, and in version
+        # 1 an open list may be a second old. A process that has ended is noticed when its account is read. A new
+        # process may be missed at first; its bytes are counted later, in its parent's account.
         tasks = os.pread(self._tasks, _READ_BYTES, 0)
         if tasks == self._last_tasks:
             with contextlib.suppress(OSError):
@@ -120,7 +121,7 @@ class UsageReader:
         processes = _read(self._processes).split()[:_MAX_PROCESSES]
         texts = []
         for process in processes:
-            # A process may end before its account is read. The kernel has then added the account to that of the parent.
+            # A process may end before its account is read. The kernel has then added its bytes to the parent's account.
             with contextlib.suppress(OSError):
                 file = os.open(f"{self._proc}/{process.decode('ascii')}/io", os.O_RDONLY | os.O_CLOEXEC)
                 self._accounts.callback(os.close, file)
@@ -156,7 +157,7 @@ def _read(path: str) -> bytes:
 
 
 def _parse_groups(text: str) -> Mapping[str, str]:
-    """Return the path of the group of each controller of version 1; "" has that of version 2."""
+    """Return controller -> path of its control group (version 1); the key "" has the path in version 2."""
     rows = (line.split(":", 2) for line in text.splitlines())
     return {controller: path for _, controllers, path in rows for controller in controllers.split(",")}
 
@@ -186,7 +187,7 @@ class SandboxMeter:
     """Measures one sandbox from its start to its removal. `network_bytes`: the caller counts them here."""
 
     def __init__(self, reader: UsageReader | None) -> None:
-        """`reader` None: this process does not see the control group, so only time and network are measured."""
+        """`reader` None: this process cannot see the control group, so only time and network are measured."""
         self.network_bytes = 0
         self._reader = reader
         self._last = [0] * 4
@@ -195,13 +196,13 @@ class SandboxMeter:
         self._counted_at = 0.0
 
     def bill(self, totals: UsageTotals) -> None:
-        """Add the usage of the sandbox to `totals` from now on. Usage since the start of the sandbox counts too, except
-        the time in a pool.
+        """Add the usage of the sandbox to `totals` from now on. Earlier usage since the start of the sandbox is added
+        too, except its time in a pool.
         """
         self._totals, self._counted_at = totals, time.monotonic()
 
     def begin(self) -> RequestMeter:
-        """Begin to measure a request. The bytes of disks since the last request count for this request."""
+        """Begin to measure a request. Disk bytes since the end of the last request count for this one."""
         self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()

@@ -1,9 +1,9 @@
-"""The periodic duties of sandboxd: expire, freeze and evict idle sessions, enforce soft quotas and the free disk
-space, remove leftovers.
+"""The periodic duties of sandboxd: close expired sessions, freeze and evict idle ones, enforce soft quotas and free
+disk space, remove leftovers.
 
-Invariant: a duty for idle sessions never touches a session in use. A session with a running call has an idle time of
-0, and every duty checks the idle time again after each wait. Only a workspace over its size or a full disk ends a
-sandbox in use, because it endangers the other sessions of the host.
+Invariant: a duty for idle sessions never touches a session in use. A session with a running call has an idle time of 0,
+and every duty checks the idle time again after each wait. A sandbox in use is ended only when its workspace is too
+large or the disk is full, because this endangers the other sessions of the host.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
 _EVICTED_AT_ONCE = 4
 _OVERFULL_GROWTH = 1.1
-"""Growth factor of a workspace that was found too large. Only above it the session's sandbox is ended again, so the
-session has a chance to delete files.
+"""After a sandbox was ended for a workspace that is too large, it is ended again only when the workspace has grown by
+this factor, so that the session can delete files.
 """
 
 
@@ -110,7 +110,9 @@ class SessionMonitor:
         await self._factory.retry_removals()
 
     async def _end(self, entry: HostSession) -> None:
-        """Run the due action for a session. The caller skips sessions whose lock another task holds."""
+        """Close a session that has expired or whose earlier close failed; remove a lost sandbox. The caller skips
+        sessions whose lock another task holds.
+        """
         with bound_to_session(entry.id):
             await self._end_bound(entry)
 
@@ -126,7 +128,7 @@ class SessionMonitor:
             await entry.sandbox.remove()
 
     async def freeze_idle(self) -> None:
-        """Freeze idle sessions. This is a separate round, because the packing of another session takes long."""
+        """Freeze idle sessions. This is a separate round, so that it does not wait for evictions, which take long."""
         await settle(self._sessions.suspender.pause(entry) for entry in self._find_idle(self._idle.pause_s))
 
     async def evict_idle(self) -> None:
@@ -176,15 +178,16 @@ class SessionMonitor:
         shortage = self._disk.find_shortage()
         if shortage is not None and self._factory.shortage is None:
             log.error("host_disk_short", reason=shortage)
-        # The factory gets the shortage before the sandboxes end, so that no session starts a new one in between.
+        # Tell the factory about the shortage before the sandboxes end, so that no session starts a new one meanwhile.
         self._factory.shortage = shortage
         for entry in self._sessions.all() if shortage is not None else []:
-            # A frozen sandbox cannot write. It ends when it thaws, if the shortage continues.
+            # Skip frozen sandboxes, which cannot write. A sandbox that thaws during the shortage is ended in the next
+            # round.
             if entry.sandbox is not None and entry.sandbox.lost is None and not entry.is_paused:
                 entry.sandbox.end(shortage or "")
 
     async def tidy(self) -> None:
-        """Delete automatic checkpoints that are very old."""
+        """Delete automatic checkpoints above their maximum age."""
         assert self._tidy_store is not None
         try:
             log.info("old_checkpoints_deleted", count=await self._tidy_store())
@@ -200,5 +203,5 @@ async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(seconds)
         try:
             await work()
-        except Exception:  # the edge of a round: a bug in one round must not end the others
+        except Exception:  # outermost handler: a bug in one round must not end the others
             log.exception("cleanup_failed")

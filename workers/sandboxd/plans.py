@@ -1,5 +1,5 @@
-"""Plans of sandboxes. A plan comes from the settings and the tenant class. The policy of the tenant, its SandboxPolicy,
-can only narrow the plan.
+"""Plans of sandboxes: which image, sizes, network and runtime a sandbox gets. A plan comes from the settings and the
+tenant class. The tenant's SandboxPolicy can only reduce what it allows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,8 +48,8 @@ class SandboxPlan:
     """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes.
 
     `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
-    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: the
-    options that the session asked for. `timeout_s`: the largest limit of a call.
+    known; the container is made from this id, so a tag that moves does not change the image of a session. `options`:
+    the options that the session asked for. `timeout_s`: the largest limit of a call.
     """
 
     image: str
@@ -62,8 +62,8 @@ class SandboxPlan:
     pids: int
     is_root: bool = False
     secrets: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Names of the session's secrets with their placeholders. A sandbox of the pool gets the placeholders when it is
-    handed to the session.
+    """Names of the session's secrets with their placeholders (texts that the proxy replaces by the secrets). A sandbox
+    of the pool gets the placeholders when a session takes it.
     """
     options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
     timeout_s: float = field(default=MAX_TIMEOUT_S, compare=False)
@@ -124,9 +124,9 @@ class Plans:
         return _cut(plan, largest)
 
     def revise(self, policy: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
-        """Return the plan of an existing session under the current class and policy. It never allows more than before,
-        and keeps the image where that is still allowed, and the size of the workspace. Raises ToolFailure like
-        `choose`.
+        """Return the plan of an existing session under the current class and policy. The new plan never allows more
+        than the old one. It keeps the size of the workspace, and the image if that is still allowed. Raises the
+        ToolFailures of `choose`.
         """
         granted = self._class(policy)
         if plan.is_root and "root" not in (granted.user, granted.largest.user):
@@ -161,8 +161,8 @@ class Plans:
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
-        """Return the plans that the start-up check tries: the standard plan, then the same under every other runtime
-        that a class uses, and as root of the sandbox if a class allows it.
+        """Return the plans that the test at the start of sandboxd uses: the standard plan; the standard plan under
+        every other runtime that a class uses; and with root of the sandbox if a class allows it.
         """
         first = self.standard()
         others = [replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})]
@@ -190,15 +190,15 @@ class Plans:
         return targets
 
     def network(self, policy: SandboxPolicy) -> NetworkPolicy:
-        """Return the network that sessions of this policy may have now. It is "none" under a class that this host does
-        not have, or no longer has.
+        """Return the network that sessions of this policy may have now. It is "none" if this host does not have the
+        policy's class (any more).
         """
         granted = self.classes.get(policy.tenant_class)
         return "none" if granted is None or policy.network == "none" else granted.network
 
     def rules(self, policy: SandboxPolicy) -> EgressRules:
-        """Return the destinations that sessions of this policy may reach now. Without egress there are no
-        destinations, even if the opening allowed some.
+        """Return the destinations that sessions of this policy may reach now. Without network `egress` there are none,
+        even if they were allowed when the session was opened.
         """
         return self.classes[policy.tenant_class].egress if self.network(policy) == "egress" else EgressRules()
 
@@ -213,7 +213,7 @@ class Plans:
         return frozenset(image for tenant_class in self.classes.values() for image in self._entries(tenant_class))
 
     def local_images(self) -> frozenset[str]:
-        """Return the names of images that the engine must have, because sandboxd does not pull them."""
+        """Return the names of images that the operator must provide, because sandboxd does not pull them."""
         return frozenset(image for image in self.images() if not parse_image_pattern(image).names_registry)
 
     def may_pull(self, plan: SandboxPlan) -> bool:
@@ -221,8 +221,8 @@ class Plans:
         allows it.
         """
         granted, name = self.classes.get(plan.tenant_class), parse_image_name(plan.image)
-        # An entry without a registry is an image that the operator makes. Another owner may have that name in a
-        # registry.
+        # An entry without a registry is an image that the operator builds. In a public registry the name may belong to
+        # another owner.
         return granted is not None and any(found.names_registry for found in find_matches(self._entries(granted), name))
 
     def _class(self, policy: SandboxPolicy) -> TenantClass:
@@ -250,12 +250,12 @@ class Plans:
         return is_allowed(self._entries(granted), name) and (policy.images is None or is_allowed(policy.images, name))
 
     def _spell(self, granted: TenantClass, name: ImageName) -> str:
-        """Return the name as the class spells it, so that equal images have equal plans."""
+        """Return the image's name in the spelling of the class, so that the same image always gives the same plan."""
         return next((found.text for found in find_matches(self._entries(granted), name) if found.name), name.short)
 
     def _image(self, granted: TenantClass, policy: SandboxPolicy, requested: str | None) -> str:
-        """Return the requested image; by default the image of the class, or the tenant's first image that the class
-        allows.
+        """Return the requested image. By default return the image of the class, or if the policy does not allow it, the
+        tenant's first image that the class allows.
         """
         own = granted.image or self._settings.sandbox_image
         candidates = (own, *(policy.images or ())) if requested is None else (requested,)
@@ -280,7 +280,7 @@ class Plans:
 
     def _list_allowed(self, granted: TenantClass, policy: SandboxPolicy) -> set[str]:
         """Return the entries of the class that the policy allows, and the entries of the policy that the class allows.
-        It is unknown whether two patterns have a name in common.
+        Patterns are not compared with each other, because two patterns may have no name in common.
         """
         entries = self._entries(granted)
         if policy.images is None:
@@ -290,7 +290,9 @@ class Plans:
         }
 
     def _largest(self, policy: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
-        """Return the largest plan that a session of this policy may ask for. `plan`: the plan of the class."""
+        """Return the plan with the largest sizes that a session of this policy may request. `plan`: the plan of the
+        class.
+        """
         most = self.classes[policy.tenant_class].largest
         largest = _with_options(plan, most)
         sizes = {name: max(getattr(plan, name), getattr(largest, name)) for name in _SIZES}
@@ -327,7 +329,7 @@ def load_plans(settings: SandboxdSettings) -> Plans:
 
 
 def _join(images: Iterable[str]) -> str:
-    """Return the images as a text of limited length."""
+    """Return the names of images as one text of limited length."""
     text = ", ".join(sorted(images))
     return text if len(text) <= _MAX_LIST_CHARS else f"{text[:_MAX_LIST_CHARS]}…"
 
@@ -402,13 +404,15 @@ def with_placeholders(plan: SandboxPlan, name: str) -> SandboxPlan:
 
 
 def _cut(plan: SandboxPlan, largest: SandboxPlan) -> SandboxPlan:
-    """Return the plan with no size above that of `largest`."""
+    """Return the plan with every size limited to that of `largest`."""
     sizes = {name: min(getattr(plan, name), getattr(largest, name)) for name in _SIZES}
     return replace(plan, workspace_inodes=sizes["workspace_bytes"] // BYTES_PER_INODE, **sizes)
 
 
 def limits_of(plan: SandboxPlan) -> SandboxLimits:
-    """Return the limits of a sandbox with this plan. Sizes that a plan does not have are the profile's defaults."""
+    """Return the limits of a sandbox with this plan. Limits that a plan does not contain have the defaults of
+    SandboxLimits.
+    """
     return SandboxLimits(
         memory_reserve_bytes=plan.memory_reserve_bytes,
         workspace_bytes=plan.workspace_bytes,

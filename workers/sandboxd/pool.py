@@ -1,7 +1,7 @@
 """Warm pools: unused sandboxes, each with an empty workspace, for the first call of a session.
 
-A pool sandbox is handed out at most once and is never taken back. Immediately before, its guest must attest that
-nothing has run and no file has changed.
+A pool sandbox is handed out at most once and is never taken back. Immediately before that, its guest must report that
+no program has run and no file has changed (attestation.py).
 """
 
 import asyncio
@@ -68,7 +68,9 @@ class WarmPool:
         return len(self._ready)
 
     async def take(self) -> WarmSandbox | None:
-        """Return a sandbox that has attested to be clean, or None when the caller must start one."""
+        """Return a sandbox whose guest has just reported that it is unused. Return None when the caller must start
+        one.
+        """
         while self._ready:
             # The pop comes before the first await, so two callers never get the same sandbox.
             warm = self._ready.popleft()
@@ -132,7 +134,8 @@ class WarmPool:
         async with AsyncExitStack() as stack:
             try:
                 plan = await stack.enter_async_context(self._factory.pinned(self.plan))
-                # Read before the start: a change of the image's name during the start is then detected.
+                # Read the image's id before the start, to detect that the name changes to another image during the
+                # start.
                 image_id = plan.image_id or await self._factory.engine.image_id(plan.image)
                 workspace = await self._factory.make_workspace(plan)
             except BaseException:
@@ -158,7 +161,7 @@ class WarmPool:
     async def _drop_outdated(self) -> None:
         image_id = await self._find_image()
         for warm in list(self._ready):
-            is_old = image_id not in (None, warm.image_id)  # the name refers to another image now
+            is_old = image_id not in (None, warm.image_id)  # the image's name refers to another image now
             # Other tasks take and remove sandboxes during the awaits.
             if (is_old or warm.sandbox.lost is not None or self._is_too_old(warm)) and warm in self._ready:
                 self._ready.remove(warm)
@@ -168,7 +171,7 @@ class WarmPool:
         try:
             return await self._factory.engine.image_id(self.plan.image) if self._ready else None
         except SandboxUnavailable:
-            return None  # the task that starts a sandbox reports the error
+            return None  # the task itself logs its error
 
     def _is_too_old(self, warm: WarmSandbox) -> bool:
         return time.monotonic() - warm.created_at > self._limits.keep_s
@@ -177,7 +180,7 @@ class WarmPool:
         try:
             await self._factory.discard(warm.sandbox, warm.workspace)
         except SandboxUnavailable as error:
-            log.error("pool_sandbox_not_removed", error=str(error))  # the factory tries again
+            log.error("pool_sandbox_not_removed", error=str(error))  # the factory tries the removal again
 
 
 def available_memory() -> int:
@@ -205,8 +208,8 @@ class WarmPools:
         return sum(len(pool) for pool in self._pools.values())
 
     async def take(self, plan: SandboxPlan) -> WarmSandbox | None:
-        """Return a sandbox of exactly that plan that has attested to be clean, or None when the caller must
-        start one.
+        """Return a sandbox of exactly this plan whose guest has just reported that it is unused. Return None when the
+        caller must start one.
         """
         pool = self._pools.get(plan)
         return await pool.take() if pool is not None else None

@@ -51,11 +51,11 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
 
 
 async def _prove(settings: SandboxdSettings, engine: Engine) -> tuple[WorkspaceFacts, str | None]:
-    """Start one sandbox as at the start of sandboxd. Returns the workspaces, and the program with which sandboxd starts
-    sandboxes itself. Raises SandboxUnavailable with what does not hold.
+    """Run the test sandbox of sandboxd's start. Return the workspaces, and the program with which sandboxd starts
+    sandboxes itself. Raises SandboxUnavailable with the guarantee that does not hold.
     """
-    # Use a separate name and folder, so that no other sandboxd treats this sandbox as a leftover and this check treats
-    # none of theirs so. The folder is on the disk that is examined.
+    # Use a separate name and folder, so that no running sandboxd removes this sandbox as a leftover, and this check
+    # removes none of theirs. The folder is on the disk that is examined.
     name = f"doctor-{secrets.token_hex(8)}"
     was_there = settings.state().exists()
     state = settings.state() / name
@@ -70,14 +70,14 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> tuple[WorkspaceF
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
         if not was_there:
-            with contextlib.suppress(OSError):  # another process has begun to use it
+            with contextlib.suppress(OSError):  # another process has begun to use the folder
                 settings.state().rmdir()
 
 
 def _clear_killed(state: Path) -> None:
     """Remove the folders of checks that were killed. No check takes an hour."""
     for folder in state.glob("doctor-*"):
-        with contextlib.suppress(OSError):  # another check has removed it already
+        with contextlib.suppress(OSError):  # another check has already removed the folder
             if folder.stat().st_mtime < time.time() - _KILLED_S:
                 shutil.rmtree(folder)
 
@@ -87,7 +87,7 @@ async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str 
     if all(tenant_class.network != "egress" for tenant_class in plans.classes.values()):
         return None
     path = settings.egress_socket
-    assert path is not None  # Plans refuses a class with egress otherwise
+    assert path is not None  # Plans refuses a class with egress when the setting is missing
     try:
         _, writer = await connect_proxy(path, settings.proxy_uids())
     except OSError as error:
@@ -102,7 +102,7 @@ def main() -> int:
     arguments = _parse_arguments()
     try:
         settings = load_sandboxd_settings()
-        # The rows contain what a check finds.
+        # With `--check` log only errors: the table shows what the check finds.
         configure_logging("sandboxd", settings, "ERROR" if arguments.check else None)
         if arguments.check:
             return asyncio.run(_check(settings, as_json=arguments.json))

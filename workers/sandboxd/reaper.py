@@ -1,8 +1,7 @@
 """Removal of containers without an owner: their sandboxd died, their deadline has passed, or they were never started.
 
 Invariant: a container is removed only if its owner is certainly dead; in doubt the container stays. The labels of a
-container and the lease files decide. After kill -9 no other state can be trusted, because it may be older than the
-container.
+container and the lease files decide. No other data is used: after kill -9 it may be older than the container.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ its own sandboxd removes it.
 
 
 class Reaper:
-    """Removes containers without an owner. Examines only the containers of this deployment."""
+    """Removes containers without an owner. It examines only the containers of this deployment."""
 
     def __init__(self, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str) -> None:
         self._factory = factory
@@ -63,11 +62,12 @@ class Reaper:
         return removed_count
 
     def _find_fault(self, container: ListedContainer) -> str | None:
-        """Return why the container must be removed, or None when it has an owner."""
+        """Return why the container must be removed, or None when it must stay."""
         if self._factory.knows(container.name):
             return None
         if container.labels.get(LABEL_SANDBOXD) == self._name:
-            # Only this process holds the name, and it did not make this container.
+            # Only this process holds the name now, and it did not make the container: an earlier process of this name
+            # did.
             return "left by a sandboxd of this name"
         if self._lease.is_dead(container.labels.get(LABEL_LEASE, "")):
             return "its sandboxd is dead"
@@ -100,6 +100,6 @@ class Reaper:
 
 
 def _deadline_of(labels: Mapping[str, str]) -> float:
-    """Return the deadline of the label. A container without a valid label has no deadline."""
+    """Return the deadline from the container's label; infinity without a valid label."""
     text = labels.get(LABEL_DEADLINE, "")
     return float(text) if text.isascii() and text.isdigit() else float("inf")

@@ -1,9 +1,9 @@
-"""State that must survive the death of sandboxd: the names of its containers, the sessions whose files are kept, and
-the images that it pulled.
+"""State that must survive the death of sandboxd: the names of its containers, the sessions with kept files, and the
+images that it pulled.
 
 Each record is a small JSON file that is replaced as a whole. A container is recorded before it is started. The record
-is deleted after the removal is confirmed. The records survive a process that dies. A host that reboots loses its
-containers, so the records need no fsync.
+is deleted after the removal is confirmed. The records must survive the death of the process but not a crash of the
+host, which ends the containers too. So they need no fsync.
 """
 
 import hashlib
@@ -29,12 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `archive`: the packed state of an evicted container.
-    `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `unreported_loss`: a loss that no call has
-    reported yet. `policy`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
-    the record. Without an `archive` the session continued to change after the record. `layers`: the frozen workspaces
-    below its own. `unfilled`: all files are in the `archive`. A record with other fields has another version and is
-    refused.
+    """A session whose files outlive its container. `archive`: id of the packed state of an evicted container.
+    `used_at`: time of the last use, in epoch seconds. `news`: facts that no answer has reported yet. `unreported_loss`:
+    a loss of all files that no call has reported yet. `policy`, `fence`, `automatic_at`: as in HostSession
+    (session.py). `changed`: whether files differed from the last checkpoint at the time of the record; without an
+    `archive` they may have changed later. `layers`: names of the frozen workspaces below its own. `unfilled`: the
+    workspace is still empty, and all files are in the `archive`. A record with other fields is of another version and
+    is refused.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -80,8 +81,8 @@ _SESSION, _CONTAINER, _IMAGE = TypeAdapter(SessionRecord), TypeAdapter(_Containe
 
 
 class Records:
-    """A folder of records. A file that cannot be read is logged, set aside and treated as absent. A file that cannot be
-    deleted is tried again later.
+    """A folder of records. A file that cannot be read is logged, renamed and treated as absent. The deletion of a file
+    is tried again later if it fails.
 
     Writing raises SandboxUnavailable when the disk refuses it.
     """
@@ -148,8 +149,8 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Delete a file. The next sweep or start finds a file that stays; the record of a removed container does
-    no harm.
+    """Delete a file. If this fails, the next sweep or start finds the file; the record of a removed container does no
+    harm.
     """
     try:
         path.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
 """Sandbox of a session: its container, its channel, and the calls that run in it.
 
 Invariant: every call gets exactly one answer, at a time that the guest cannot delay, and after an answer no process of
-the call runs. A container that broke a rule is never used again.
+the call runs. A container whose guest broke a rule is never used again.
 
 The guest enforces the limit of a call, but the guest is untrusted. So sandboxd has a second, later limit for every
-call. The container is removed if the guest exceeds this limit, breaks the protocol or reports surviving processes.
-The call is answered only after the removal, when none of its processes can run.
+call. The container is removed if the guest exceeds this limit, breaks the protocol, or reports processes that survived
+the end of their call. The call is then answered after the removal, when none of its processes can run.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ log = structlog.get_logger(__name__)
 
 PROTOCOL_VERSION = 1
 GUEST_GRACE_S = 2.0
-"""Time after a call's limit in which the guest may still answer, in seconds. After it the container is removed."""
+"""Seconds after a call's limit in which the guest may still answer. Then the container is removed."""
 SLOW_WORKER_GRACE_S = 15.0
 """Additional seconds for an answer that waits behind output which a worker reads slowly."""
 LIFE_MARGIN_S = 60.0
-"""Minimum time in seconds between the limit of a call and the end of its sandbox's maximum life. It covers the
-different starts of both clocks, and the end of the call.
+"""Minimum time in seconds between the limit of a call and the end of its sandbox's maximum life. The margin covers the
+difference between the two clocks, and the time to end the call.
 """
 BODY_TIMEOUT_S = 60.0
-"""Time in seconds in which the next part of a request's body must reach the guest. The call's own limit starts when
-the body is complete.
+"""Time limit in seconds for each next part of a request's body. The call's own limit starts when the body is
+complete.
 """
 HELLO_TIMEOUT_S = 20.0
 _VARIABLES_S = 5.0
@@ -97,7 +97,9 @@ class SandboxCounter(Protocol):
 
 @dataclass(eq=False)
 class RunningCall:
-    """A request inside the guest. `sink` receives its data frames, `done` its last header."""
+    """A request that runs in the guest. `sink` is called with its data frames, and the future `done` gets its last
+    header.
+    """
 
     guest_id: str
     call_id: str
@@ -113,8 +115,8 @@ class RunningCall:
 
 @dataclass(eq=False)
 class Sandbox:
-    """A started container with its channel. A lost sandbox stays lost: its calls are answered and its container is
-    removed at once.
+    """A started container with its channel. A lost sandbox is never used again: its calls are answered with an error,
+    and its container is removed at once.
 
     The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container.
     """
@@ -160,12 +162,14 @@ class Sandbox:
             )
 
     def remaining_s(self) -> float:
-        """Return the seconds in which a call certainly ends before the maximum life of the sandbox."""
+        """Return the longest time limit in seconds with which a call ends before the sandbox reaches its maximum
+        life.
+        """
         return self.started_at + self.spec.life_s - LIFE_MARGIN_S - time.monotonic()
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
         """Register a call. The caller then sends the request and its body with `feed`, and calls `start_clock`."""
-        # The id of the guest's side is random, because a worker chooses `call_id`. Two workers could choose the same
+        # Give the call a random id towards the guest: workers choose `call_id`, and two workers could choose the same
         # one.
         call = RunningCall(
             guest_id=secrets.token_hex(16),
@@ -180,7 +184,7 @@ class Sandbox:
             self._answer(call, self._loss())
             return call
         self.calls[call.guest_id] = call
-        # A worker that stops in the middle of its body must not occupy the sandbox without a limit.
+        # Set a limit now: a worker that stops in the middle of its body must not occupy the sandbox forever.
         self._arm(call, BODY_TIMEOUT_S, self.cancel)
         return call
 
@@ -195,7 +199,7 @@ class Sandbox:
             self._channel.send({**header, "id": call.guest_id}, body)
 
     def start_clock(self, call: RunningCall) -> None:
-        """Start the call's limit, because the request is complete. The guest gets a short extra time to report the
+        """Start the call's time limit, because the request is complete. The guest gets some more seconds to report the
         end.
         """
         if self._runs(call) and not call.is_cancelled:
@@ -209,8 +213,8 @@ class Sandbox:
         body: AsyncIterator[bytes] | None = None,
         body_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Send a request of sandboxd itself, with a body of exactly `body_bytes`. Returns the guest's last header,
-        checked like the answer to a worker's call.
+        """Send a request that no worker asked for, with a body of exactly `body_bytes`. Return the guest's last header,
+        after the checks that also apply to a worker's call.
 
         Raises SandboxUnavailable when the sandbox is lost before the answer.
         """
@@ -222,8 +226,8 @@ class Sandbox:
             self.start_clock(call)
             done = await call.done
         finally:
-            # After an error or a cancellation the guest still works on the request. A request that has ended is
-            # ignored.
+            # After an error or a cancellation the guest may still run the request: cancel it. If it has ended, the
+            # guest ignores the cancel.
             self.cancel(call)
         if "sandbox_lost" in done:
             raise SandboxUnavailable(
@@ -248,13 +252,13 @@ class Sandbox:
                 self._arm(call, BODY_TIMEOUT_S, self.cancel)
 
     def cancel(self, call: RunningCall) -> None:
-        """Kill the processes of a call. The guest then completes `done`; otherwise the removal of the container
-        completes it 2 s later.
+        """Kill the processes of a call. The guest then ends the call. If it does not, the container is removed 2 s
+        later, which also ends the call.
         """
         if not self._runs(call) or call.is_cancelled:
             return
-        # The clock starts even if the guest never reads the cancel. The flag keeps a second cancel from starting it
-        # again, which would give the guest more time.
+        # Start the time limit even if the guest never reads the cancel. The flag prevents a second cancel from starting
+        # it again, which would give the guest more time.
         call.is_cancelled = True
         self.feed(call, {"op": "cancel"}, b"")
         self._limit(call, 0.0)
@@ -276,9 +280,9 @@ class Sandbox:
             self._channel.send(header, body)
 
     def hold(self, holder: object) -> None:
-        """Stop reading from the guest until every holder has called `release`."""
-        # A slow worker stops the whole sandbox, also for calls of other workers. Without that, its output would have to
-        # wait in the memory of sandboxd, and a guest can print faster than any worker reads.
+        """Stop reading from the guest until every caller of `hold` has called `release`."""
+        # A slow worker stops the whole sandbox, also for calls of other workers. Otherwise the output would fill the
+        # memory of sandboxd, because a guest can print faster than a worker reads.
         if self._channel is not None and not self._holders:
             self._channel.pause()
         self._holders.add(holder)
@@ -319,19 +323,20 @@ class Sandbox:
         Raises SandboxUnavailable when the engine refuses. The next `remove` tries again.
         """
         self._mark_lost("removed by sandboxd")
-        # The removal is shared by all callers and shielded: a caller that is cancelled must not stop it.
+        # All callers share one removal. It is shielded, so that a cancelled caller does not stop it.
         error = await asyncio.shield(self._begin_removal())
         if error is not None:
             raise SandboxUnavailable(str(error)) from error
 
     def _begin_removal(self) -> "asyncio.Task[SandboxUnavailable | None]":
-        # One removal at a time. A failed one is repeated only when a caller asks again, so the engine is not flooded.
+        # Run one removal at a time. Repeat a failed removal only when a caller asks again, so that the engine is not
+        # flooded.
         if self._removal is None or (self._removal.done() and not self.is_removed):
             self._removal = asyncio.get_running_loop().create_task(self._remove())
         return self._removal
 
     async def _remove(self) -> SandboxUnavailable | None:
-        """Remove the container; return a failure instead of raising it, because possibly no task awaits this one."""
+        """Remove the container. Return a failure and do not raise it, because possibly no task awaits this one."""
         # Read the counters first, because they end with the control group of the sandbox.
         self.meter.close()
         if self._channel is not None:
@@ -350,7 +355,7 @@ class Sandbox:
 
     def _on_frame(self, frame: Frame) -> None:
         if self.lost is not None:
-            # A frame that was already buffered at the loss is dropped: all calls were answered with the loss.
+            # After the loss, drop frames that were already buffered: all calls have been answered with the loss.
             return
         # A correct guest sends only these frames. Any other one ends the sandbox: a guest that another program controls
         # could otherwise test how sandboxd handles invalid frames.
@@ -382,7 +387,7 @@ class Sandbox:
             )
 
     def _take_data(self, call: RunningCall, frame: Frame) -> None:
-        # Charge the budget before the check of the stream, so that every data frame costs something.
+        # Reduce the call's budget before the check of the stream, so that every data frame costs something.
         call.budget -= len(frame.body) + FRAME_COST_BYTES
         if not has_stream(call.op, frame.header.get("stream")):
             self._violate("data of a stream that the request does not have")
@@ -405,8 +410,8 @@ class Sandbox:
         now = time.monotonic()
         unread = self._holders or now - self._released_at < GUEST_GRACE_S
         if unread and now < call.ends_by + SLOW_WORKER_GRACE_S:
-            # The answer may be in data that sandboxd has not read, because a worker reads slowly. The guest is not to
-            # blame.
+            # The answer may be in data that sandboxd has not read, because a worker reads slowly. Give the guest more
+            # time.
             self._arm(call, GUEST_GRACE_S, self._on_overdue)
             return
         code = "CANCELLED" if call.is_cancelled else "TIMEOUT"
@@ -445,7 +450,7 @@ class Sandbox:
             self.counts.oom += done.get("oom") is True
             if done.get("kill"):
                 self.counts.kills[str(done["kill"]["method"])] += 1
-        # The waiter may have been cancelled.
+        # The task that waits for the answer may have been cancelled.
         if not call.done.done():
             call.done.set_result(done)
 
@@ -481,9 +486,9 @@ class Sandbox:
     def _mark_lost(self, reason: str) -> None:
         if self.lost is not None:
             return
-        # `lost` is set first: the answers below run callbacks, which must already see the loss.
+        # Set `lost` first: the answers below run callbacks, which must see the loss.
         self.lost = reason
-        # Connections end with the sandbox: its programs cannot read the answers any more.
+        # End the connections too: the sandbox's programs cannot read the answers any more.
         if self.tunnels is not None:
             self.tunnels.close()
         if not self._hello.done():
@@ -509,11 +514,11 @@ def _open_reader(attached: AttachedContainer) -> UsageReader | None:
         return None
 
 
-# --- What a guest may send --------------------------------------------------------------------------------------------
+# --- Limits of what a guest may send ----------------------------------------------------------------------------------
 
 
 def count_budget(request: Mapping[str, Any]) -> int:
-    """Return the number of bytes of data frames that a checked request may cause."""
+    """Return how many bytes of data frames the guest may send in answer to a (checked) request."""
     total = int(request.get("max_bytes", 0))
     capture = request.get("capture")
     if isinstance(capture, dict):
@@ -541,12 +546,13 @@ def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_survivors(header: Mapping[str, Any]) -> int:
-    """Return the number of processes that survived the call's kill. A malformed report counts as one process."""
+    """Return the number of processes that the guest could not kill at the end of the call. A malformed report counts as
+    one.
+    """
     kill = header.get("kill")
     if kill is None:
         return 0
-    # In doubt there are survivors. A wrong count of zero would leave a process alive. A wrong count above zero only
-    # removes a container.
+    # In doubt, count a survivor: this only removes the container. A wrong zero would leave a process alive.
     count = kill.get("survivors", 0) if isinstance(kill, dict) else 1
     return count if isinstance(count, int) else 1
 

@@ -1,8 +1,9 @@
-"""Session of this host: its sandbox, the state of its files, and the news for its next call.
+"""Session of this host: its sandbox, the state of its files, and its news (facts that the answer to the next call
+reports).
 
-Invariant: the model learns of every loss. A loss stays in `news` or `unreported_loss` until a call reports it, and
-the record on disk contains both. A second rule protects other tenants. Values from the guest serve only for counting
-and scheduling; the safety of another session never depends on them.
+Invariant: the model learns of every loss. A loss of files stays in `news` or `unreported_loss` until a call reports it,
+and the session's record on disk contains both. A second rule protects other tenants. Values that the guest reports are
+used only for counting and scheduling; the safety of another session never depends on them.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from workers.sandboxd.records import SessionRecord
 from workers.sandboxd.sandbox import Sandbox
 
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
-"""Requests that do not change files. All other requests may change files, even if they fail."""
+"""Requests (`op`) that do not change files. All other requests may change files, even if they fail."""
 _MAX_JOBS = 16
 """Maximum number of background jobs that a correct guest runs. sandboxd stores no more ids, so a hostile guest cannot
 fill its memory.
@@ -50,9 +51,9 @@ _RESTORED = (
 
 @dataclass
 class SessionActivity:
-    """Changes to the files of a session. `has_written`: a request that may have changed files has ended since the
-    last checkpoint. `jobs`: ids of background jobs that may still run. The guest reports these values, so they are
-    good for counting, but the safety of another session must not depend on them.
+    """Changes to the files of a session. `has_written`: a request that may have changed files has ended since the last
+    checkpoint. `jobs`: ids of background jobs that may still run. The guest reports these values, so the safety of
+    other sessions must not depend on them.
     """
 
     has_written: bool = False
@@ -78,7 +79,9 @@ class SessionActivity:
             self.end_jobs()
 
     def end_jobs(self) -> None:
-        """Record that no job runs. The last writes of the jobs are not in a checkpoint."""
+        """Record that no job runs. If one was running, files count as changed: its last writes are not in a
+        checkpoint.
+        """
         self.has_written = self.changed
         self.jobs.clear()
 
@@ -86,7 +89,7 @@ class SessionActivity:
         if not isinstance(job, dict) or not isinstance(name := job.get("job"), str) or len(name) > _ID_CHARS:
             return
         if job.get("state") == "running":
-            # The limit protects sandboxd's memory from a guest that invents job ids.
+            # Store a limited number of ids: a hostile guest could invent job ids to fill the memory of sandboxd.
             if len(self.jobs) < _MAX_JOBS:
                 self.jobs.add(name)
         elif name in self.jobs:
@@ -99,18 +102,18 @@ class HostSession:
     """A session of this host.
 
     `policy`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the policy at
-    its creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
-    `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed
-    files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although the
-    workspace outlives its container. `lost`: the reason why the sandbox was lost. `news`: facts that the next call's
-    answer reports. `unreported_loss`: a loss of all files that no call has reported yet. `is_closing`: no request may
-    use the session; the session stays in the list until its container is removed. `is_moving`: the sandbox is being
-    evicted, and calls wait for the lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of
-    the last automatic checkpoint, in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made;
-    calls continue. `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of
-    calls that wait for the sandbox; a cancel removes an id. `handover`: a task that gives the session the archive of
-    its parent's container, after a fork. `cancelled_calls`: ids of calls that were cancelled before they began, or
-    between two of their requests. `usage`: what all sandboxes of the session have used since this process started.
+    the sandbox's creation. `fence`: the number of the session's opening; each later opening, on any host, has a higher
+    number. `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the
+    packed files of the evicted container. `is_unfilled`: the workspace is still empty, and the archive contains its
+    files too. `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports.
+    `unreported_loss`: a loss of all files that no call has reported yet. `is_closing`: no request may use the session;
+    the session stays in the list until its container is removed. `is_moving`: the sandbox is being evicted, and calls
+    wait for the lock. `checkpoint`: id of the last checkpoint that this host made. `automatic_at`: the time of the last
+    automatic checkpoint, in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made; calls
+    continue. `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of calls that
+    wait for the sandbox; a cancel removes an id. `handover`: after a fork, the task that packs the parent's container
+    into this session's archive. `cancelled_calls`: ids of calls that were cancelled before they began, or between two
+    of their requests. `usage`: what all sandboxes of the session have used since this process started.
     """
 
     id: str
@@ -162,11 +165,11 @@ class HostSession:
 
     @property
     def is_busy(self) -> bool:
-        # A running checkpoint counts as use, so that no duty evicts the session during the checkpoint.
+        # A running checkpoint counts as use, so that the session is not evicted meanwhile.
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
     async def handed_over(self) -> None:
-        """Wait until this session has the state of the container from which it was forked."""
+        """Wait until this session has the archive with the state of the container from which it was forked."""
         if self.handover is not None:
             await asyncio.wait({self.handover})
             self.handover = None
@@ -174,7 +177,8 @@ class HostSession:
     def describe_usage(self) -> dict[str, Any]:
         """Return the totals of the session until now (contract/calls.py: SessionUsage)."""
         if self.sandbox is not None:
-            # Without a job nothing uses disks between calls, and one event loop reads the counters of all sessions.
+            # Read disk bytes only while a job runs: otherwise nothing uses disks between calls, and the reading blocks
+            # the event loop of all sessions.
             self.sandbox.meter.update(has_disks=bool(self.activity.jobs))
         return self.usage.describe()
 
@@ -184,7 +188,7 @@ class HostSession:
 
     def record(self) -> SessionRecord:
         """Return the state that must survive the death of sandboxd."""
-        # The monotonic clock starts again with the host, so the record contains the wall-clock time.
+        # Store wall-clock time, because the monotonic clock starts again when the host boots.
         used_at = time.time() - (time.monotonic() - self.used_at)
         return SessionRecord(
             id=self.id,
@@ -216,17 +220,19 @@ class HostSession:
         return news
 
     def identify_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
-        """Return the sandbox's identity, without news. News are for the answer of a call, which a model reads."""
+        """Return the fields that identify the sandbox, without news. News belong into the answer of a call, which a
+        model reads.
+        """
         return {"id": sandbox.container[:12], "generation": sandbox.generation, "rebuilt": self.was_rebuilt}
 
     def describe_sandbox(self, sandbox: Sandbox) -> dict[str, Any]:
-        """Return the sandbox's identity with news, for a call's result."""
+        """Return the fields that identify the sandbox, with the news, for a call's result."""
         news = self.take_news()
         return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
-        """Return a row for workers, without tenant content. `jobs` and `changed` come from the guest's reports about
-        calls.
+        """Return the session's row for workers, without tenant content. `jobs` and `changed` are derived from what the
+        guest reports.
         """
         sandbox = self.sandbox
         lost = sandbox.lost if sandbox is not None else self.lost
@@ -253,8 +259,8 @@ class HostSession:
             self.automatic_at = time.time()
 
     def _has_changed(self) -> bool:
-        """Return whether another automatic checkpoint is useful. An old checkpoint needs a renewal
-        before it expires.
+        """Return whether another automatic checkpoint is useful: files may have changed, or the last checkpoint would
+        soon expire.
         """
         return self.activity.changed or (self.automatic_at is not None and time.time() - self.automatic_at > RENEW_S)
 
@@ -271,8 +277,8 @@ _LOST, _DRAINED = "the host that had this session was lost", "the host that had 
 
 @dataclass(frozen=True)
 class SessionMove:
-    """The move of a session from another host. `fence`: the number of its new opening, which is also the generation
-    of its sandbox. `checkpoint_at`: the time of the restored checkpoint; None if unknown. `is_planned`: the other
+    """The move of a session from another host. `fence`: the number of the new opening, which is also the `generation`
+    of the new sandbox. `checkpoint_at`: the time of the restored checkpoint; None if unknown. `is_planned`: the other
     host was drained, not lost.
     """
 
@@ -297,8 +303,8 @@ class SessionMove:
 
 
 def bound_to_session(name: object) -> AbstractContextManager[Any]:
-    """Bind the tenant and the session of `name` (`tenant:session`) to all log lines of the block. Any other value
-    binds nothing.
+    """Add the tenant and the session of `name` (`<tenant>:<session>`) to all log lines of the block. Any other value of
+    `name` adds nothing.
     """
     tenant, colon, session = name.partition(":") if isinstance(name, str) else ("", "", "")
     return bound_contextvars(tenant=tenant, session=session) if colon else bound_contextvars()

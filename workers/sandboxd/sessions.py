@@ -1,11 +1,11 @@
 """The sessions of this host: open, prepare for a call, rebuild after a loss, evict, close.
 
 Invariant: a session has at most one container, and a model never finds an empty workspace without an error that reports
-the loss. The lock of a session protects the change of its container: eviction, rebuild and close hold the lock, and a
-call that finds the sandbox not ready waits for it. A loss of files is recorded until one call has reported it.
+the loss. Eviction, rebuild and close change the container and hold the session's lock meanwhile. A call that finds no
+ready sandbox waits for the lock. A loss of files stays recorded until one call has reported it.
 
-A session in memory has a record on disk, which the next sandboxd adopts after kill -9. The record is written before
-anything depends on it, and deleted after the container and the workspace were removed.
+A session in memory has a record on disk, from which the next sandboxd takes over the session, even after kill -9. The
+record is written before anything depends on it, and deleted after the container and the workspace were removed.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ log = structlog.get_logger(__name__)
 MAX_ROWS = 300
 """Maximum number of rows in an answer. A frame has space for this number of rows with any content."""
 _STARTS_S = 5.0
-"""Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Longer starts are undone."""
+"""Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Starts that take longer are
+undone.
+"""
 _PACKED_AT_ONCE = 8
 _ENDED_S = 60.0
 """Time for which the usage of an ended session is reported, in seconds. Workers read it more often."""
@@ -58,8 +60,9 @@ is allowed.
 
 @dataclass(frozen=True)
 class SessionParameters:
-    """Parameters of a new session. `fill`: None for an empty workspace. `moved`: set if another host had the session;
-    `fill` then restores its checkpoint. `image_wait_s`: how long to wait for the pull of the image.
+    """Parameters of a new session. `fill`: function that fills the sandbox; None for an empty workspace. `moved`: set
+    if another host had the session; `fill` then restores its checkpoint. `image_wait_s`: how long to wait for the pull
+    of the image.
     """
 
     plan: SandboxPlan
@@ -96,17 +99,18 @@ class Sessions:
         self._sessions: dict[str, HostSession] = {}
         self._starting: dict[str, asyncio.Task[HostSession]] = {}
         self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MAX_ENDED)
-        """End time, name and totals of ended sessions."""
+        """(end time, name, totals) of sessions that ended recently."""
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: SessionParameters) -> HostSession:
-        """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may
-        be a repetition. A session that was moved away and comes back is closed here first.
+        """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may be
+        a repetition. If the session had moved to another host and comes back, its old state on this host is closed
+        first.
 
-        Raises SandboxUnavailable when the host is full or the engine refuses. Also raises the errors of `fill`.
-        After an error nothing of the session remains.
+        Raises SandboxUnavailable when the host is full or the engine refuses. Also raises the errors of `fill`. After
+        an error nothing of the session remains.
         """
-        # A loop: while the stale session is closed, another request may open the session again.
+        # Repeat, because another request may open the session again while its old state is being closed.
         while True:
             entry = await self._open_or_join(session, start)
             if start.moved is None or entry.fence >= start.moved.fence:
@@ -122,14 +126,15 @@ class Sessions:
             await self.close(session)
             entry = self._sessions.get(session)
         if entry is not None:
-            # An opening counts as use, so the session does not expire before its first call.
+            # Opening counts as a use, so that the session does not expire before its first call.
             entry.used_at = time.monotonic()
             return entry
         if session not in self._starting:
             self.check_room()
-            # A separate task: a worker that disconnects during the start must not leave an unregistered container.
+            # Start in a separate task: a worker that disconnects meanwhile must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
-            # There is no await since the look-up: two requests for one session must not start two containers.
+            # There is no await between the look-up and this line: two requests for one session must not start two
+            # containers.
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
@@ -137,12 +142,13 @@ class Sessions:
     async def use(
         self, session: str, call_id: str | None = None, policy: SandboxPolicy | None = None, limit_s: float = 0.0
     ) -> tuple[HostSession, Sandbox]:
-        """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
-        is not a call, so its result reports no loss.
+        """Return the session and its running sandbox, ready for the call `call_id`. `call_id` None: the request is not
+        a call, so its result does not report a loss.
 
         `policy`: the tenant's current policy; None keeps the earlier policy. `limit_s`: the limit of the call. Raises
         ToolFailure (SESSION_NOT_FOUND, CANCELLED, INVALID_ARGUMENTS for a limit that the class does not allow) and
-        SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty sandbox.
+        SandboxUnavailable. After a loss of files, one call fails with the loss, and the next call gets a new, empty
+        sandbox.
         """
         entry = self.find_open(session)
         entry.used_at = time.monotonic()
@@ -156,12 +162,12 @@ class Sessions:
                 "class",
             )
         if entry.is_ready and entry.sandbox is not None and entry.sandbox.remaining_s() < limit_s:
-            # The maximum life of the sandbox would end the call. A busy session keeps its sandbox, and its calls report
-            # the loss.
+            # The sandbox would reach its maximum life during the call, so replace it. A busy session keeps its sandbox;
+            # a call that is then cut off reports the loss.
             await self.suspender.give_up(entry, must_be_idle=False)
         if not entry.is_ready or entry.unreported_loss is not None:
             await self._wait_ready(entry, call_id)
-        # The caller registers its call before its next await. From then on the session is busy and is not evicted.
+        # The caller registers its call before its next await. The session is then busy and is not evicted.
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
@@ -175,14 +181,14 @@ class Sessions:
             return
         was, entry.policy = entry.policy, policy
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
-        # A rule is checked when a connection opens. An open connection would keep the former rule until its end.
+        # Rules are checked only when a connection opens, so an open connection would keep the old rules.
         if connections is not None and _name_network(was) != _name_network(policy):
             connections.cut()
         self.suspender.try_keep(entry)
 
     def cut_users(self, secrets: Set[tuple[str, str]]) -> None:
-        """Cut the connections of sessions with one of these secrets, pairs of tenant and name. New connections get the
-        present values.
+        """Cut the connections of sessions that use one of these secrets (pairs of tenant and name). New connections get
+        the present values.
         """
         for entry in self._sessions.values():
             connections = entry.sandbox.tunnels if entry.sandbox is not None else None
@@ -219,28 +225,28 @@ class Sessions:
         return list(self._sessions.values())
 
     async def close(self, session: str, *, fence: int | None = None, cancels_calls: bool = False) -> bool:
-        """Remove the session's sandbox and files, and return after the container is removed. Returns False if there
-        is no such session, or it was opened under another fence. `cancels_calls`: running calls end as cancelled, and
-        not with the loss of their sandbox.
+        """Remove the session's sandbox and files, and return after the container is removed. Return False if there is
+        no such session, or if `fence` is given and is not the number of its opening. `cancels_calls`: running calls end
+        with CANCELLED and do not report a lost sandbox.
 
-        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep retries the
+        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and a periodic duty retries the
         removal.
         """
         if session in self._starting:
-            # A start is not stopped half-way. Its session is closed as soon as it is in the list.
+            # Do not stop a running start half-way: wait for it, and then close the session.
             await asyncio.wait({self._starting[session]})
         entry = self._sessions.get(session)
         if entry is None or fence not in (None, entry.fence):
             return False
-        # Set this before the lock, which a rebuild may hold for long. Calls that wait for that rebuild must not begin
-        # after it.
+        # Set this before waiting for the lock, which a rebuild may hold for long: calls that wait for the rebuild must
+        # not begin afterwards.
         entry.is_closing = True
         async with entry.lock:
             # Another close may have removed the session while this one waited for the lock.
             if self._sessions.get(session) is entry:
-                # The container first, because it holds the workspace. Then the record: after kill -9 or a refusal of
-                # the engine, the next sandboxd or the next sweep finds both by it. What forks share comes after the
-                # record, because it is deleted only when no session refers to it.
+                # Remove the container first, because it holds the workspace, and then the record: after kill -9 or a
+                # refusal of the engine, the record leads to both. Archives and layers that forks share are deleted
+                # last, because first no session may refer to them.
                 if entry.sandbox is not None:
                     if cancels_calls:
                         entry.sandbox.end_calls("CANCELLED", "the session was closed during the call")
@@ -254,7 +260,9 @@ class Sessions:
         return True
 
     async def close_all(self) -> None:
-        """Remove every sandbox and all files, including sessions that are starting. From now on no sandbox starts."""
+        """Remove the sandboxes and files of all sessions, including those that are starting. From now on no sandbox
+        starts.
+        """
         self._factory.is_ending = True
         await self._end_starts()
         await settle(self.close(session) for session in list(self._sessions))
@@ -267,7 +275,8 @@ class Sessions:
         """
         self._factory.is_ending = True
         await self._end_starts()
-        # The supervisor of sandboxd sends SIGKILL after some time. A clean removal without the packed state loses less.
+        # Limit the time: the service manager sends SIGKILL after a while. It is better to remove a container in order
+        # without its own state.
         try:
             async with asyncio.timeout(within_s):
                 await settle(entry.handed_over() for entry in self.all())
@@ -280,15 +289,15 @@ class Sessions:
         await settle(self.close(entry.id) for entry in self.all() if not self.suspender.is_kept(entry))
 
     def adopt(self) -> int:
-        """Load the sessions that an earlier sandboxd of this name kept, and return their number. Their containers no
+        """Take over the sessions that an earlier sandboxd of this name kept. Return their number. Their containers no
         longer exist.
         """
         self._sessions |= {entry.id: entry for entry in adopt(self._records, self._factory.workspaces)}
         return len(self._sessions)
 
     async def sweep(self) -> None:
-        """Delete workspaces and archives without a record. Call this before the first session is opened. The next
-        start retries a failed deletion.
+        """Delete workspaces and archives that no session's record names. Call this before the first session is opened.
+        The next start retries a failed deletion.
         """
         records = self._records.sessions()
         archives = {(record.id.partition(":")[0], record.archive) for record in records if record.archive is not None}
@@ -302,10 +311,10 @@ class Sessions:
         )
 
     def describe(self, after: str = "") -> list[dict[str, Any]]:
-        """Return one row per session without tenant content, sorted by name and starting after `after`. The number of
-        rows is limited to the capacity of an answer.
+        """Return one row per session, sorted by name, for names greater than `after`. Rows have no tenant content. At
+        most MAX_ROWS rows fit into an answer.
         """
-        # Pages by name and not by position: sessions come and go between two pages.
+        # Use a name as the cursor and not a position, because sessions are opened and closed between two pages.
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
@@ -353,8 +362,8 @@ class Sessions:
             if start.fill is not None:
                 await start.fill(entry, sandbox)
                 entry.used_at = time.monotonic()
-            # The record is written before the session becomes visible: a session that a worker knows survives
-            # sandboxd.
+            # Write the record before the session becomes visible, so that a session that a worker knows survives the
+            # death of sandboxd.
             self.suspender.keep(entry)
         except BaseException:
             # The discard is shielded: a second cancellation must not leave the container behind.
@@ -364,8 +373,8 @@ class Sessions:
         return entry
 
     async def _connect(self, entry: HostSession, sandbox: Sandbox) -> None:
-        """Connect a new sandbox to the session's usage and network, and give its programs the placeholders of the
-        session's secrets.
+        """Let a new sandbox count its usage for the session, connect it to the network, and give its programs the
+        placeholders of the session's secrets.
         """
         sandbox.meter.bill(entry.usage)
         if self._prepare_network is not None:
@@ -374,13 +383,11 @@ class Sessions:
             await sandbox.set_variables({**dict(entry.plan.secrets), **AUTHORITY_VARIABLES})
 
     async def _make_pinned(self, plan: SandboxPlan, wait_s: float) -> tuple[SandboxPlan, Workspace, Sandbox]:
-        """Start a sandbox from the present content of the image. The image is pulled first if needed; that takes no
-        slot.
-        """
+        """Start a sandbox. Its image gets a content id, and is pulled first if needed; the pull needs no slot."""
         try:
             async with self._factory.pinned(plan, wait_s) as pinned:
                 return pinned, *await self._make_cold(pinned)
-        # With these codes the opening is not sent to other hosts: each of them would pull the image too.
+        # With these error codes the orchestrator does not try other hosts, each of which would pull the image too.
         except ImageRefused as refused:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(refused)) from refused
         except ImageNotReady as not_ready:
@@ -391,7 +398,7 @@ class Sessions:
         try:
             workspace = await self._factory.make_workspace(plan)
         except BaseException:
-            # The slot has no container yet, so the factory does not return it.
+            # Return the slot here: without a container, the factory does not return it.
             self._factory.slots.give_back()
             raise
         try:
@@ -415,7 +422,7 @@ class Sessions:
 
     async def _wait_ready(self, entry: HostSession, call_id: str | None) -> None:
         """Wait until the sandbox is ready. A cancel request removes the id of a waiting call from `entry.waiting`."""
-        # A call that waits is not in the guest yet, so a cancel finds it only in this list.
+        # Until the call is in the guest, a cancel finds it only in this list.
         if call_id is not None:
             entry.waiting.append(call_id)
         try:
@@ -435,7 +442,7 @@ class Sessions:
         """Give a session, whose lock the caller holds, a running sandbox. Raises SandboxUnavailable."""
         sandbox = entry.sandbox
         lost = sandbox if sandbox is not None and sandbox.lost is not None else None
-        # A call that ran when the sandbox died has reported the loss in its own result.
+        # If a call was running when the sandbox died, its own result has reported the loss.
         if lost is not None and not entry.workspace.outlives_container and not lost.is_loss_reported:
             lost.is_loss_reported = True
             entry.unreported_loss = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
@@ -449,21 +456,21 @@ class Sessions:
             entry.is_paused = False
 
     def refuse_lost(self, entry: HostSession, *, is_call: bool = False) -> None:
-        """Raise the loss of the files until one call has reported it. A model must not find an empty folder without
-        notice, so other requests are refused before that call.
+        """Raise SandboxUnavailable with an unreported loss of files. The first call reports the loss and clears it;
+        until then, all other requests are refused. So a model never finds an empty folder without notice.
         """
         if entry.unreported_loss is not None:
             unreported_loss = entry.unreported_loss
             if is_call:
-                # Cleared before the answer is sent: sandboxd cannot know whether the model reads it. The record
-                # follows, so that a restart does not report the loss a second time.
+                # Clear the loss before the answer is sent: sandboxd cannot know whether a model reads it. Save the
+                # record, so that a restart does not report the loss again.
                 entry.unreported_loss = None
                 self.suspender.try_keep(entry)
             raise SandboxUnavailable(unreported_loss)
 
     async def _remove_lost(self, entry: HostSession, sandbox: Sandbox) -> None:
         await sandbox.remove()
-        # A call whose own result reported the loss needs no second report.
+        # The result of a running call has already reported the loss.
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.is_loss_reported
         if is_news:
@@ -472,7 +479,8 @@ class Sessions:
 
     async def _start_again(self, entry: HostSession) -> None:
         """Start a new container around the session's workspace, with the packed state of the last container."""
-        # After a fork, its state is still being packed. A container that starts now would begin without it.
+        # After a fork, the state of the old container may still be being packed. A container that starts before its end
+        # would lack this state.
         await entry.handed_over()
         async with self._factory.pinned(self._plan_again(entry)) as plan:
             await self._factory.slots.take()
@@ -485,7 +493,7 @@ class Sessions:
             if entry.lost is None and entry.archive is not None:
                 await self.suspender.unpack(entry, sandbox)
             if self._factory.is_ending:
-                raise SandboxdEnding  # the archive stays packed
+                raise SandboxdEnding  # the archive is kept for the next attempt
         except BaseException:
             await asyncio.shield(settle([self._factory.discard(sandbox)]))
             raise
@@ -493,17 +501,17 @@ class Sessions:
         archive, entry.archive, entry.is_unfilled = entry.archive, None, False
         entry.sandbox, entry.generation, entry.lost, entry.checked_at = sandbox, entry.generation + 1, None, 0.0
         entry.activity.end_jobs()
-        self.suspender.try_keep(entry)  # Save first: a record must not name a deleted archive.
+        self.suspender.try_keep(entry)  # Save before the deletion: a record must not name a deleted archive.
         await self.forget_archive(entry, archive)
 
     async def forget_archive(self, entry: HostSession, archive: str | None) -> None:
-        """Delete an archive that a session needed, unless a fork needs it, too."""
-        # A fork shares the archive of its parent. Without a session that has it, no fork can begin to share it.
+        """Delete an archive that a session no longer needs, unless a fork still needs it."""
+        # Forks share the archive of their parent. If no session has the archive now, no later fork can share it.
         if all(other.archive != archive for other in self._sessions.values()):
             await self.suspender.forget_archive(entry, archive)
 
     async def discard_layers(self, layers: tuple[str, ...], size: WorkspaceSize) -> None:
-        """Delete frozen workspaces that no session has."""
+        """Delete those of these frozen workspaces that no session has as a layer."""
         if not layers:
             return
         used = {layer for entry in self._sessions.values() for layer in entry.workspace.layers}
@@ -544,15 +552,16 @@ class Sessions:
         """
         if await self._pools.give_up_one():
             return True
-        # `checked_at` excludes a session that recently had a job or could not be packed. Otherwise every waiting
-        # caller would try it again.
+        # Skip a session whose `checked_at` is recent, because it had a job or could not be packed. Otherwise every
+        # waiting caller would try it again.
         checked_before = time.monotonic() - MIN_IDLE_S
         idle = [
             entry
             for entry in self.all()
             if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
-        # The first that can be packed is enough: after each eviction, a session must start a sandbox again.
+        # Evict only one session, the first that can be packed: an evicted session must start a new sandbox at its next
+        # call.
         for entry in sorted(idle, key=lambda entry: entry.used_at):
             if await self.suspender.give_up(entry):
                 return True

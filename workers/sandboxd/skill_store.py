@@ -1,8 +1,8 @@
 """The skill bundles that sandboxes of this sandboxd can read. Each bundle is stored once.
 
 All sandboxes mount the same volume read-only, so its names must protect the bundles of one tenant from another. The top
-folder cannot be listed, and the folder of a bundle is an HMAC with a secret of this process. A session that does not
-run a skill cannot find its folder, and the digest of a bundle does not help.
+folder cannot be listed, and the folder of a bundle is an HMAC with a secret of this process. A program can only find
+the folder of a skill that its session runs, even if it knows the digest of another bundle.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _MEMORY_BYTES = 1024 * 1024
 
 
 class SkillVolume:
-    """The volume with the skill bundles, which lives as long as this process. `image`: any image of the engine, for the
-    container that unpacks.
+    """The volume with the skill bundles. It exists as long as this process. `image`: any image that the engine has, for
+    the container that unpacks bundles.
     """
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
@@ -87,13 +87,15 @@ class SkillVolume:
                         f"the skill is larger than {MAX_ARCHIVE_BYTES} bytes: remove files that it does not use",
                     )
                 received.write(chunk)
-            # One at a time, so that two requests for the same bundle do not unpack into the same folder.
+            # Unpack one bundle at a time, so that two requests for one bundle do not unpack into the same folder.
             async with self._placing:
                 folder = self.find(scope, digest)
                 return folder or await self._place(scope, digest, received)
 
     async def place_authorities(self, bundle: bytes) -> None:
-        """Write the file that programs of sessions with secrets trust. Raises SandboxUnavailable."""
+        """Write the file with the certificate authorities that programs of sessions with secrets trust. Raises
+        SandboxUnavailable.
+        """
         path = Path(AUTHORITIES.lstrip("/"))
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as packed:
@@ -129,7 +131,8 @@ class SkillVolume:
         return folder
 
     def _is_left(self, labels: Mapping[str, str], lease: Lease) -> bool:
-        # Only this process holds the name, and it made no other volume.
+        # Only this process holds the name of the sandboxd, and it made no other volume: an earlier process made this
+        # one.
         return labels.get(LABEL_SANDBOXD) == self.owner[LABEL_SANDBOXD] or lease.is_dead(labels.get(LABEL_LEASE, ""))
 
     async def _remove(self, volume: str) -> None:

@@ -1,9 +1,9 @@
-"""Sessions without a running container: frozen, packed when their container is evicted, and adopted from an earlier
-sandboxd.
+"""Sessions without a running container: frozen, evicted (their container's state is packed, and the container is
+removed), and taken over from an earlier sandboxd.
 
-The state of a session must exist in one place at every moment. So the archive and the session's record are written
-before the container is removed. If sandboxd dies in between, the next one finds the record, and the reaper removes the
-container.
+The state of a session must exist in at least one place at every moment. So the archive and the session's record are
+written before the container is removed. If sandboxd dies in between, the next one finds the record, and the reaper
+removes the container.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PACKING_S = 60.0
 _CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
 _WHOLE = ("/workspace", *_CONTAINERS_OWN)
 MIN_IDLE_S = 1.0
-"""Idle time in seconds before which a session keeps its container, even if another session needs the slot."""
+"""A session that was idle for fewer seconds keeps its container, even if another session needs the slot."""
 _MAX_UNPACKS = 3
 """Number of failures after which an archive counts as lost."""
 _JOBS_ENDED = (
@@ -42,8 +42,8 @@ _JOBS_ENDED = (
 
 
 class SuspensionStore:
-    """Archives in a store of this host. An archive contains long outputs, the shell's state, /tmp, and the workspace
-    if the workspace does not outlive its container.
+    """Archives of evicted containers, in a store of this host. An archive contains long outputs, the shell's state,
+    /tmp, and the workspace if it does not outlive its container.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -83,7 +83,9 @@ def _roots(session: HostSession) -> tuple[str, ...]:
 
 @contextmanager
 def _as_unavailable(verb: str) -> Iterator[None]:
-    """Raise a ToolFailure as SandboxUnavailable. No call caused the work, so no model reads the failure."""
+    """Convert a ToolFailure of the block to SandboxUnavailable: no call caused the work, so no model reads the
+    failure.
+    """
     try:
         yield
     except ToolFailure as failure:
@@ -112,17 +114,18 @@ class SessionSuspender:
             sandbox, used_at = entry.sandbox, entry.used_at
             if sandbox is None or not entry.is_ready or await self._has_jobs(entry, sandbox):
                 return False
-            # A call may have begun during the question to the guest, so all conditions are checked again.
+            # Check all conditions again, because a call may have begun while the guest was asked.
             if not entry.is_ready or entry.is_busy or entry.used_at != used_at:
                 return False
-            # The flag is set before the engine call, which may fail. Thawing a running container is harmless, but a
-            # request to a frozen container would end the container.
+            # Set the flag before the engine call, which may fail after it took effect. To thaw a running container is
+            # harmless; a request to a frozen container would reach its time limit and end the container.
             entry.is_paused = True
             freezing = asyncio.ensure_future(sandbox.pause())
             try:
                 await asyncio.shield(freezing)
             except asyncio.CancelledError:
-                # The engine must not freeze the container after this task has released the lock.
+                # Wait for the engine even after a cancellation: it must not freeze the container after this task has
+                # released the lock.
                 await asyncio.wait({freezing})
                 raise
         return True
@@ -171,7 +174,7 @@ class SessionSuspender:
             self._records.forget_session(entry.id)
 
     def try_keep(self, entry: HostSession) -> None:
-        """Save like `keep`, but only log a failure. The next sandboxd then finds the earlier record."""
+        """Do the same as `keep`, but only log a failure. The next sandboxd then finds the earlier record."""
         try:
             self.keep(entry)
         except SandboxUnavailable as error:
@@ -190,7 +193,7 @@ class SessionSuspender:
             log.error("archive_not_removed", error=str(error))
 
     async def _pack_and_remove(self, entry: HostSession, *, is_last: bool = False) -> bool:
-        """Pack and remove the container. `is_last`: sandboxd is shutting down, so background jobs may end."""
+        """Pack and remove the container. `is_last`: sandboxd is shutting down, so background jobs may be ended."""
         sandbox = entry.sandbox
         if sandbox is None or sandbox.lost is not None or entry.is_busy or entry.is_closing:
             return False
@@ -202,7 +205,7 @@ class SessionSuspender:
             has_jobs = await self._has_jobs(entry, sandbox)
             if has_jobs and not is_last:
                 return False
-            # The container stays unchanged until the archive and the record are written.
+            # Do not change the container until the archive and the record are written.
             entry.archive = await self._store.pack(entry, sandbox)
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)
@@ -215,8 +218,8 @@ class SessionSuspender:
         return entry.sandbox is None
 
     async def _remove_packed(self, entry: HostSession, sandbox: Sandbox) -> None:
-        """Save the record that the session is packed, then remove the container. Without a record the
-        container stays.
+        """Save a record that names the archive, then remove the container. If the record cannot be saved, keep the
+        container.
         """
         try:
             self.keep(entry)
@@ -235,15 +238,15 @@ class SessionSuspender:
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[HostSession]:
-    """Return the kept sessions, without containers. A session whose files are missing is deleted. A session whose
-    files have another kind waits for a sandboxd with that kind.
+    """Take over the sessions that an earlier sandboxd kept, without containers. Delete a session whose files are
+    missing. Skip a session with another kind of workspace; it stays recorded for a sandboxd that uses this kind.
     """
     return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 
 
 def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> HostSession | None:
     if record.kind != workspaces.kind:
-        # An empty workspace of another kind must not replace the kept one.
+        # Skip the session: an empty workspace of the present kind must not replace the kept one.
         log.error(
             "session_of_another_kind", recorded_kind=record.kind, kind=workspaces.kind, workspace=record.workspace
         )
@@ -258,11 +261,11 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> H
     entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.policy)
     entry.archive, entry.news, entry.unreported_loss = record.archive, record.news, record.unreported_loss
     entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
-    # The changes between the record and the end of that sandboxd are unknown.
+    # Assume changed files: what changed between the record and the end of that sandboxd is unknown.
     entry.activity.has_written = record.changed or record.archive is None
     if record.archive is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
-    else:  # The time of the last use before the kill is unknown: the idle time starts again.
+    else:  # The idle time starts again, because the time of the last use before the kill is unknown.
         entry.lost = "sandboxd was restarted"
         entry.add_news(FILES_KEPT.format(entry.lost))
     return entry

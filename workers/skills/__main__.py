@@ -1,10 +1,11 @@
-"""`python -m workers.skills FOLDER_OR_ZIP`: print the skill as a worker would load it, or its fault, as JSON.
+"""`python -m workers.skills FOLDER_OR_ZIP`: load the skill as a worker does; print a description of it, or the fault,
+as JSON.
 
 - `--zip FILE`: write the skill as a .zip file.
 - `--bundle FILE`: write the bundle that is stored for installed skills.
 - `--owner TENANT`: load the skill as for this tenant.
-- `--tar`: the path is only a name; standard input is a tar archive of the skill's folder. The answer has the files
-  with their positions in the archive.
+- `--tar`: the path is only a name; standard input is a tar archive of the skill's folder. The answer also lists the
+  files with their positions in the archive.
 - `--fronts`: standard input is a JSON object of SKILL.md texts by folder. The answer has their descriptions.
 """
 
@@ -22,7 +23,9 @@ from workers.skills.archives import compress_bundle, find_files, load_tar, load_
 from workers.skills.loader import Skill, load_skill
 
 MEMORY_BYTES = 512 * 1024**2
-"""Memory limit of the process, because the input may be hostile. A skill needs a few times its 64 MiB, and no disk."""
+"""Memory limit of the process, because the input may be hostile. To load a skill (at most 64 MiB) needs a few times its
+size.
+"""
 PROCESSOR_S = 30
 
 

@@ -64,7 +64,7 @@ def load_zip(path: Path, owner: str = "") -> Skill:
         ValueError,
         IndexError,
     ) as error:
-        # These errors mean that the archive is damaged, encrypted, or compressed with another method.
+        # These errors mean that the archive is damaged, encrypted, or uses an unsupported compression method.
         raise SkillBroken(
             f"it is not a readable .zip file ({error}): create it with `zip -r`, or pass the folder"
         ) from error
@@ -98,7 +98,7 @@ def find_files(data: bytes) -> dict[str, TarEntry]:
 
 
 def load_members(name: str, folder: str, members: Iterable[Member], owner: str = "") -> Skill:
-    """Return the skill of these files. `name` describes them in the log. Raises SkillBroken."""
+    """Return the skill that consists of these files. `name` describes their source in the log. Raises SkillBroken."""
     unique = list({member.path: member for member in members}.values())
     if not any(member.path == SKILL_FILE for member in unique):
         raise SkillBroken(f"it has no {SKILL_FILE} at its top: pack the skill's folder, or the content of the folder")
@@ -166,7 +166,7 @@ def _read_zip(archive: zipfile.ZipFile) -> list[Member]:
             continue
         if entry.filename in by_path:
             raise SkillBroken(f"{entry.filename[:200]} occurs twice in it: pack the skill again")
-        # Count the bytes that come out. The size in the archive may be false.
+        # Count the decompressed bytes, because the size that the archive states may be false.
         with archive.open(entry) as content:
             data = content.read(remaining_bytes + 1)
         remaining_bytes -= len(data)
@@ -203,7 +203,9 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 
 def _is_folder(entry: zipfile.ZipInfo) -> bool:
-    """Return whether the entry is an empty folder entry. The paths of its files name the folder too."""
+    """Return whether the entry is a folder. Such entries can be ignored, because the paths of files name their
+    folders.
+    """
     return entry.filename.endswith("/") and entry.file_size == 0
 
 
@@ -221,7 +223,9 @@ def _check_folders(by_path: Mapping[str, Member]) -> None:
 
 
 def _without_top(members: list[Member]) -> tuple[str, list[Member]]:
-    """Return the only top folder and the files below it. The folder is "" when there is no single top folder."""
+    """If all files are in one top folder, return its name and the files with paths below it. Otherwise return "" and
+    the files.
+    """
     tops = {member.path.partition("/")[0] for member in members}
     if len(tops) != 1 or any("/" not in member.path for member in members):
         return "", members

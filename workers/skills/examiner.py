@@ -19,7 +19,7 @@ from contract.skills import SkillBroken
 
 EXAMINE_S = 20.0
 MAX_CACHED = 256
-"""Answers that are cached by content. A process starts only for changed content."""
+"""Maximum number of cached answers. The key is the content, so a process starts only for new content."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,9 @@ class SkillExaminer:
         self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     def examine(self, arguments: Sequence[str], data: bytes) -> dict[str, Any]:
-        """Return the answer about `data`. Raises SkillBroken: the process found a fault, failed, or reached a limit."""
+        """Run the process on `data`, or use a cached answer. Return its answer. Raises SkillBroken: the process found a
+        fault, failed, or reached a limit.
+        """
         key = hashlib.sha256("\0".join(arguments).encode() + b"\0" + data).digest()
         with self._lock:
             answer = self._cache.get(key)

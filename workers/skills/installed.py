@@ -1,6 +1,6 @@
 """Cache of the skills that are installed for tenants.
 
-Each call reads the record from Redis; a bundle is read once while it is in use.
+Each call reads a skill's record from Redis. The skill's files (its bundle) are loaded once and kept in memory.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from workers.skills.loader import Skill
 log = structlog.get_logger(__name__)
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
-"""Bytes of the skills' files that this process keeps in memory. The last used skill is always kept."""
+"""Limit of the skills' files in the memory of this process, in bytes. The last used skill is always kept."""
 
 
 class InstalledSkillCache:
-    """The installed skills of one deployment that calls use. The tenant comes from the signed context."""
+    """Keeps loaded skills in memory, for all tenants of a deployment. The tenant comes from the signed context."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
         self._store = WorkerSkillStore(client, deployment, keys)
         self._cache: OrderedDict[tuple[str, str], Skill] = OrderedDict()
-        # Calls of a worker may run in threads.
+        # A lock is needed, because calls of a worker may run in threads.
         self._cache_lock, self._loading = threading.Lock(), threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
-        """Return the records of a tenant's skills by name, as WorkerSkillStore.all."""
+        """Return the records of a tenant's skills by name, from WorkerSkillStore.all."""
         return self._store.all(tenant)
 
     def find(self, tenant: str, name: str) -> Skill | None:

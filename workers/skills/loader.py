@@ -46,7 +46,7 @@ _MEMORY_BYTES = 1024 * 1024
 
 @dataclass(frozen=True)
 class SkillTool:
-    """The tool that a sidecar makes of its skill."""
+    """The tool that a skill becomes by its sidecar (the file that defines a tool's name and arguments)."""
 
     sidecar: Sidecar
     spec: ToolSpec
@@ -56,10 +56,11 @@ class SkillTool:
 class Skill:
     """A loaded skill.
 
-    - `files`: the files by path. Their bytes stay in the source.
+    - `files`: the files by path. Their content is read from the source when it is needed.
     - `tool`: the tool of its sidecar; None without a sidecar.
     - `owner`: the tenant that the skill is installed for; "" for all tenants.
-    - `place`: the folder of a session's own skill in its sandbox; None for a skill that must be placed in sandboxes.
+    - `place`: the folder in the sandbox, for a skill that a session has in its own workspace; None for a skill that
+      must be copied into sandboxes.
     """
 
     source: SkillSource
@@ -113,7 +114,8 @@ def load_skill(folder: Path, owner: str = "") -> Skill:
     """Return the skill of one folder. Raises SkillBroken, OSError."""
     if (folder / SKILL_FILE).stat().st_size > MAX_SKILL_FILE_BYTES:
         raise SkillBroken(f"its {SKILL_FILE} is larger than {MAX_SKILL_FILE_BYTES} bytes: move text into other files")
-    # Check the list of files before their content is read: a link may lead anywhere, and a bundle may have any size.
+    # Check the list of files before their content is read: a link may lead out of the folder, and the files may be very
+    # large.
     return load_files(FolderSource(folder), folder.name, _checked_files(folder), owner)
 
 
@@ -151,8 +153,8 @@ def _read_tool(source: SkillSource, skill: SkillSummary, files: Sequence[BundleF
 
 
 def _bound(spec: ToolSpec) -> ToolSpec:
-    """Return the tool of a tenant's skill with a bounded schema: processes that serve all tenants check its
-    arguments.
+    """Return the tool with a schema of limited cost. Processes that serve all tenants check arguments against a
+    tenant's schema.
 
     Raises SidecarBroken.
     """
@@ -230,7 +232,7 @@ def _skill_folders(root: Path) -> Iterator[Path]:
 
 
 def _checked_files(folder: Path) -> Iterator[BundleFile]:
-    """Return the files of the folder. The scan stops when the bundle is too large."""
+    """Return the files of the folder after checks. The scan stops when they exceed the limits of a skill."""
     found: list[BundleFile] = []
     for file in _scan(str(folder)):
         found.append(file)
@@ -256,14 +258,14 @@ def _scan(folder: str) -> Iterator[BundleFile]:
 
 
 def _look_at(entry: "os.DirEntry[str]", path: str, root: str) -> BundleFile | None:
-    """Return the file of the entry; None when the entry is not part of a bundle.
+    """Return the file of a folder entry; None when the entry is not part of the skill.
 
     A link to a folder of the skill adds nothing, and a link to its parents would never end.
     """
     if entry.is_symlink():
         target = os.path.realpath(entry.path)
-        # A link out of the skill's folder would place any file of this host into a sandbox. `check_bundle` refuses
-        # it.
+        # A link that leads out of the skill's folder could copy any file of this host into a sandbox. `check_bundle`
+        # refuses it.
         if os.path.commonpath((target, root)) != root:
             return BundleFile(path, 0, False, b"", leads_out=True)
     if not os.path.isfile(entry.path):

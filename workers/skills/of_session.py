@@ -18,7 +18,7 @@ from workers.tools.base import ToolEnvironment
 
 ROOT = "/workspace/.skills"
 MAX_BYTES = 16 * 1024 * 1024
-"""Bytes of one skill. Each call reads the whole skill."""
+"""Maximum size of one skill, in bytes. Each call reads the whole skill from the sandbox."""
 MAX_LISTED = 50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LIST_BYTES = 16_384
@@ -104,7 +104,7 @@ def _list_folders(environment: ToolEnvironment) -> list[str]:
 
 
 def _read_front(name: str, environment: ToolEnvironment) -> bytes | None:
-    """Return the folder's SKILL.md; None when there is no readable SKILL.md."""
+    """Return the text of the folder's SKILL.md; None when it is missing or cannot be read."""
     request = {
         "op": "read_file",
         "path": f"{ROOT}/{name}/{SKILL_FILE}",

@@ -25,7 +25,8 @@ _SHEBANG_BYTES = 256
 def run_script(
     skill: Skill, script: str, arguments: Mapping[str, JsonValue], call: Mapping[str, Any], environment: ToolEnvironment
 ) -> Outcome:
-    """Run `script` with `arguments` as JSON on its standard input. `call` has the arguments of the whole call.
+    """Run `script` with `arguments` as JSON on its standard input. `call` contains the arguments of the call of
+    skill_tool.
 
     Raises ToolFailure, SandboxUnavailable.
     """
@@ -38,7 +39,7 @@ def run_script(
 def run_entrypoint(
     skill: Skill, sidecar: Sidecar, arguments: Mapping[str, JsonValue], environment: ToolEnvironment
 ) -> Outcome:
-    """Run the skill as the tool that its sidecar defines. Raises as `run_script`."""
+    """Run the skill as the tool that its sidecar defines. Raises the errors of `run_script`."""
     file = skill.find(sidecar.entrypoint)
     assert file is not None, "its sidecar was checked when it was loaded"
     started = time.monotonic()
@@ -63,8 +64,8 @@ def place_skill(skill: Skill, environment: ToolEnvironment) -> str:
 def _run(
     argv: list[str], body: bytes, folder: str, call: Mapping[str, Any], started: float, environment: ToolEnvironment
 ) -> Outcome:
-    """Run `argv`. `call` has the arguments that mean the same as in bash_tool. `started` is the start of the call's
-    time.
+    """Run `argv`. From `call` come the arguments that skill_tool shares with bash_tool. `started` is the time at which
+    the call's time limit began.
     """
     context = environment.context
     remaining_s = context.timeout_s - (time.monotonic() - started)
@@ -103,7 +104,7 @@ def find_script(skill: Skill, script: str) -> BundleFile:
 
 
 def name_nearest(name: str, names: Iterable[str], none: str) -> str:
-    """Return a phrase with the three most similar names; `none` when there are no names."""
+    """Return the three most similar names as a text for an error message; `none` when there are no names."""
     nearest = difflib.get_close_matches(name, list(names), n=3, cutoff=0.0)
     return f"there are {', '.join(show_name(similar) for similar in nearest)}" if nearest else none
 
@@ -130,7 +131,8 @@ def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
 def _read_first_line(line: str) -> list[str]:
     """Return the command of a `#!` line as the kernel would run it: a program and at most one argument.
 
-    When `env` only finds a program, return that program: `env` would hide which program is missing.
+    For `#!/usr/bin/env program`, return that program directly, because an error of `env` would hide which program is
+    missing.
     """
     program, _, argument = line.strip().replace("\t", " ").partition(" ")
     argument = argument.strip()

@@ -95,7 +95,7 @@ class TenantSkills(Protocol):
 
 @dataclass(frozen=True)
 class _Roots:
-    """The places of skills, in the order of the search."""
+    """The three sources of skills: the session, the tenant, the operator. They are searched in this order."""
 
     session: SessionSkills | None
     tenant: TenantSkills | None
@@ -106,7 +106,7 @@ class _Roots:
         return own or self.find_tool(name, environment)
 
     def find_tool(self, name: str, environment: ToolEnvironment) -> Skill | None:
-        """Return the tenant's or the operator's skill.
+        """Return the tenant's or the operator's skill with that name, to run it as a tool.
 
         A session's skill is no tool: it was not checked, and the model has seen the description of another tool.
         """
@@ -130,8 +130,8 @@ def build_skill_tool(
 ) -> WorkerTool:
     """Return the tool over these skills.
 
-    For the same name, a session's skill is used before the tenant's, and the tenant's skill before one of `skills`.
-    The tool's description names no skill: the caller of a model adds the skills of its tenant.
+    For the same name, a session's skill is used before the tenant's, and the tenant's skill before one of `skills`. The
+    tool's description names no skill; the orchestrator adds the names of the tenant's skills.
     """
     spec = ToolSpec(
         name="skill_tool",
@@ -150,7 +150,7 @@ def _line_of(name: str, description: str) -> str:
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
     """Return an error message for an argument that does not belong to the action, or a missing one.
 
-    The schema has no such conditions, because model servers refuse or ignore them.
+    The JSON schema cannot state these rules, because model servers refuse or ignore conditional schemas.
     """
     action = arguments["action"]
     if action != "list" and not arguments["name"]:
@@ -203,7 +203,7 @@ def _list(skills: Mapping[str, str]) -> Outcome:
 
 
 def _load(skill: Skill) -> Outcome:
-    """Return the instructions and the list of files."""
+    """Return the text of SKILL.md and the list of the skill's files."""
     body = skill.body.encode("utf-8", "replace")
     is_cut = len(body) > MAX_OUTPUT_BYTES - FOOTER_BYTES
     text = body[: MAX_OUTPUT_BYTES - FOOTER_BYTES].decode("utf-8", "ignore").replace("\0", "\ufffd")
@@ -217,14 +217,14 @@ def _load(skill: Skill) -> Outcome:
         parts.append(f"[and {hidden_count} more]")
     metadata: dict[str, JsonValue] = {"skill": skill.name, "files": len(skill.files)}
     if skill.place is None:
-        # The session can change its own skill, so its digest would prove nothing.
+        # Show no digest for a session's own skill, which the session can change at any time.
         metadata["digest"] = skill.summary.digest
     return Outcome("\n".join(parts), metadata, truncated=is_cut or hidden_count > 0)
 
 
 def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
     path, first, limit = arguments["path"], arguments["offset"], arguments["limit"]
-    # Only files that were found at load time can be read: no path leads anywhere else.
+    # Only files that were found when the skill was loaded can be read, so a path cannot lead elsewhere.
     file = skill.find(path)
     if file is None:
         nearest = name_nearest(path, (file.path for file in skill.files), "it has no files")

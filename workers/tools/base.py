@@ -42,7 +42,7 @@ MAX_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a handler. `blob` contains bytes for the orchestrator that are not part of the text."""
+    """The outcome of a handler. `blob` contains bytes for the caller that are not part of the text output."""
 
     output: str | None = None
     metadata: dict[str, JsonValue] = field(default_factory=dict)
@@ -54,9 +54,10 @@ class Outcome:
 
 
 class SandboxRequest(NamedTuple):
-    """A request to sandboxd that has ended.
+    """Record of a request to sandboxd that has ended.
 
-    `sandbox_s` is the time in sandboxd after the sandbox was ready. `run_s` is the guest's part of this time.
+    `sandbox_s` is the time that sandboxd needed after the sandbox was ready, in seconds. `run_s` is the guest's part of
+    this time.
     """
 
     op: str
@@ -76,7 +77,7 @@ class WorkerResources:
     - `holder`: this worker's name in the records of calls.
     - `client`: the client of sandboxd; None in a worker without sandboxes.
     - `states`: the states of sessions; None when sessions have no state here.
-    - `open_events`: opens the events of a call whose caller wants them.
+    - `open_events`: opens the event stream of a call whose caller wants events.
     - `find_secrets`: returns the secrets of a tenant by name; None in a worker without sandboxes.
     """
 
@@ -89,8 +90,8 @@ class WorkerResources:
 
 
 class ToolEnvironment:
-    """The objects that a tool's handler may use: the call's context and content, its events, and its session's
-    sandbox.
+    """The objects that a tool's handler may use: the call's context and content, the events to the caller, and the
+    sandbox of the session.
 
     The environment also records what sandboxd reports while the call runs. `policy`: the tenant's present sandbox
     policy; None: the policy of the class `default`.
@@ -127,24 +128,24 @@ class ToolEnvironment:
         self._was_sent = False
         """True after sandboxd has executed a request of this call.
 
-        If a later request is not sent, the call has still acted in part.
+        Then the call may have acted, even if a later request is not sent.
         """
         if resources.client is not None and context.session is None:
             raise ToolFailure(ErrorCode.SESSION_NOT_FOUND, f"{call.name} needs a session: open one first")
         self._name = sandbox_id(context.tenant, context.session or "")
-        # Open the events last: no later line can fail, so the caller of the constructor always closes the events.
+        # Open the events last: if a later line failed, no code would close them.
         if context.events is not None and resources.open_events is not None:
             self.events = resources.open_events(call, context)
 
     def reports(self) -> dict[str, Any]:
-        """Return the fields of the call's result that sandboxd and the guest have reported."""
+        """Return the fields of the call's result that come from sandboxd and the guest."""
         clocks = Clocks(sandbox_s=max(0.0, self.sandbox_s - self.run_s), run_s=self.run_s)
         return {"clocks": clocks, "kill": self.kill, "sandbox": self.sandbox, "usage": self.usage}
 
     def call_context(self, runner: CoroutineRunner | None = None) -> CallContext:
         """Return the context of a function tool: configuration, working directory, caller's model, and session state.
 
-        `runner` runs the coroutines of model and state for a tool that is not async.
+        `runner` runs the coroutines of the model and of the state, for a tool that is not async.
         """
         context, states = self.context, self._resources.states
         return CallContext(
@@ -204,7 +205,7 @@ class ToolEnvironment:
             return response
         except SandboxdUnreachable as unreachable:
             error = unreachable.code.value
-            # An earlier request of this call may have acted, even if this one was never sent.
+            # Even if this request was never sent, an earlier request of this call may have acted.
             raise SandboxdUnreachable(
                 str(unreachable), was_sent=unreachable.was_sent or self._was_sent
             ) from unreachable
@@ -232,7 +233,7 @@ class ToolEnvironment:
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
         except SandboxdUnreachable as unreachable:
-            # Placing a skill has no effect of the call itself, so only earlier requests count.
+            # Placing a skill is no effect of the call, so only earlier requests decide whether the call has acted.
             raise SandboxdUnreachable(str(unreachable), was_sent=self._was_sent) from unreachable
 
     def open_sandbox(
@@ -270,12 +271,14 @@ class ToolEnvironment:
             ),
             lambda opened: float(opened["start_s"]),
         )
-        # A session that was already open may have no container now.
+        # A session that was already open may be without a container now.
         self.sandbox = SandboxInfo.model_validate(fields["sandbox"]) if fields["sandbox"] is not None else None
         return {name: value for name, value in fields.items() if name not in ("ok", "sandbox")}
 
     def _check_secrets(self, names: Sequence[str]) -> None:
-        """Raise ToolFailure when the tenant has no such secret. A session that moves may have a revoked one."""
+        """Raise ToolFailure when the tenant has no such secret. Do not check a session that moves: a secret that it may
+        use can be revoked meanwhile.
+        """
         find = self._resources.find_secrets
         secrets = find(self.context.tenant) if names and find is not None else {}
         if missing := [name for name in names if name not in secrets]:
@@ -286,7 +289,9 @@ class ToolEnvironment:
             )
 
     def checkpoint(self) -> Mapping[str, Any]:
-        """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
+        """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (number of sockets) and `torn`
+        (files changed while they were read).
+        """
         client = self._client()
         fields = self._measure("checkpoint", lambda: client.checkpoint(self._name))
         return {name: fields[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
@@ -316,8 +321,8 @@ class ToolEnvironment:
         return self._measure("close", lambda: client.close(self._name))
 
     def sandbox_news(self) -> str:
-        """Return a line about the sandbox for the end of the output, such as its loss before the call; or an empty
-        string.
+        """Return a line about the sandbox to append to the output, for example that it was lost before the call. Return
+        "" if there is nothing to say.
         """
         return f"\n[{self.sandbox.news}]" if self.sandbox is not None and self.sandbox.news else ""
 
@@ -343,7 +348,7 @@ class ToolEnvironment:
         return self._resources.client
 
     def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> GuestAnswer:
-        """Check the end of a request, and record its reports."""
+        """Check the answer to a request, and record its news and its measurements."""
         try:
             answer = parse_guest_answer(request, response.done)
         except InvalidGuestAnswer as nonsense:
@@ -351,7 +356,8 @@ class ToolEnvironment:
             raise SandboxUnavailable(
                 f"the sandbox sent an invalid answer ({nonsense}) and was removed: open a new session"
             ) from None
-        # Only the first answer of a call contains the news. Keep them for later requests of the same call.
+        # sandboxd sends its news only with the first answer of a call. Keep them when later requests of the call
+        # follow.
         news = self.sandbox.news if self.sandbox is not None else None
         self.kill, self._sandbox_lost, self._is_workspace_kept = answer.kill, answer.sandbox_lost, answer.workspace_kept
         self.sandbox = (
@@ -359,7 +365,7 @@ class ToolEnvironment:
             if answer.sandbox is not None
             else None
         )
-        # The guest's clock is not trusted beyond the time that sandboxd measured.
+        # Limit the guest's time to what sandboxd measured, because the guest is not trusted.
         self.run_s += min(max(0.0, answer.run_s), answer.sandbox_s)
         self.sandbox_s += answer.sandbox_s
         self.session_usage = answer.session_usage or self.session_usage
@@ -368,14 +374,14 @@ class ToolEnvironment:
         return answer
 
     def _give_up_sandbox(self) -> None:
-        """Close a sandbox in which another program has replaced the guest."""
+        """Close the sandbox, because its guest sent an invalid answer: another program may have replaced the guest."""
         try:
             self._client().close(self._name)
         except (ToolFailure, OperatorError) as error:
             log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
     def _measure(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
-        """Return the result of `work`, and record its duration.
+        """Run `work`, a request to sandboxd, and record the duration.
 
         `sandbox_s` returns sandboxd's part of the duration from the result.
         """

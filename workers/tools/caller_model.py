@@ -1,4 +1,4 @@
-"""Questions of a tool in the worker to its caller's model.
+"""Lets a tool in a worker use the language model of its caller.
 
 The caller has the model's keys: it receives the question and sends the reply.
 """
@@ -87,7 +87,9 @@ class CallerModel:
 
 
 class _Answers:
-    """Reads the answers of one call in a thread while a question is open, and passes each answer to its question."""
+    """Reads the answers for one call in a thread while a question waits, and gives each answer to the question with its
+    id.
+    """
 
     def __init__(self, events: CallEvents) -> None:
         self._events = events
@@ -101,7 +103,7 @@ class _Answers:
         with self._lock:
             self._waiting[number] = (loop, waiting)
             if self._reader is None or not self._reader.is_alive():
-                # Our own daemon thread: a call that ends does not wait for it.
+                # Use a daemon thread and no executor, so that the end of the call does not wait for the thread.
                 self._reader = threading.Thread(target=self._read, name="model-answers", daemon=True)
                 self._reader.start()
         return waiting
@@ -121,14 +123,14 @@ class _Answers:
             if payload is not None:
                 self._hand_over(parse_answer(payload))
             elif time.monotonic() - started < READ_S / 2:
-                # The read ended early, so the caller has disconnected.
+                # The read returned before its time limit, so the caller has disconnected.
                 self._fail_all()
         except EnvelopeRefused as error:
             log.error("model_reply_refused", reason=str(error))
 
     def _has_open_questions(self) -> bool:
         with self._lock:
-            # Clear the reader inside the lock: `expect` must not rely on a thread that is about to end.
+            # Clear the reader while the lock is held: `expect` must not rely on a thread that is about to end.
             if not self._waiting:
                 self._reader = None
             return bool(self._waiting)

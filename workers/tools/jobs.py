@@ -46,7 +46,7 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
 
 
 def _send_first_input(job: Mapping[str, Any], data: bytes, environment: ToolEnvironment, *, close: bool) -> list[str]:
-    """Send the input of a new job. The job has started already, so a failure is only a note."""
+    """Send the input of a new job. A failure only adds a note to the result, because the job has already started."""
     if job["state"] != "running":
         return ["[it had ended before its stdin was sent]"]
     try:

@@ -108,7 +108,7 @@ def _page(arguments: Mapping[str, Any], done: Mapping[str, Any], raw: bytes) -> 
     text = "\n".join([f"{number}\t{line}" for number, line in enumerate(lines, start=first)]).replace("\0", "\ufffd")
     notes = _notes(done, is_end=is_end, has_nul=b"\0" in raw)
     footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, done, is_end=is_end)]
-    # Lines beyond the caller's own limit are no loss. Lines beyond the default limit are cut by this tool.
+    # Lines beyond a limit that the caller has set do not count as truncated; lines beyond the default limit do.
     is_cut = bool(done["cuts"]) or done["is_out_of_room"] or (not is_end and arguments["limit"] == DEFAULT_LINES)
     return Outcome("\n".join([text, *footer]), metadata, truncated=is_cut)
 
@@ -146,7 +146,7 @@ _NEWLINES = {
 def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> list[str]:
     """Return the lines that say how to continue.
 
-    The last line is about the page, unless the page is one line that was cut.
+    The last line says how to read the next page, unless the page is a single line that was cut.
     """
     total, is_counted = done["lines"], done["is_counted"]
     footer = []
@@ -174,7 +174,7 @@ def _picture(done: Mapping[str, Any]) -> Outcome:
 
 
 def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
-    """Return a failure that contains the names in the directory, so that the call is still useful."""
+    """Return a failure ("is a directory") that lists the names in the directory, so that the call is still useful."""
     shown, entries = raw.count(b"\n"), done["entries"]
     below = (
         f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"

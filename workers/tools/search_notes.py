@@ -19,7 +19,7 @@ class FoundLines:
         self._shown = 0
 
     def take(self, _: str, data: bytes) -> None:
-        # A program that has replaced the guest may send more than the request allows.
+        # Limit the output: a program that has replaced the guest may send more than the request allows.
         self._data += data[: MAX_OUTPUT_BYTES - len(self._data)]
         whole = self._data.rfind(b"\n") + 1
         if self._environment.is_watched and whole > self._shown:
@@ -45,7 +45,7 @@ def name_some(total: int, names: list[str]) -> str:
 def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
     """Return notes on paths that ignore rules hide, and on an incomplete search.
 
-    `arguments` names those that make a search smaller.
+    `arguments`: the names of the arguments with which a caller can limit a search.
     """
     notes = []
     if done["ignored"]:

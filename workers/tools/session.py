@@ -1,7 +1,8 @@
-"""The verbs of an SDK session: open, close, checkpoints, exec, whole files, copies of folders.
+"""The session verbs: tools that only toolcrew's SDK and API call, to open, close, checkpoint and fork sessions, run
+programs, and copy files.
 
-Models never see these verbs. `session.cancel` is no task, because a task would wait behind the calls that it should
-end. See workers/control.py.
+Models never see these verbs. `session.cancel` is no task, because a task would wait in the queue behind the call that
+it should end. See workers/control.py.
 """
 
 import json

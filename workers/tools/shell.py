@@ -83,8 +83,8 @@ _SPEC = ToolSpec(
                 "x-hidden": True,
             },
         },
-        # `command` is required although it has a default. Actions on jobs do not need a command, but models omit an
-        # optional command even with action run.
+        # `command` is required although it has a default. Actions on jobs need no command. But if `command` were
+        # optional, models would omit it even with action run.
         "required": ["command"],
         "additionalProperties": False,
     },
@@ -123,7 +123,9 @@ def _check_action(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _check_danger(arguments: Mapping[str, Any]) -> None:
-    """Raise ToolFailure(SECURITY_REFUSED) for a catastrophic command, and for such input of a shell or a job."""
+    """Raise ToolFailure(SECURITY_REFUSED) for a catastrophic command, such as the deletion of all files, and for such
+    text as input of a shell or a job.
+    """
     folder, stdin = _HOME, arguments["stdin"]
     if arguments["action"] == "run":
         folder = posixpath.normpath(posixpath.join(_HOME, arguments.get("cwd") or ""))
@@ -165,9 +167,10 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
 
 
 def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
-    """Run an exec. Keep its output in the limits of a model, and send it to a caller that watches.
+    """Run a program in the sandbox. Limit its output to what a model can read, and send the output live to a caller
+    that wants it.
 
-    Raises as `ToolEnvironment.run`.
+    Raises the errors of `ToolEnvironment.run`.
     """
     limits = {
         "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},

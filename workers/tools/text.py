@@ -1,7 +1,7 @@
 """Conversion of program output into text for a model.
 
-Bytes are decoded, folded as a terminal would show them, and cut to a head and a tail. A note marks every cut. Each
-fact about the end of a command is one line in brackets.
+Bytes are decoded, folded as a terminal would show them, and cut to a head and a tail, with a note at every cut. Facts
+about the end of a command, such as its exit code, are lines in brackets.
 """
 
 import codecs
@@ -66,7 +66,7 @@ def fold(text: str) -> str:
 
 
 def show_name(text: str) -> str:
-    """Return a guest's name or path for use in one of our lines.
+    """Return a name or path from the guest for use within a line of the tool's own text.
 
     Characters that could end or fake the line are replaced.
     """
@@ -78,8 +78,9 @@ def show_name(text: str) -> str:
 def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
     """Return a captured stream as text of at most MAX_LINES lines, and whether a part was omitted.
 
-    A note replaces the omitted part. `counts` has the total, head and tail bytes, as the guest reports them. `rest`
-    says how to read the omitted part; `{offset}` in it becomes the number of the first omitted line.
+    A note replaces the omitted part. `counts` has the numbers of total, head and tail bytes, as the guest reports them.
+    `rest` is a text that says how to read the omitted part; `{offset}` in it is replaced by the number of the first
+    omitted line.
     """
     total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
     if total <= len(data):
@@ -129,7 +130,9 @@ def _last_lines(data: bytes, max_lines: int) -> bytes:
 
 
 def _to_edge(data: bytes) -> bytes:
-    """Remove an incomplete last line, unless it is most of the text. Always remove an incomplete code point."""
+    """Cut the head at its last line end, unless this would remove most of the text. Always remove an incomplete code
+    point.
+    """
     whole = data.rfind(b"\n") + 1
     return data[:whole] if whole * 2 > len(data) else _without_broken_end(data)
 
@@ -163,7 +166,9 @@ _STATE_NOT_KEPT = "cwd, exported variables and functions of this command were no
 def build_outcome(
     arguments: Mapping[str, Any], response: GuestResponse, context: ToolContext, *, background: str = "background=true"
 ) -> Outcome:
-    """Return the outcome of an exec. `background` is the argument with which a model starts a job."""
+    """Return the outcome of a command. `background` is the tool's argument that starts a background job, for a hint in
+    the text.
+    """
     done, streams = response.done, response.streams
     counts, spill = done["streams"], _spill(done)
     body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
@@ -201,7 +206,7 @@ def name_signal(number: int) -> str:
 
 
 def build_read_call(path: str, offset: str = "") -> str:
-    """Return the call of read_tool that shows a file from line `offset` on."""
+    """Return, as text for a model, the call of read_tool that shows a file from line `offset` on."""
     arguments = json.dumps({"file_path": show_name(path)}, ensure_ascii=False)
     return f'read_tool {arguments[:-1]}, "offset": {offset}}}' if offset else f"read_tool {arguments}"
 

@@ -1,1 +1,3 @@
-"""Access to the web: checked addresses, bounded bodies, pages as text, and search providers."""
+"""Access to the web: requests to checked addresses, bodies of limited size, conversion of pages to text, and search
+services.
+"""

@@ -63,8 +63,8 @@ class WebAccessRules:
 
 
 def is_private_name(host: str) -> bool:
-    """Return whether a lower-case ASCII name belongs to a private network or to a cloud's metadata service. The
-    address of the name does not matter.
+    """Return whether a lower-case ASCII name belongs to a private network or to a cloud's metadata service, whatever
+    its address is.
     """
     return host == "localhost" or host.endswith(_CLOSED_SUFFIXES) or host in _METADATA_NAMES or "." not in host
 

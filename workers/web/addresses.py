@@ -86,16 +86,16 @@ class AddressRules:
         self._nat64_prefix = nat64_prefix
 
     def is_closed_by_operator(self, address: Address) -> bool:
-        """Return whether the address is in a range of the operator. No exception opens such a range."""
+        """Return whether the address is in a range that the operator has refused. No rule can allow such an address."""
         return any(closed.holds(address) for closed in self._own)
 
     def refusal(self, address: Address) -> str | None:
-        """Return the reason why the address is refused; None if connections to the address are allowed."""
+        """Return why connections to the address are refused; None if they are allowed."""
         reason = next((refused.reason for refused in self._refused if refused.holds(address)), None)
         if reason is not None or isinstance(address, ipaddress.IPv4Address):
             return reason
-        # An IPv6 address can carry an IPv4 address inside. The embedded address decides, otherwise a private IPv4
-        # address could pass in IPv6 form.
+        # An IPv6 address can carry an IPv4 address inside. Check the embedded address; otherwise a private IPv4 address
+        # could pass in IPv6 form.
         if self._nat64_prefix is not None and address in self._nat64_prefix:
             return self.refusal(_embedded(address))
         if address not in _GLOBAL_V6 or address.scope_id is not None:
@@ -110,8 +110,8 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
 
 
 def one_of_each_first(addresses: Sequence[Address]) -> list[Address]:
-    """Return the addresses in order, but with the first address of the other IP version in second place. This host
-    may have no route for one of the two versions.
+    """Return the addresses in the same order, except that the first address of the other IP version comes second. This
+    host may have no route for one of the two versions.
     """
     other = next((address for address in addresses if address.version != addresses[0].version), None)
     if other is None:

@@ -11,7 +11,8 @@ CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 """Values of Content-Encoding that are decoded."""
 PIECE_BYTES = 64 * 1024
 _GZIP = 16 + zlib.MAX_WBITS
-# zlib copies the rest of its input at the end of every gzip member and of every piece. Small steps keep that cheap.
+# zlib copies the rest of its input at the end of every gzip member and of every piece. With small input steps this copy
+# is cheap.
 _STEP_BYTES = 4096
 
 
@@ -30,7 +31,7 @@ class Inflater:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the body may end here."""
+        """Return whether the compressed data is complete, so that the body may end here."""
         return not self._unread and (self._stream is None or self._stream.eof)
 
     def _feed(self, data: bytes) -> Iterator[bytes]:
@@ -39,7 +40,7 @@ class Inflater:
         while data or is_full:
             if self._stream is None or self._stream.eof:
                 if self._stream is not None and not (self._is_gzip and data[:1] == b"\x1f"):
-                    # Data after the end is padding. Other readers ignore it too.
+                    # Ignore data after the end of the compressed stream, as other readers do.
                     return
                 if len(data) < 2:
                     self._unread = data
@@ -52,8 +53,8 @@ class Inflater:
             data = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
 
     def _find_window_bits(self, data: bytes) -> int:
-        """Return the window size for zlib. In the standard `deflate` means the zlib format, but many servers send raw
-        deflate.
+        """Return the window size for zlib. By the standard, `deflate` means the zlib format, but many servers send raw
+        deflate data.
         """
         if self._is_gzip:
             return _GZIP
@@ -106,7 +107,8 @@ class BodyDecoder:
         self.unpacked += len(piece)
         if self.unpacked > self._limits.decoded_bytes:
             raise too_large(f"it is more than {self._limits.decoded_bytes} bytes after decompression")
-        # Small bodies are exempt from the ratio: a short, repetitive page compresses well and is harmless.
+        # The limit of the ratio does not apply to small bodies: a short, repetitive page compresses well and is
+        # harmless.
         is_checked = self._inflater is not None and self.unpacked > self._limits.ratio_floor_bytes
         if is_checked and self.unpacked > self._limits.ratio * self.packed:
             raise too_large(f"it decompresses to more than {self._limits.ratio} times its size")

@@ -13,7 +13,7 @@ _META_BYTES = 2048
 _META = re.compile(rb"<meta[^>]{0,200}charset\s{0,5}=\s{0,5}[\"']?\s{0,5}([a-z0-9_\-:.]{2,40})", re.IGNORECASE)
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
-# Allowed charsets. Some other codecs of Python run code paths of their own, or need quadratic time.
+# Allowed charsets. Other codecs of Python are excluded, because some do more than convert text, or need quadratic time.
 _SUPPORTED = frozenset(
     {
         *(
@@ -34,7 +34,7 @@ _SUPPORTED = frozenset(
         *(f"iso8859-{n}" for n in (*range(2, 12), 13, 14, 15, 16)),
     }
 )
-# Browsers read these charset names as a larger charset, and pages rely on this.
+# Charset names that browsers read as a larger charset. Pages rely on this.
 _WIDER = {
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
@@ -50,8 +50,8 @@ _WIDER = {
 
 @dataclass(frozen=True)
 class DecodedText:
-    """Decoded text. `source` of the charset: header, mark, meta or guess. `replaced`: the number of characters that
-    were invalid in the charset and became U+FFFD.
+    """Decoded text. `source`: where the charset came from: header, mark (byte order mark), meta or guess. `replaced`:
+    the number of invalid sequences that became U+FFFD.
     """
 
     text: str

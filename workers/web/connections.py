@@ -1,4 +1,4 @@
-"""Network connections for httpcore, only to checked addresses. Every wait and every byte is bounded."""
+"""Network connections for httpcore, only to checked addresses, with limits on time and size."""
 
 import ssl
 from collections.abc import Iterable, Sequence
@@ -46,8 +46,8 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
         target, failure = self._target, None
         until = self._deadline.now() + self._limits.connect_s
         for at, address in enumerate(self._addresses):
-            # Every address gets an equal share of the remaining time, so a silent address does not use the time of
-            # the others.
+            # Every address gets an equal share of the remaining time, so that a silent address does not use up the time
+            # of the others.
             share_s = max(0.05, (until - self._deadline.now()) / (len(self._addresses) - at))
             limit_s = self._deadline.remaining_s(f"connecting to {target.host}", share_s)
             try:
@@ -72,8 +72,8 @@ class CheckedBackend(httpcore2.AsyncNetworkBackend):
 class BoundedStream(httpcore2.AsyncNetworkStream):
     """A connection with limits. `read` enforces the first-byte limit, then the minimum rate, and counts the bytes.
 
-    `has_head`: the reader of the response sets this flag after the headers. Before, all bytes count as headers,
-    because httpcore limits one header block but not the number of informational responses.
+    `has_head`: the reader of the response sets this flag when it has the headers. Until then all bytes count towards
+    the limit of headers: httpcore limits one header block, but not the number of informational (1xx) responses.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return data
 
     async def _read_once(self, max_bytes: int) -> bytes | None:
-        """Return the next bytes; None if the rate window ended before any byte arrived."""
+        """Return the next bytes; None if the present rate window ended before any byte arrived."""
         step = f"waiting for {self._host}" if self._window_from is None else f"reading from {self._host}"
         try:
             return await self._stream.read(max_bytes, self._deadline.remaining_s(step, self._wait_s()))
@@ -131,8 +131,8 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return max(0.001, self._window_from + self._limits.rate_window_s - self._deadline.now())
 
     def _next_window(self) -> None:
-        """Start the next rate window. Raises ToolFailure(TIMEOUT) when too few bytes arrived in the window that
-        ends.
+        """Start the next window for the minimum rate. Raises ToolFailure(TIMEOUT) when too few bytes arrived in the
+        last one.
         """
         if self._window_from is None:
             raise _slow(self._host, f"sent nothing within {self._limits.first_byte_s:g} s")
@@ -172,7 +172,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
 
 
 def header_flood(host: str, limits: FetchLimits) -> ToolFailure:
-    """Return the failure for a response with too many headers."""
+    """Return the failure for a response whose headers are too large."""
     return _build_failure(
         "protocol", f"{host} sends more headers than {limits.header_lines} lines or {limits.header_bytes // 1024} KiB"
     )

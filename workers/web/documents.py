@@ -42,7 +42,7 @@ def lay_out_json(text: str) -> str | None:
 
 
 def _gap(previous: str, token: str, depth: int) -> str:
-    """Return the whitespace before `token`."""
+    """Return the whitespace that the layout needs before `token`."""
     if token in ("}", "]"):
         return "" if previous in ("{", "[") else "\n" + INDENT * depth
     if previous == ":":
@@ -72,13 +72,14 @@ class Document:
 
 
 def read_document(page: WebPage, kind: DocumentFormat, extractor: Extractor, deadline: Deadline) -> Document:
-    """Convert a page to a document. Raises ToolFailure as Extractor.extract does."""
+    """Convert a page to a document. Raises the errors of Extractor.extract."""
     name = media_type(page.content_type)
     if not reads_as_text(name):
         return Document(name, None)
     decoded = decode_body(page.body, declared_charset(page.content_type), is_html=is_html(name))
     notes = []
-    # JSON without a charset is UTF-8, and pure ASCII reads the same in every supported charset. A note would not help.
+    # Add no note about a guessed charset: JSON without a charset is UTF-8, and ASCII reads the same in every supported
+    # charset.
     if decoded.source == "guess" and not (is_json(name) and decoded.charset == "utf-8") and not decoded.text.isascii():
         notes.append(f"the page does not say its charset: read as {decoded.charset}")
     if decoded.replaced:

@@ -120,7 +120,7 @@ class ResponseStream:
 
 @asynccontextmanager
 async def open_response(request: HttpRequest, options: ConnectionOptions) -> AsyncIterator[ResponseStream]:
-    """Connect, send the request and read the head. Raises ToolFailure as `exchange` does, also for errors inside the
+    """Connect, send the request and read the head. Raises the ToolFailures of `exchange`, also for errors inside the
     `async with` block.
     """
     target, limits = request.target, options.limits
@@ -148,7 +148,7 @@ async def open_response(request: HttpRequest, options: ConnectionOptions) -> Asy
     except httpcore2.RemoteProtocolError as error:
         raise _translate(error, target.host, limits) from None
     except (httpcore2.LocalProtocolError, UnicodeError):
-        # The message of the library would repeat the value of the header, which may be a key.
+        # Do not use the library's message: it repeats the value of the header, which may be a key.
         raise ToolFailure(
             ErrorCode.INTERNAL,
             f"the request to {target.host} has an invalid header: check the settings of web tools for line "
@@ -172,7 +172,7 @@ def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) ->
 
 
 async def read_body(response: ResponseStream, max_bytes: int | None) -> HttpResponse:
-    """Read the body. `max_bytes`: the number of bytes, as BodyBytes defines. Raises ToolFailure."""
+    """Read the body. `max_bytes`: how much to read, as defined at BodyBytes. Raises ToolFailure."""
     head, limits = response.head, response.limits
     length = head.headers.get("content-length", "")
     if max_bytes is None and length.isdecimal() and int(length[:20]) > limits.wire_bytes:

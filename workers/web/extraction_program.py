@@ -34,8 +34,8 @@ _BLOCKS = frozenset(
     )
 )
 _HIDDEN = frozenset(("script", "style", "template", "svg", "iframe", "object"))
-# System calls of Landlock, whose numbers are the same on every architecture, and the rights that each version can
-# forbid.
+# Numbers of Landlock's system calls, which are the same on every architecture, and the rights that each Landlock
+# version can forbid.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _GET_VERSION, _BENEATH_PATH, _PR_SET_NO_NEW_PRIVS = 1, 1, 38
 _READ_FILES = 0b1100
@@ -59,8 +59,8 @@ class PlainReader(HTMLParser):
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # Only the first title counts, and only up to the next tag. Embedded pictures have titles of their own, and an
-        # unclosed title must not contain the whole page.
+        # Use only the first title, up to the next tag: embedded pictures have their own titles, and an unclosed title
+        # must not include the whole page.
         self._in_title = tag == "title" and self._hidden is None and not self._title
         if self._hidden is not None:
             self._hidden_depth += tag == self._hidden
@@ -164,9 +164,9 @@ def limit_resources(cpu_s: int) -> None:
 
 
 def confine() -> bool:
-    """Confine this process with Landlock; return whether the kernel did so. Afterwards the process can open only
-    files that Python imports, cannot connect to servers, and cannot signal or inspect other processes. The last point
-    matters because /proc of the worker shows the worker's environment.
+    """Confine this process with Landlock; return whether the kernel did so. Afterwards the process can open only files
+    that Python imports, cannot connect to servers, and cannot signal or inspect other processes. Otherwise it could
+    read the worker's environment variables in /proc.
     """
     libc = ctypes.CDLL(None)
     version = libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION)

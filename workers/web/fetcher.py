@@ -63,8 +63,8 @@ class Fetcher:
         self._clock = clock
 
     def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> FetchedPage:
-        """Return the page at `url`, with any status. `reads_on`: the call continues an earlier call and needs the
-        same page.
+        """Return the page at `url`, even with an error status. `reads_on`: the call reads a later part of a page, so it
+        needs the stored page and accepts an older one.
 
         Raises ToolFailure: INVALID_ARGUMENTS, SECURITY_REFUSED, NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE.
         """
@@ -181,7 +181,9 @@ class Fetcher:
 
 
 def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
-    """Return the failure of a redirect from `base`. An invalid URL there is refused: the caller cannot fix it."""
+    """Convert the failure of a redirect from `base`. An invalid URL in a redirect becomes SECURITY_REFUSED, because the
+    caller cannot fix the URL.
+    """
     code = ErrorCode.SECURITY_REFUSED if failure.code is ErrorCode.INVALID_ARGUMENTS else failure.code
     return ToolFailure(
         code, f"{base.host} redirects, and {failure.message}", **{**failure.metadata, "redirected_by": base.url}
@@ -189,7 +191,9 @@ def _of_redirect(base: Target, failure: ToolFailure) -> ToolFailure:
 
 
 def _conditions(target: Target, stored: WebPage | None) -> dict[str, str]:
-    """Return the conditional headers. Only the URL that delivered the stored page gets them."""
+    """Return the headers that ask the server whether the stored page is still valid. Only the URL from which the page
+    came gets them.
+    """
     if stored is None or target.url != stored.final_url:
         return {}
     conditions = {"If-None-Match": stored.etag, "If-Modified-Since": stored.last_modified}

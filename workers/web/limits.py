@@ -24,7 +24,7 @@ class FetchLimits:
     header_bytes: int = 64 * KIB
     header_lines: int = 100
     wire_bytes: int = 5_000_000
-    """Limit of a body on the wire, with its framing."""
+    """Maximum number of bytes of a body as transferred: compressed, and with its framing."""
     decoded_bytes: int = 10_000_000
     ratio: int = 100
     """Maximum ratio of the decompressed size to the compressed size."""
@@ -36,7 +36,9 @@ class FetchLimits:
 
 
 class Deadline:
-    """Deadline at `total_s` seconds from now, on a monotonic clock. Redirects, name lookups and parsing all count."""
+    """Deadline `total_s` seconds from now, on a monotonic clock. It applies to everything together: redirects, name
+    lookups, transfers and parsing.
+    """
 
     def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

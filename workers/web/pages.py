@@ -88,8 +88,8 @@ class Extractor:
         """Run the program; return None if the program died or wrote invalid output."""
         limit_s = deadline.remaining_s("reading the page", self._parse_s)
         order = {"format": text_format, "url": url, "method": method, "cpu_s": max(1, round(self._parse_s))}
-        # Files in memory replace pipes: neither process can block the other, and the program limits the size of its
-        # output.
+        # Use memory files and no pipes: neither process can block the other, and the program's file size limit bounds
+        # its output.
         with _open_memory("page") as stdin, _open_memory("text") as stdout:
             stdin.write(json.dumps(order).encode() + b"\n" + html.encode("utf-8", "replace"))
             stdin.seek(0)
@@ -141,9 +141,10 @@ def _finishes(argv: list[str], stdin: int, stdout: int, limit_s: float) -> bool:
         finally:
             os.close(process_fd)
     finally:
-        # An interrupt inside Popen can leave a program without a handle. Such a program ends by its own alarm.
+        # An interrupt inside Popen can leave a running program to which no object refers. Its own alarm ends such a
+        # program.
         if process is not None:
-            # Kill the process group before `wait` frees its number. No child of the program survives.
+            # Kill the process group, with all children of the program, before `wait` frees its number.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return process.returncode == 0

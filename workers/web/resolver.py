@@ -15,7 +15,7 @@ MAX_LOOKUPS = 8
 
 
 class Resolver(Protocol):
-    """Source of the addresses of a name."""
+    """Interface for name lookups."""
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
         """Return every address of `host`, IPv4 and IPv6: at least one and at most MAX_ANSWERS.
@@ -37,7 +37,7 @@ class SystemResolver:
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
         limit_s = deadline.remaining_s(f"looking up {host}", limit_s)
-        # A thread lives until the system's resolver returns. The limit prevents a slow name server from filling the
+        # Limit the threads: each lives until the system's resolver returns, so a slow name server could fill the
         # process with threads.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
         if len(self._lookups) >= self._max_lookups:
@@ -72,14 +72,14 @@ def _look_up(host: str, answer: "queue.SimpleQueue[list[str] | OSError]") -> Non
 
 
 def find_addresses(resolver: Resolver, target: Target, deadline: Deadline, limits: FetchLimits) -> tuple[Address, ...]:
-    """Return the address in the URL, or every address of its name. Raises ToolFailure as Resolver does."""
+    """Return the address in the URL, or every address of its name. Raises the ToolFailures of Resolver.resolve."""
     if target.literal is not None:
         return (target.literal,)
     return resolver.resolve(target.host, deadline, limits.resolve_s)
 
 
 def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
-    """Return the addresses of a lookup, in order, without duplicates. Raises ToolFailure as Resolver does."""
+    """Return the addresses of a lookup, in order, without duplicates. Raises the ToolFailures of Resolver.resolve."""
     try:
         addresses = tuple(dict.fromkeys(ipaddress.ip_address(answer) for answer in answers))
     except ValueError:

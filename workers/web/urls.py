@@ -32,8 +32,8 @@ _UNQUOTED = "!#$%&'()*+,-./:;=?@[]_~"
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of a request. `host`: lower-case ASCII without a final dot. `literal`: the host, if the host is an
-    address.
+    """Destination of a request. `host`: lower-case ASCII without a final dot. `literal`: the parsed address, if the
+    host is an IP address.
 
     `path`: path and query in ASCII; starts with a slash.
     """
@@ -66,7 +66,7 @@ def parse_url(text: str) -> Target:
     """
     _check_characters(text)
     match = _SCHEME.match(text)
-    # No scheme that is fetched contains a dot: this is a host with a port.
+    # A "scheme" with a dot is really a host that is followed by a port.
     if match is None or "." in match[1]:
         raise _invalid("it must begin with http:// or https://")
     scheme = match[1].lower()
@@ -84,7 +84,7 @@ def parse_url(text: str) -> Target:
 
 
 def parse_location(base: Target, location: str) -> Target:
-    """Return the target of a redirect from `base`. Raises ToolFailure as parse_url does."""
+    """Return the target of a redirect from `base`. Raises the ToolFailures of parse_url."""
     # This check comes before urljoin, because the standard library silently drops tabs and line ends.
     _check_characters(location)
     return parse_url(location if _SCHEME.match(location) else urljoin(base.url, location))

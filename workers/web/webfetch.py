@@ -95,7 +95,7 @@ def _build_part(fetched: FetchedPage, document: Document, start: int, max_chars:
         if end < total
         else f"end of page: {total} characters"
     )
-    # The copy of the earlier parts has expired, or was never stored.
+    # The stored page, of which the caller has earlier parts, has expired or was never stored.
     refetch_note = (
         ("the page was fetched again for this part and may differ from the earlier parts",)
         if start and fetched.source == "network"
@@ -114,7 +114,7 @@ def _head(page: WebPage, document: Document) -> str:
         f"status: {page.phrase}",
         f"type: {document.media_type}{charset}",
     ]
-    # The title is quoted: a page must not be able to imitate a line of the tool's own output.
+    # Quote the title, so that a page cannot imitate a line of the tool's own output.
     lines.append(f"title: {json.dumps(document.title, ensure_ascii=False)}" if document.title else "title: (none)")
     if _authority(page.url) != _authority(page.final_url):
         lines.append(f"[redirected to another host: {' -> '.join([page.url, *page.redirects])}]")

@@ -91,8 +91,8 @@ def _parse_query_text(text: str) -> str:
 
 
 def _parse_domains(names: list[str]) -> tuple[str, ...]:
-    """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS) for text that a provider's query would
-    not read as a domain.
+    """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS) for text that a search service would not
+    recognize as a domain.
     """
     domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in names))
     for domain in domains:

@@ -1,1 +1,1 @@
-"""Commands: programs under a supervisor, the shell state, background jobs, and long outputs."""
+"""Commands: running programs, the state of the session's shell, background jobs, and files of long outputs."""

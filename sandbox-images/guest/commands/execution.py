@@ -1,6 +1,6 @@
 """The execution of one program: start the program, watch it, and end it with everything that it started.
 
-Invariant: the done event is sent only after no process of the call lives, or the kill report counts the survivors.
+Invariant: when the done event is sent, no process of the call lives, or the kill report counts those that survived.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _NO_PIDFD_PACE_S = 0.005
 
 
 class Execution:
-    """An exec call. The process that runs it is a child subreaper. The supervisor closes all descriptors that the
-    execution opens.
+    """The execution of an exec request. The process that runs it is a child subreaper: orphans of the program become
+    its children. The supervisor closes all descriptors that the execution opens.
     """
 
     def __init__(self, request: ExecRequest, pipes: CallPipes, paths: GuestPaths, oom_kills: int | None) -> None:
@@ -76,8 +76,8 @@ class Execution:
         self._watch()
         run_s = time.monotonic() - self._started_at
         self._end_tree()
-        # From here on, the call waits only for the host to read its output. PID 1 must not kill a settled supervisor
-        # for being slow, or the output would be lost.
+        # From here on, the call only waits until the host has read its output. Tell PID 1 so (`settle`), or PID 1 would
+        # kill this supervisor at the limit, and the output would be lost.
         self._pipes.settle()
         self._outputs.drain()
         self._outputs.send()
@@ -110,7 +110,7 @@ class Execution:
         self._limit_at = self._started_at + self._request.timeout_s
         self._pid = spawn(argv, env, stdin, self._outputs.stdout, self._outputs.stderr, inherited)
         offer_to_oom_killer(self._pid)
-        # This process must not hold a write end, or the pipes would never reach their end.
+        # Close the write ends in this process, or the pipes would never reach their end.
         self._outputs.close_write_ends()
 
     def _watch(self) -> None:
@@ -132,7 +132,7 @@ class Execution:
                 reap_at = time.monotonic() + pace
 
     def _wait_for_events(self, pidfd: int | None, wait_s: float) -> set[int]:
-        """Wait at most `wait_s` seconds and read the output pipes. Return the ready descriptors."""
+        """Wait at most `wait_s` seconds, and read output that arrives. Return the ready descriptors."""
         self._outputs.pause()
         poller = select.poll()
         outputs = self._outputs.readable_fds()
@@ -155,7 +155,7 @@ class Execution:
         try:
             return os.pidfd_open(self._pid)
         except (AttributeError, OSError):
-            # Without a pidfd, the program is polled at a short interval.
+            # Without a pidfd, look for the program's exit at short intervals.
             return None
 
     def _on_exit(self, pid: int, status: int) -> None:
@@ -163,10 +163,10 @@ class Execution:
             self._status = status
 
     def _end_tree(self) -> None:
-        """End every process of the call. Processes that do not end by themselves are killed."""
+        """Wait a short time for the processes of the call to end by themselves, and kill the rest."""
         is_over = not (self._timed_out or self._cancelled)
-        # A program that has ended counts as finished, but its background children may still write output. They get a
-        # short grace and are then killed, so that nothing outlives the call.
+        # The program has ended, but its background children may still write output. Give them a short time and then
+        # kill them, so that no process outlives the call.
         if is_over and self._wait_for_busy_processes():
             return
         self._kill = KillReport()
@@ -176,7 +176,9 @@ class Execution:
         kill_below(self._kill, self._on_exit)
 
     def _wait_for_busy_processes(self) -> bool:
-        """Return whether all processes that the program left behind end by themselves within their grace."""
+        """Wait for the processes that the program left behind and that are busy. Return whether all have ended by
+        themselves.
+        """
         give_up_at, used_before = min(time.monotonic() + BUSY_LIMIT_S, self._limit_at), None
         while not self._wait_for_processes(LEFTOVER_GRACE_S):
             try:
@@ -232,6 +234,6 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
 
 
 def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:
-    """Return the environment of the program: the sandbox's variables and the request's. Raises RequestFailure."""
+    """Return the environment of the program: the variables of the sandbox and of the request. Raises RequestFailure."""
     merged = {**paths.environment, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}

@@ -1,8 +1,8 @@
-"""The job keeper: the supervisor that stays with one background job from its start to its end.
+"""The job keeper: a supervisor process that serves one background job from its start to its end.
 
-Invariant: while the keeper lives, every process of the job is below the keeper, which is a child subreaper. The
-keeper reports the end of a job after the last process was reaped, or after a kill. The keeper stays until a request
-has received the end of the job, or LINGER_S seconds have passed.
+Invariant: while the keeper lives, every process of the job is below the keeper, which is a child subreaper. The keeper
+reports the end of a job after the last process was reaped, or after a kill. It ends when a request has received the end
+of the job, or after LINGER_S seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRACE_S = 2.0
 PENDING_INPUT_BYTES = 1_048_576
 """Limit of the input that the job has not read yet, in bytes."""
 LINGER_S = 300.0
-"""Time that the keeper keeps the end of a job and its unread output for a request, in seconds."""
+"""Seconds that the keeper waits for a request after the job's end, to report the end and the unread output."""
 _READ_BYTES = 262_144
 _REAP_PACE_S = 0.25
 _LAST_READS_S = 0.25
@@ -52,7 +52,8 @@ class JobKeeper:
         self._oom_kills = read_oom_kills()
 
     def serve(self) -> None:
-        """Start the job and serve its requests. Return when the end of the job is reported or nothing is left to do.
+        """Start the job and serve its requests. Return when a request has received the end of the job, or LINGER_S has
+        passed.
 
         Raises RequestFailure and OSError when the job cannot be started. No process of the job runs then.
         """
@@ -80,11 +81,11 @@ class JobKeeper:
             os.close(fd)
 
     def _watch(self, until: float | None, is_start: bool = False) -> bool:
-        """Watch the job until the time `until`, or until the job ends. When `until` is None, also return after an
-        answer.
+        """Watch the job until the time `until`, or until the job ends. With `until` None, return after each answered
+        request too.
 
-        `is_start`: the start request is not answered yet, so a cancel kills the job. Return False when nothing is
-        left to do.
+        `is_start`: the start request is not answered yet, so a cancel kills the job. Return False when the keeper must
+        end.
         """
         while self._state == RUNNING or until is None:
             now = time.monotonic()
@@ -93,8 +94,8 @@ class JobKeeper:
             if self._state != RUNNING and now >= self._ended_at + LINGER_S:
                 return False
             pace_s = _REAP_PACE_S if self._state == RUNNING else LINGER_S
-            # An exit without output does not wake the poll, so the wait is short while the job runs. Zombies would
-            # also count against the limit of processes.
+            # Wait only a short time while the job runs: an exit without output does not wake the poll, and zombies
+            # count against the limit of processes.
             if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
                 received = self._ends.receive()
                 if received is None:
@@ -107,7 +108,9 @@ class JobKeeper:
         return True
 
     def _serve_events(self, wait_s: float) -> bool:
-        """Read the job's output, write its input, and notice its end. Return whether PID 1 has sent a message."""
+        """Handle the poll's events: read the job's output, write its input, and reap its processes. Return whether PID
+        1 has sent a message.
+        """
         poller = select.poll()
         channel = self._ends.channel.fileno()
         poller.register(channel, select.POLLIN)
@@ -131,7 +134,7 @@ class JobKeeper:
             self._status = status
 
     def _read_output(self) -> bool:
-        """Move one piece of output to the log. Return False when there is none. Close the pipe at its end."""
+        """Read one piece of output into the log. Return False when there is none. At the end of the pipe, close it."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -145,8 +148,8 @@ class JobKeeper:
 
     def _end(self, state: str) -> None:
         """Record the end of the job, after its processes were reaped or killed. Read the rest of its output first."""
-        # The content of the pipe is the last output of the job. The time limit matters when a process has survived
-        # the kill.
+        # What is still in the pipe is the last output of the job. Limit the time, because a process that survived the
+        # kill may keep writing.
         give_up_at = time.monotonic() + _LAST_READS_S
         while self._output >= 0 and time.monotonic() < give_up_at and self._read_output():
             pass
@@ -156,8 +159,8 @@ class JobKeeper:
 
     def _serve(self, assignment: Assignment) -> None:
         """Answer one request about the job."""
-        # A keeper that dies after this point may already have killed the job or fed it, so the request is not sent
-        # again.
+        # Mark the request as taken: if this keeper dies from here on, it may already have killed the job or written
+        # input, so PID 1 must not send the request again.
         self._ends.progress.take()
         self._pipes = self._ends.open_call(assignment.body)
         request = assignment.request
@@ -246,7 +249,9 @@ class JobKeeper:
             )
 
     def _feed(self) -> bool:
-        """Write as much input as the job's pipe accepts now. Return False when the job has closed its end."""
+        """Write as much pending input as the job's pipe accepts now. Return False when the job has closed its standard
+        input.
+        """
         try:
             while self._input:
                 del self._input[: os.write(self._stdin, self._input)]
@@ -275,7 +280,7 @@ class JobKeeper:
             ask_to_end(self._pid, report)
             give_up_at = time.monotonic() + GRACE_S
             while time.monotonic() < give_up_at and not reap(self._on_exit):
-                # Output is read while the job ends. A job that waits for room in its pipe could not end by itself.
+                # Read output meanwhile: a job that waits until its pipe has room could not end by itself.
                 if self._output < 0 or not self._read_output():
                     time.sleep(0.002)
         kill_below(report, self._on_exit)
@@ -284,7 +289,7 @@ class JobKeeper:
 
 
 def keep(assignment: Assignment, ends: SupervisorEnds, paths: GuestPaths) -> None:
-    """Keep a job from its start to its end.
+    """Serve a job from its start to its end, as its keeper.
 
     A failed start is answered with an error, and no process of the job is left.
     """

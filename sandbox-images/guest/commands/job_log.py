@@ -15,9 +15,9 @@ LOG_BYTES = 4_194_304
 class JobLog:
     """The log file of one job.
 
-    Positions count from the first byte of the job. `written` is the number of bytes that were written to the file.
-    Bytes before `_base` were dropped later. `dropped` also counts the bytes that could not be written. Only the
-    constructor raises OSError.
+    Positions count from the first byte of the job's output. `written`: number of bytes that were written to the file so
+    far. Bytes before position `_base` have since been removed from the file. `dropped` counts them and the bytes that
+    could not be written. Only the constructor raises OSError.
     """
 
     def __init__(self, paths: GuestPaths, job: str, max_bytes: int = LOG_BYTES) -> None:
@@ -71,7 +71,8 @@ class JobLog:
                 parts.append(part)
                 at, size = at + len(part), size - len(part)
         except OSError:
-            # A program of the sandbox has changed the file. The file belongs to the session, so this is allowed.
+            # Return what is there: a program of the sandbox has changed the file, which is allowed because the file
+            # belongs to the session.
             return b"".join(parts)
         return b"".join(parts)
 
@@ -89,7 +90,7 @@ class JobLog:
             # The rename replaces the file in one step, so that a program that reads the log never finds half a file.
             os.rename(temporary, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         except OSError:
-            # There is no room for a second file, so the content of the first file is dropped.
+            # There is no space for a second file, so empty the first one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)
             self._skip, self._base = 0, self.written

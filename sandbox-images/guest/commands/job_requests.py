@@ -18,9 +18,9 @@ def _read_label(header: dict[str, Any], name: str) -> str:
 
 
 class JobStartRequest(GuestRequest):
-    """Run a script in the background.
+    """Request to run a script in the background.
 
-    The request is answered `wait_ms` after the start of the script, or at its end. The script starts from the
+    The answer comes `wait_ms` after the start of the script, or when the script ends before. The script starts from the
     session's shell state and stores no state. PID 1 sets `job`.
     """
 
@@ -51,22 +51,22 @@ class _JobRequest(GuestRequest):
 
 
 class JobPollRequest(_JobRequest):
-    """Return the job's output since the last request, at most `max_bytes`, as head and tail."""
+    """Request for the job's output since the last request: at most `max_bytes`, as head and tail."""
 
     FIELDS: ClassVar = {"job": _read_label, "max_bytes": whole(0, MAX_BODY)}
     max_bytes: int
 
 
 class JobKillRequest(JobPollRequest):
-    """Kill the job and everything that the job has started. Return the output since the last request."""
+    """Request to kill the job and everything that it has started. The answer has the output since the last request."""
 
 
 class JobInputRequest(_JobRequest):
-    """Write the body to the job's standard input. With `close`, close the input afterwards."""
+    """Request to write the body to the job's standard input. With `close`, the input is closed afterwards."""
 
     FIELDS: ClassVar = {"job": _read_label, "close": read_flag}
     close: bool
 
 
 class JobListRequest(GuestRequest):
-    """List every job of the session."""
+    """Request for a list of the session's jobs."""

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 MAX_JOBS = 16
 RUNNING, EXITED, KILLED, LOST = "running", "exited", "killed", "lost"
-"""States of a job. Lost: a program has killed the keeper, and PID 1 has killed the rest of the job."""
+"""States of a job. LOST: a program of the sandbox has killed the keeper, and PID 1 has killed the job's processes."""
 
 
 class Job:
     """A background job.
 
-    `keeper`: the supervisor that stays with the job, or None after that supervisor has ended. `facts`: the last state
-    that the keeper reported.
+    `keeper`: the process that serves the job; None after it has ended. `facts`: the job's state as the keeper last
+    reported it.
     """
 
     __slots__ = ("_started_at", "facts", "id", "keeper", "label")
@@ -56,7 +56,7 @@ class Jobs:
 
     @property
     def has_keepers(self) -> bool:
-        """Return whether any keeper lives. The kill of another call must spare the processes of a keeper."""
+        """Return whether the keeper of any job lives. A kill for another call must then spare the processes of jobs."""
         return any(job.keeper is not None for job in self._jobs.values())
 
     @property
@@ -90,8 +90,7 @@ class Jobs:
     def update(self, keeper: SupervisorHandle, facts: object) -> None:
         """Store the state that a job's keeper reports.
 
-        An ended job never changes back to running. An answer that was written before the end may be read after the
-        end.
+        Ignore `running` for a job that has ended: a report that was written before the end may be read after it.
         """
         job = self._find_by_keeper(keeper)
         if job is not None and isinstance(facts, dict) and (job.is_running or facts["state"] != RUNNING):
@@ -106,7 +105,7 @@ class Jobs:
     def end_keeper(self, keeper: SupervisorHandle) -> tuple[bool, Job | None]:
         """Record that a supervisor has exited.
 
-        Return whether the supervisor left a running job behind, and the job that the supervisor kept, or None.
+        Return whether processes of its job may still run, and the job (None if the supervisor was no keeper).
         """
         job = self._find_by_keeper(keeper)
         if job is None:
@@ -119,7 +118,7 @@ class Jobs:
         return True, job
 
     def as_fields(self) -> dict[str, object]:
-        """Return the fields of the done event of a list request."""
+        """Return the fields of the answer (done event) to a JobListRequest."""
         return {"jobs": [job.as_field() for job in self._jobs.values()]}
 
     def _find_by_keeper(self, keeper: SupervisorHandle) -> Job | None:

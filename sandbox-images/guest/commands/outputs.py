@@ -1,4 +1,6 @@
-"""The output pipes of one program: output is read, counted, kept up to a limit, or sent while the program runs."""
+"""The output pipes of one program. Output is counted; it is kept up to a limit, stored in a file, or sent while the
+program runs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,9 @@ _PREFIX, _SUFFIX = b"command-", b".txt"
 
 
 class Spill:
-    """The complete output of a command: in memory up to `limit_bytes` and `limit_lines`, in a file above these
-    limits.
+    """The complete output of a command. Above `limit_bytes` or `limit_lines`, it is stored in a file (the spill file).
 
-    A spill never makes its command fail. When there is no room, the rest of the output is dropped and `is_whole` is
+    A spill never makes its command fail. When there is no space, the rest of the output is dropped and `is_whole` is
     false.
     """
 
@@ -75,7 +76,7 @@ class Spill:
 
     @property
     def is_missing(self) -> bool:
-        """Return whether a file was needed and could not be created."""
+        """Return whether the output needed a file that could not be created."""
         return self._pending is None and self.name is None
 
     def _begin(self, pending: list[bytes]) -> None:
@@ -96,14 +97,16 @@ class Spill:
         self._write(b"".join(pending))
 
     def _write(self, data: bytes) -> None:
-        """Write to the file. Remove older files while there is no room, and stop at the first gap."""
+        """Write to the file. While there is no space, remove files of older outputs. If data is lost, write nothing
+        after it.
+        """
         output, data = data, self._fit(data)
         view = memoryview(data)
         while view and self._fd is not None:
             try:
                 count = os.write(self._fd, view)
             except OSError:
-                # The folder of outputs is full. The guest may remove only spill files from the folder.
+                # The file system is full. Remove only spill files: other files of the folder are needed.
                 if self._drop_oldest():
                     continue
                 self._stop()
@@ -115,11 +118,11 @@ class Spill:
             self.lines += written.count(b"\n")
         self._free_bytes -= len(written)
         if len(data) < len(output):
-            # Later output is not written, even if room becomes free: the output would follow a gap.
+            # Write no later output, even if space becomes free: the file would have a gap.
             self._stop()
 
     def _fit(self, data: bytes) -> bytes:
-        """Remove the oldest files until `data` fits the quota. Return the part of `data` that fits."""
+        """Remove the oldest files until `data` fits into the quota. Return the part of `data` that fits."""
         while len(data) > self._free_bytes and self._drop_oldest():
             pass
         return data if len(data) <= self._free_bytes else data[: max(0, self._free_bytes)]
@@ -157,8 +160,8 @@ def _list_spills(output: bytes) -> list[tuple[int, int, bytes]]:
 
 
 PACE_S = 0.05
-"""Interval of live output, in seconds. Output within one interval is sent as one frame, because each frame has a
-cost.
+"""Seconds between two frames of live output. Output within this time is sent as one frame, because each frame costs
+processor time.
 """
 PIECE_BYTES = 32_768
 _FRAME_BYTES = 64
@@ -175,8 +178,8 @@ DRAIN_WINDOW_S = 0.25
 class Capture:
     """The kept part of a stream: the first quarter of `cap` bytes and the last three quarters.
 
-    The bytes between the two parts are counted and dropped. A stream of at most `cap` bytes is kept completely, as a
-    head and a tail that join.
+    The bytes between the two parts are counted and dropped. A stream of at most `cap` bytes is kept completely: its
+    head and its tail then have no gap.
     """
 
     __slots__ = ("_end", "_head", "_head_cap", "_tail", "_tail_cap", "total")
@@ -225,7 +228,7 @@ class Capture:
 
 
 class LiveFeed:
-    """Output that is sent while the program runs, at most `max_bytes`, including frames.
+    """Output that is sent while the program runs: at most `max_bytes`, including the size of frame headers.
 
     Output beyond this limit, and output that arrives while PID 1 is busy, is counted and dropped.
     """
@@ -241,7 +244,7 @@ class LiveFeed:
         self.dropped = 0
 
     def add(self, name: str, data: bytes, now: float) -> None:
-        """Buffer a piece of output for the next frame."""
+        """Add a piece of output to the next frame."""
         if self.due_at is None:
             self.due_at = now + PACE_S
         buffer = self._buffers.setdefault(_STREAMS[name], bytearray())
@@ -284,8 +287,8 @@ class LiveFeed:
 class Outputs:
     """The output pipes of one program.
 
-    A request for `merged` alone gets one pipe for stdout and stderr, which keeps the order of the program's writes.
-    Other requests get two pipes. Their `merged` contains the pieces of both pipes in the order of arrival.
+    If a request asks only for the stream `merged`, stdout and stderr share one pipe, which keeps the order of the
+    program's writes. Otherwise there are two pipes, and `merged` contains their pieces in the order of arrival.
     """
 
     def __init__(self, request: ExecRequest, writer: ReportWriter, paths: GuestPaths) -> None:
@@ -301,7 +304,7 @@ class Outputs:
         self._stream_total = 0
         self._captures = {name: Capture(cap) for name, cap in request.caps.items() if cap or name != "merged"}
         self._one_pipe = bool(request.caps.get("merged")) and not (request.caps["stdout"] or request.caps["stderr"])
-        # The name of the capture for each pipe.
+        # Pipe -> name of the capture for its output.
         self.open_fds: dict[int, str] = {}
         read_fd, self.stdout = os.pipe()
         self._add_pipe(read_fd, "merged" if self._one_pipe else "stdout")
@@ -315,12 +318,14 @@ class Outputs:
         self.open_fds[read_fd] = name
 
     def close_write_ends(self) -> None:
-        """Close this process's copies of the write ends, after the program was started."""
+        """Close this process's copies of the write ends. Call this after the program was started."""
         for fd in {self.stdout, self.stderr}:
             os.close(fd)
 
     def readable_fds(self) -> list[int]:
-        """Return the pipes to read now. A streamed pipe is not read until PID 1 has read its last piece."""
+        """Return the pipes to read now. A pipe whose output is streamed is not read until PID 1 has read the last piece
+        from this process.
+        """
         blocked = self._remaining_stream_bytes is not None and self._writer.is_full
         return [fd for fd, name in self.open_fds.items() if not (blocked and name == "stdout")]
 
@@ -339,10 +344,10 @@ class Outputs:
         return True
 
     def pause(self) -> None:
-        """Wait briefly, so that a program with much output fills its pipe. Many small reads cost more than the
-        program.
+        """Wait briefly, so that a program with much output fills its pipe. Many small reads would cost more processor
+        time than the program.
 
-        There is no wait after a large piece: such a program is faster than the reads and would only be delayed.
+        Do not wait after a large piece: the program fills the pipe quickly and would only be delayed.
         """
         if self._is_ahead:
             self._is_ahead = False
@@ -357,8 +362,8 @@ class Outputs:
                 self._enlarge(fd)
 
     def _enlarge(self, fd: int) -> None:
-        """Enlarge the pipe of a program with much output, so that the program and this process wait less for each
-        other.
+        """Enlarge the pipe of a program with much output, so that fewer switches between the program and this process
+        are needed.
         """
         self._large.add(fd)
         # Imported here, because most programs never fill a pipe.
@@ -384,8 +389,8 @@ class Outputs:
         """
         give_up_at = time.monotonic() + DRAIN_WINDOW_S
         while time.monotonic() < give_up_at:
-            # PID 1 may not have read the last piece of a stream yet. The streamed pipe is not read until then, so the
-            # waiting time does not count.
+            # PID 1 may not have read the last piece of a stream yet, and the streamed pipe waits for this. Such waiting
+            # time does not count towards the limit.
             give_up_at += self._writer.finish()
             received = [self.read(fd) for fd in self.readable_fds()]
             if not any(received):
@@ -403,7 +408,7 @@ class Outputs:
         """Return the `streams` field of the done event."""
         sizes = {name: capture.sizes() for name, capture in self._captures.items()}
         if self._one_pipe:
-            # Stdout and stderr share the pipe, so their separate sizes are unknown.
+            # Stdout and stderr share one pipe, so their separate sizes are unknown.
             return {"merged": sizes["merged"]}
         if self._remaining_stream_bytes is not None:
             sizes["stdout"] = {"total": self._stream_total, "head": self._streamed, "tail": 0}

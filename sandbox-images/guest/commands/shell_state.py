@@ -1,4 +1,5 @@
-"""The state of a session's shells: the folder, the exported variables and the functions that the last command left.
+"""The state of a session's shells: the current folder, the exported variables and the functions at the end of the last
+command.
 
 The shell writes its state at its end. The next shell reads the state from BASH_ENV, a script that bash runs first.
 
@@ -29,27 +30,29 @@ _RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
 SCRIPT_FD = 4
 _END = b"end"
 _MAX_STATUSES = 64
-# Code of an EXIT trap. It uses only builtins, so no process is forked. Output of the script's own traces and traps
-# lands in the file, before the first NUL. The code uses no variable: the script may use any name, also as a readonly
-# variable or as a reference.
+# Code of an EXIT trap. It uses only builtins, so no process is forked. Output of the script's own traces and traps also
+# goes to the file, before the first NUL, and is ignored. The code uses no variables, because the script may have made
+# any name readonly or a reference.
 _SAVE = """{{ builtin set -- "${{PIPESTATUS[@]}}"; builtin trap - DEBUG ERR; builtin trap "" XFSZ; builtin set +exu
 builtin printf "\\0"; builtin printf "%s " "$@"; builtin printf "\\0"; builtin pwd -P; builtin printf "\\0"
 builtin export -n PWD; builtin declare -px; builtin printf "\\0"; builtin declare -f
 builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
-# The text that bash writes for a variable when the value needs no quoting.
+# The text that bash prints for a variable whose value needs no quoting.
 _PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Za-z_][A-Za-z0-9_]*)="([^"\\$`]*)"')
-# Placeholders of secrets, and the authorities that go with them. They belong to a session, and a state may be that of
-# another session: of the parent of a fork, or of a checkpoint.
+# Do not store the placeholders of secrets and the variables for certificate authorities. They belong to one session,
+# but a state may be used by another: after a fork, or after a restore from a checkpoint.
 _OF_SECRETS = (b"tcs_placeholder_", b"/skills/authority/")
 _OUR_NAMES = frozenset(name.encode() for name in ENVIRONMENT)
-# Every shell sets these variables itself: its previous folder, if any, and its nesting depth.
+# Variables that every shell sets itself: its previous folder and its nesting depth.
 _OWN_VARIABLES = (b"declare -x OLDPWD", b"declare -x SHLVL=")
 
 
 def read_folder(paths: GuestPaths) -> bytes:
-    """Return the start of relative paths: the directory in which the last command ended, at first the workspace."""
+    """Return the session's folder, where relative paths start: the folder in which the last command ended, at first the
+    workspace.
+    """
     folder = read_state_file(paths, b"folder", _MAX_PATH)
     return folder if folder is not None and folder.startswith(b"/") and b"\0" not in folder else paths.workspace
 
@@ -72,7 +75,7 @@ def write_state_file(paths: GuestPaths, name: bytes, content: bytes) -> None:
 def read_state_file(paths: GuestPaths, name: bytes, max_bytes: int) -> bytes | None:
     """Return at most `max_bytes` bytes of a file of the state.
 
-    Return None when the file is missing or is not a regular file. Reading a pipe would never end.
+    Return None when the file is missing or is not a regular file: reading a pipe might never end.
     """
     try:
         fd = os.open(
@@ -101,8 +104,8 @@ NONE, KEPT, REPLACED, TOO_LARGE, NO_ROOM = "none", "kept", "replaced", "too_larg
 class ShellState:
     """The state with which a shell starts.
 
-    `environment`: variables that are passed to the program directly. `variables` and `functions`: bash source text.
-    `raw`: content of the state file, or None when there was no file.
+    `environment`: variables that are passed in the environment. `variables` and `functions`: bash source text that
+    defines the others. `raw`: content of the state file, or None when there was no file.
     """
 
     __slots__ = ("environment", "functions", "raw", "variables")
@@ -119,10 +122,9 @@ class ShellState:
 class StateOutcome:
     """Result of storing a shell's state.
 
-    `outcome`: one of the constants above. `folder`: the session's folder from now on. `moved`: the folder has
-    changed. `stray`: the directory in which the shell ended, when the session cannot use the directory; "" when the
-    directory no longer exists. `statuses`: exit statuses of the last pipeline's members, or None when the shell did
-    not report them.
+    `outcome`: one of the constants above. `folder`: the session's folder from now on. `moved`: True if the folder has
+    changed. `stray`: the folder in which the shell ended, if the session cannot use it; "" if it no longer exists.
+    `statuses`: exit statuses of the last pipeline's members, or None when the shell did not report them.
     """
 
     __slots__ = ("folder", "moved", "outcome", "statuses", "stray")
@@ -153,10 +155,10 @@ def load_state(paths: GuestPaths) -> ShellState:
 
 
 def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
-    """Return the variables that can be passed directly, and the source text of the others.
+    """Return the variables that can be passed in the environment, and the bash source text of the others.
 
-    Passing a variable directly costs the shell nothing. Only names of the guest's own environment are passed
-    directly. Bash gives other names, such as IFS, a different meaning when they are in its environment.
+    Passing a variable in the environment is faster than source text. This is done only for names that the guest's own
+    environment has. Bash gives other names, such as IFS, a different meaning when they are in its environment.
     """
     environment, rest = {}, []
     for line in text.splitlines(keepends=True):
@@ -173,7 +175,7 @@ def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
 def forget_state(paths: GuestPaths) -> None:
     """Remove the state, so that the next shell starts like the shell of a new session."""
     for name in (b"shell", b"folder"):
-        # A program may have put something else under this name. Such an object stays and is not read as state.
+        # If a program has put a folder under this name, it stays; it is not read as a state.
         with contextlib.suppress(OSError):
             os.unlink(paths.state + b"/" + name)
 
@@ -185,7 +187,7 @@ def leave_lost_folder(paths: GuestPaths) -> None:
 
 
 def prepare_saving(paths: GuestPaths) -> None:
-    """Create the folder for the state. Replace any other object that a program has created under its name.
+    """Create the folder for the state. Replace a file or link that a program has created under its name.
 
     An error is not reported here. When the shell has ended, the outcome reports that the state could not be stored.
     """
@@ -209,13 +211,13 @@ def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is
     if is_long:
         lines.append(f"IFS= builtin read -r -d '' -u {SCRIPT_FD} BASH_EXECUTION_STRING\nexec {SCRIPT_FD}<&-".encode())
     if token is not None:
-        # The trap is set before the session's text is read: the session may define a function with the name `trap`.
+        # Set the trap before the session's source text is read: the session may define a function named `trap`.
         save = _SAVE.format(next=os.fsdecode(_quote(_path_of_next(paths, token))), token=token.decode())
         lines.append(b"builtin trap -- " + _quote(os.fsencode(save)) + b" EXIT")
     if state.variables:
         lines.append(b"builtin eval " + _quote(state.variables) + b" >/dev/null 2>&1")
     if state.functions:
-        # A function may have been defined with extglob on. Bash cannot parse its text with extglob off.
+        # Turn extglob on: bash may not be able to parse a function without it that was defined with it.
         lines.append(b"builtin shopt -s extglob")
         lines.append(b"builtin eval " + _quote(state.functions) + b" >/dev/null 2>&1")
         lines.append(b"builtin shopt -u extglob")
@@ -248,8 +250,8 @@ def open_in_memory(text: bytes) -> int:
 def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_in: bytes, token: bytes) -> StateOutcome:
     """Store the state that a shell has written, completely or not at all.
 
-    `before`: the state with which the shell started. `folder`: the session's folder until now. The directory
-    `started_in`, in which the shell was only started, does not become the session's folder.
+    `before`: the state with which the shell started. `folder`: the session's folder until now. If the shell ended in
+    `started_in`, where it was only started, the session's folder does not change.
     """
     result = StateOutcome(folder)
     raw = read_state_file(paths, b"next-" + token, MAX_STATE_BYTES + 1)
@@ -261,7 +263,8 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
     if len(raw) > MAX_STATE_BYTES:
         result.outcome = TOO_LARGE
     elif len(parts) != _FIELDS or parts[6] != token:
-        # Only a complete state ends with the token. The shell may have been replaced (`exec`) or run out of room.
+        # Accept only a state that ends with the token, because others are incomplete: the shell was replaced (`exec`)
+        # or had no space left.
         result.outcome = REPLACED if _has_room(paths) else NO_ROOM
     else:
         result.outcome = KEPT
@@ -280,8 +283,8 @@ def drop_next(paths: GuestPaths, token: bytes) -> None:
 
 
 def _path_of_next(paths: GuestPaths, token: bytes) -> bytes:
-    # The token is random, so no program can create a pipe under this name in advance. The shell would wait for the
-    # pipe forever.
+    # The token in the name is random, so no program can create a pipe under this name in advance, which would block the
+    # shell forever.
     return paths.state + b"/next-" + token
 
 
@@ -291,7 +294,7 @@ def is_allowed(folder: bytes, paths: GuestPaths) -> bool:
 
 
 def _has_room(paths: GuestPaths) -> bool:
-    """Return whether the file system has room for a state. Without room, a shell may have written only a part."""
+    """Return whether the file system has space for a state. Without space, a shell may have written only a part."""
     try:
         status = os.statvfs(paths.state)
     except OSError:
@@ -342,9 +345,9 @@ class ShellSession:
         self._paths = paths
         self._folder = paths.workspace
         self._started_in = b""
-        # The session's folder, if the folder no longer exists.
+        # The session's folder, if it no longer exists; otherwise None.
         self._lost_folder: bytes | None = None
-        # The token separates this shell's state from an incomplete state of an earlier shell.
+        # The token marks the state of this shell, so that an incomplete state of an earlier shell is not used.
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
 
     def prepare(self, script: bytes) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:

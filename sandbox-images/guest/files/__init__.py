@@ -1,1 +1,3 @@
-"""File tools: read, write and edit files as text in any encoding, and remember which content the session last saw."""
+"""File requests: read, write and edit files as text in any encoding. The guest remembers the content that a session
+last saw.
+"""

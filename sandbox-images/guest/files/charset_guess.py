@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 2000
 """Maximum number of characters beyond ASCII that the guess examines."""
-# Short texts are ambiguous. With fewer characters than this, GB18030 is the only East Asian encoding that is
-# accepted.
+# Short texts are ambiguous: with fewer characters than this, the guess accepts no East Asian encoding except GB18030.
 _ENOUGH = 4
 _ENOUGH_HANGUL = 8
 _LAST = ("cp1252", "latin-1")
@@ -50,7 +49,9 @@ def _is_noise(sample: bytes) -> bool:
 
 
 def _is_damaged_utf8(sample: bytes) -> bool:
-    """Return whether the sample has multi-byte UTF-8 characters, and more than three of them for each wrong byte."""
+    """Return whether the sample is UTF-8 with a few wrong bytes: more than three multi-byte characters for each wrong
+    byte.
+    """
     signs = _beyond_ascii("utf-8", sample)
     wrong = signs.count("\ufffd")
     return len(signs) - wrong > 3 * wrong

@@ -1,6 +1,7 @@
 """Find the block of lines in a file that is most similar to a given block.
 
-Candidate positions come from lines that both texts share, otherwise from shared groups of three characters.
+Candidate positions come from lines that both texts have; without such lines, from groups of three characters that both
+have.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections import Counter
 MIN_RATIO = 0.6
 _CANDIDATES = 8
 _STRIDE = 512
-# Longer blocks are compared word by word, and only up to a limit. The time of the comparison grows with the square of
-# its length.
+# Blocks above this length are compared by words and not by characters, and only up to a limit, because the time grows
+# with the square of the length.
 _MAX_CHARS = 240
 _MAX_WORDS = 300
 _WORD = re.compile(r"\w+|[^\w\s]")
-# A line that occurs very often does not help to locate the block.
+# Ignore a line that occurs more often than this: it does not help to locate the block.
 _MAX_TWINS = 200
 
 
@@ -58,7 +59,8 @@ def _starts(lines: list[str], sought: list[str], until: float) -> list[int]:
             votes.update(number - offset for offset in paths[key][:4])
     found = [start for start, _ in votes.most_common(_CANDIDATES)]
     longest = max((line.strip() for line in sought), key=len)
-    # If the file contains the longest line unchanged, the votes are reliable and the slower search is not needed.
+    # If the file contains the longest line unchanged, the start lines that the shared lines suggest are reliable, and
+    # the slower search is not needed.
     return found if twins[longest] else [*_starts_like_longest(lines, sought, until), *found]
 
 

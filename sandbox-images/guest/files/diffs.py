@@ -14,7 +14,7 @@ MAX_LINES = 60
 _CONTEXT = 3
 _LINE_CHARS = 300
 _BLOCK = 65_536
-# Maximum size of the part between the first and the last difference. Bytes after this limit are not compared.
+# Maximum number of bytes that are compared, from the first difference on.
 _MAX_BYTES = 1_048_576
 # Maximum number of removed and added lines. Time and memory of the search grow with the square of this number.
 _MAX_CHANGES = 400
@@ -60,11 +60,12 @@ def build_diff(
 def find_changes(
     old: Sequence[bytes], new: Sequence[bytes], cut: tuple[bool, bool] = (False, False)
 ) -> tuple[list[Change], bool]:
-    """Return (changes, reaches the end): the fewest removed and added lines that lead from `old` to `new`, in order.
+    """Return the shortest list of removed and added lines that lead from `old` to `new`, in order, and whether the list
+    reaches the end of the texts.
 
-    The list has at most 400 changes, so it may stop before the end of the texts. The algorithm is from Myers, "An
-    O(ND) Difference Algorithm and Its Variations". `cut` says for each text whether it continues after its last line
-    here. The search ends where such a text ends.
+    The list has at most 400 changes, so it may stop before the end of the texts. The algorithm is from Myers, "An O(ND)
+    Difference Algorithm and Its Variations". `cut` says for each text whether only its beginning was passed. The search
+    ends at the end of such a text.
     """
     furthest = {1: 0}
     trace: list[dict[int, int]] = []
@@ -74,7 +75,7 @@ def find_changes(
             at = _step(furthest, diagonal, distance)
             other = at - diagonal
             if at > len(old) or other > len(new):
-                # A position after the end of a text cannot lead to a solution.
+                # Skip positions after the end of a text.
                 furthest[diagonal] = at
                 continue
             while at < len(old) and other < len(new) and old[at] == new[other]:
@@ -94,7 +95,7 @@ def find_changes(
 
 
 def _step(furthest: dict[int, int], diagonal: int, distance: int) -> int:
-    """Return the position in the old text after the best step to this diagonal."""
+    """Return the position in the old text after the step to this diagonal (of Myers' algorithm) that gets farthest."""
     if diagonal == -distance or (diagonal != distance and furthest[diagonal - 1] < furthest[diagonal + 1]):
         return furthest[diagonal + 1]
     return furthest[diagonal - 1] + 1
@@ -133,13 +134,15 @@ class _Window:
 
 
 def _part(text: bytes, start: int, end: int) -> tuple[bytes, bool]:
-    """Return a part of a text, and whether the part ends with a line that has no newline at the end of the text."""
+    """Return the lines of a part of a text, and whether the part ends with the text's last line and this line has no
+    newline.
+    """
     core = text[start : min(end, start + _MAX_BYTES)]
     return core, start + len(core) == len(text) and not text.endswith(b"\n")
 
 
 def _after(text: bytes, start: int) -> tuple[bytes, bool]:
-    """Return the three lines from `start` on, in the form that `_part` returns."""
+    """Return the three lines from `start` on, as `_part` returns lines."""
     end = start
     for _ in range(_CONTEXT):
         end = text.find(b"\n", end) + 1 or len(text)
@@ -177,7 +180,7 @@ def _common_suffix(old: bytes, new: bytes, start: int) -> int:
 
 
 def _line_start(text: bytes, at: int, lines: int) -> int:
-    """Return the start of the line with byte `at`, or of the line that many lines earlier."""
+    """Return the start of the line that contains byte `at`, or of the line a number of lines before it."""
     for _ in range(lines + 1):
         at = text.rfind(b"\n", 0, at)
         if at < 0:

@@ -45,8 +45,8 @@ _LOOK_ALIKE = str.maketrans(
 def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, str] | None, until: float) -> str:
     """Return the explanation for an edit whose old_string is not in `body`, at most about 3400 characters.
 
-    `change`: the content that the session last saw and the diff from that content to the present one. None means that
-    the file did not change. After `until`, a time on the monotonic clock, no further cause is tested.
+    `change`: the content that the session last saw, and the diff from that content to the present one; None if the file
+    did not change. After the monotonic time `until`, no further cause is tested.
     """
     if body != text.body and text.encode(edit.old, "old_string") in text.body:
         return (
@@ -71,7 +71,8 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
 
 
 class _Cause:
-    """Usual mistake: the text is in the file after `of_old` changed old_string and `of_body` changed the file.
+    """A usual mistake. It is the cause if the file contains old_string after the function `of_old` has changed
+    old_string and `of_body` has changed the file.
 
     Neither function may change the number of lines before the match. `message` has a placeholder for the line.
     """
@@ -93,7 +94,7 @@ def _by_line(change: Normalize) -> Normalize:
 
 
 def _build_cause(description: str, change: Normalize) -> _Cause:
-    """Return the cause that old_string and the file differ only in what `change` removes."""
+    """Return the cause "old_string and the file differ only in what `change` removes"."""
     return _Cause(description, change, change)
 
 
@@ -177,15 +178,15 @@ class _Miss:
             if time.monotonic() >= self._until:
                 return None
             old, body = cause.of_old(self._old), cause.of_body(self._body)
-            # A cause that changes neither text cannot find a new match. The first cause is an exception: the line ends
-            # of both texts are changed already.
+            # Skip a cause whose functions change neither text, because it cannot find a match. The first cause is an
+            # exception: the line ends of both texts have already been changed.
             if not old.strip() or (number and old == self._old and body == self._body):
                 continue
             at = body.find(old)
             if at >= 0:
                 first = body.count("\n", 0, at)
                 return cause.message.format(line=first + 1) + self._describe_difference(cause, first)
-        # A short text may occur anywhere and proves nothing.
+        # Do not test a short text, which may occur anywhere by chance.
         at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
         if at < 0:
             return None
@@ -193,7 +194,7 @@ class _Miss:
         return f"new_string is in the file already, at line {line}: the edit may have been made before."
 
     def _describe_difference(self, cause: _Cause, first: int) -> str:
-        """Return what a diff could not show of a difference: blanks, and characters that look alike."""
+        """Describe differences that are invisible in a diff: blanks, and characters that look alike."""
         if cause.message is _LOOK_ALIKES:
             block = "\n".join(self._lines[first : first + self._old.count("\n") + 1])
             ours, theirs = _name_signs(self._old, block), _name_signs(block, self._old)
@@ -242,7 +243,7 @@ def _decode(line: bytes) -> str:
 
 
 def _name_signs(text: str, other: str) -> str:
-    """Return the names of up to three characters of `text` that `other` does not contain."""
+    """Return the Unicode names of up to three characters of `text` that `other` does not contain."""
     signs = sorted({sign for sign in text if not sign.isalnum() or not sign.isascii()} - set(other) - {"\n"})
     return ", ".join(f"{sign if sign.isprintable() else ' '} (U+{ord(sign):04X})" for sign in signs[:3])
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     Span = tuple[int, int]
 
 _LONE_LF = re.compile(rb"(?<!\r)\n")
-# In these encodings a match may begin or end at any byte. No UTF-8 character contains another one, and in the other
-# encodings each byte is one character.
+# In these encodings every match of bytes is a match of characters: no UTF-8 character contains another one, and in the
+# other encodings each byte is one character.
 _ANYWHERE = ("utf-8", "ascii", "latin-1", "iso8859", "cp125", "cp437", "cp850", "koi8")
 # In every supported encoding, a byte below this value is never the second or a later byte of a character.
 _FIRST_REST_BYTE = 0x30
@@ -31,8 +31,8 @@ class Needle:
         self._body = body
         self._old = old
         self._decoder = None if codec.startswith(_ANYWHERE) else codecs.getincrementaldecoder(codec)("replace")
-        # A position where a character is known to begin. Without it, each match in a long line without a low byte
-        # would decode the line from its start again.
+        # A position where a character begins for certain. It saves time: each match in a long line without a low byte
+        # would otherwise decode the line from its start.
         self._checked_until = 0
         self._mixed: _MixedEnds | None = None
         if b"\n" in old and b"\r\n" in body and not old.endswith(b"\r"):
@@ -43,7 +43,7 @@ class Needle:
 
     @property
     def literal(self) -> bytes | None:
-        """The bytes of every match if each occurrence of these bytes is a match, otherwise None."""
+        """If a plain search for bytes finds exactly the matches, these bytes; otherwise None."""
         return None if self._mixed is not None or self._decoder is not None else self._old
 
     def find_next(self, at: int) -> Span | None:
@@ -68,7 +68,7 @@ class Needle:
     def _is_character(self, at: int) -> bool:
         """Return whether a character begins at `at`.
 
-        In some encodings the second byte of a character looks like a character of its own.
+        In some encodings the second byte of a character equals another character.
         """
         if self._decoder is None:
             return True
@@ -93,7 +93,7 @@ class _MixedEnds:
         self._body = body
         self._plain = body.replace(b"\r\n", b"\n")
         self._old = old.replace(b"\r\n", b"\n")
-        # CRLF in the arguments is deliberate and does not match LF.
+        # CRLF in the arguments matches only CRLF.
         self._exact = re.compile(b"\r?\n".join(re.escape(part) for part in _LONE_LF.split(old)))
         self._pairs = array("Q", (match.start() for match in re.finditer(rb"\r\n", body)))
 
@@ -129,8 +129,8 @@ def to_crlf(text: bytes) -> bytes:
 def fit_line_ends(new: bytes, body: bytes, span: Span) -> bytes:
     """Return the new text with the line ends of the text that it replaces.
 
-    If both texts have the same number of line ends, each line end is taken from its counterpart. Otherwise the first
-    replaced line end is used for all. If the replaced text has no line end, the end of its line decides. CRLF in the
+    If both texts have the same number of line ends, each new line end becomes the one that it replaces. Otherwise all
+    become the first replaced line end, or without one, the end of the line in which the replaced text is. CRLF in the
     new text stays.
     """
     if b"\n" not in new or b"\r\n" not in body:

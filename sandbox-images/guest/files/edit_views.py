@@ -18,7 +18,7 @@ _LINE_CHARS = 500
 def show_places(edited: EditedText, decode: Callable[[bytes], str], max_chars: int) -> str:
     """Return the present text of the changed places of `edited`.
 
-    Notes below the text name the places that are not shown and say how to see them.
+    Notes below the text list the places that did not fit and say how to see them.
     """
     body, offset, first_line = edited.window()
     regions = _merge([_widen(body, (start - offset, end - offset)) for start, end in sorted(edited.places)])
@@ -46,7 +46,7 @@ def _widen(body: bytes, place: Span) -> Span:
         start = body.rfind(b"\n", 0, start)
         if start < 0:
             break
-    # A new text that ends with a newline does not include the line after that newline.
+    # If the new text ends with a newline, the line after it has not changed.
     end = max(place[0], end - 1) if body[place[0] : end].endswith(b"\n") else end
     for _ in range(_AROUND + 1):
         end = body.find(b"\n", end) + 1 or len(body)

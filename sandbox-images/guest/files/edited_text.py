@@ -1,4 +1,6 @@
-"""Hold the body of a file while edits are applied, and track the positions of the changed places."""
+"""Holds the text of a file (without its byte order mark) while edits are applied, and the positions of the changed
+places.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ Without a limit, replacing many occurrences of a short text by a long one could 
 class EditedText:
     """Body of a file after the edits so far.
 
-    `count` is the number of replacements. `places` holds the spans of the first replacements in `body`. `parts` holds
-    the same bytes as `body`. The last replacement leaves them in pieces, because joining takes as long as writing
-    them.
+    `count` is the number of replacements. `places`: the (start, end) positions of the first replacements in `body`.
+    `parts`: the same bytes as `body`, in pieces as the last replacement leaves them, because joining takes as long as
+    writing.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -58,7 +60,7 @@ class EditedText:
     def equals(self, body: bytes) -> bool:
         """Return whether the text equals `body`, the bytes it was made from.
 
-        Exactly one replacement always changes the text, so that case needs no comparison.
+        After exactly one replacement no comparison is needed, because a replacement always changes the text.
         """
         return not (self._body is None and self.count == 1) and self.body == body
 

@@ -48,17 +48,16 @@ _MAX_EDITS = 100
 _LISTED_LINES = 10
 _FOOTER_BYTES = 1024
 _NOTES_CUT = "\n[notes cut; read the file with read_tool]"
-# Limits of the search for the cause of a failed match: seconds, and share of the time limit of the request.
+# Limits of the time to explain a failed match: seconds, and share of the request's time limit.
 _DIAGNOSIS_S = 1.0
 _DIAGNOSIS_SHARE = 0.2
 _KEYS = {"old_string", "new_string", "replace_all"}
 
 
 def find_unindented(body: bytes, old: bytes) -> Span | None:
-    """Return the span of the only whole lines that equal the lines of `old` after all lines are stripped.
+    """Return the (start, end) of the only whole lines that equal the lines of `old` if blanks around lines are ignored.
 
-    Returns None if there are no such lines or several. The span does not include the final line end, unless `old`
-    ends with one.
+    Returns None if there are no such lines or several. The last line end is included only if `old` ends with one.
     """
     stripped_old = [line.strip(_BLANKS) for line in old.split(b"\n")]
     has_end = not stripped_old[-1] and len(stripped_old) > 1
@@ -82,7 +81,7 @@ def find_unindented(body: bytes, old: bytes) -> Span | None:
 def _find_only(lines: list[bytes], searched: list[bytes]) -> int | None:
     """Return the start of the only run of lines that equals `searched`, or None.
 
-    The search uses the rarest line of `searched`, because blank lines are frequent.
+    The search looks for the rarest line of `searched` first, because others, such as blank lines, are frequent.
     """
     counts = Counter(lines)
     anchor = min(
@@ -153,7 +152,7 @@ _PARSERS: dict[bytes, Callable[[bytes], object]] = {
 
 
 class Edit:
-    """Replacement from the arguments of the call. `name` is the prefix of error messages about this edit."""
+    """One replacement that the call requests. `name` starts the error messages about this edit."""
 
     __slots__ = ("name", "new", "old", "replace_all")
 
@@ -295,7 +294,7 @@ class _FileEdit:
             edited.replace((0, 0), new)
 
     def _replace_unindented(self, edit: Edit, old: bytes, new: bytes, edited: EditedText) -> bool:
-        # Imported only here, because few requests ask for this tolerance.
+        # Imported only here, because few requests ask for this kind of match.
         from guest.files.edits import find_unindented
 
         span = find_unindented(edited.body, old)
@@ -310,7 +309,7 @@ class _FileEdit:
     def _check_count(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> None:
         """Raise RequestFailure unless the old text occurs as often as expected.
 
-        An expected count implies that all matches are replaced.
+        If a count is expected, all matches are replaced.
         """
         if expected is not None and edited.count_matches(needle, self._context.watch) != expected:
             raise self._ambiguous(edit, needle, edited, expected)
@@ -321,7 +320,7 @@ class _FileEdit:
         at = needle.find_next(0)
         while at is not None and len(lines) < _LISTED_LINES:
             lines.append(str(edited.line_of(at[0])))
-            # Overlapping matches are also possible places, so they are listed too.
+            # List overlapping matches too, because each may be the place that the caller means.
             at = needle.find_next(at[0] + 1 if count < 2 else at[1])
         listed = list(dict.fromkeys(lines))
         where = f"line{'s' * (len(listed) > 1)} {', '.join(listed)}{' and more' if at is not None else ''}"

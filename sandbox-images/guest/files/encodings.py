@@ -1,7 +1,7 @@
 """Find the encoding of a text file.
 
 The order is: byte order mark (BOM), UTF-8 if the bytes are valid, otherwise the most likely guess. UTF-16 and UTF-32
-need a BOM, as in ripgrep; without it they are binary unless the request names them.
+need a BOM, as in ripgrep; without a BOM, such a file counts as binary, unless the request names the encoding.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, RequestFailure
 from guest.files.file_types import find_type
 
 BINARY_SAMPLE = 8192
-"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only a BOM makes it text."""
+"""Number of bytes at the start of a file that are searched for NUL. A file with a NUL there counts as text only if it
+has a BOM.
+"""
 GUESS_BYTES = 65_536
-"""Bytes that the guess examines after the first invalid UTF-8 byte. Before that byte it examines a quarter as many."""
+"""Number of bytes after the first invalid UTF-8 byte that the guess examines. Before that byte it examines a quarter as
+many.
+"""
 
 # UTF-32 comes first, because its little-endian BOM begins with the BOM of UTF-16.
 _BOMS = (
@@ -26,10 +30,11 @@ _BOMS = (
     (b"\x84\x31\x95\x33", "gb18030"),
 )
 _BOM_OF_CODEC = {codec: bom for bom, codec in _BOMS}
-# Codecs that write a BOM themselves. The form stores the BOM separately and uses a codec that writes no BOM.
+# Codecs that write a BOM themselves -> the codec without a BOM, which TextForm uses, because it stores the BOM
+# separately.
 _MARKING = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 _BIG_ENDIAN = {"utf-16": "utf-16-be", "utf-32": "utf-32-be"}
-# Python calls these codecs text encodings, but they serve host names, source code or no data at all.
+# Excluded: Python calls these codecs text encodings, but they are for host names or source code, or convert nothing.
 _NOT_FOR_FILES = frozenset(("idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "mbcs", "oem"))
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _MAX_NAME = 40
@@ -38,7 +43,7 @@ _MAX_NAME = 40
 class TextForm:
     """Form in which a file stores text: a codec that neither reads nor writes a BOM, and the BOM (`b""` for none).
 
-    `is_guess`: nothing in the file proves the codec. If the guess is UTF-8, some bytes of the file are not valid
+    `is_guess`: the file contains no proof of the codec. With the codec UTF-8 it means that some bytes are not valid
     UTF-8.
     """
 
@@ -78,7 +83,9 @@ def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> Te
 
 
 def find_sure_form(data: bytes, requested: str = "auto") -> TextForm | None:
-    """Return the form as `find_form` does, or None if the content must be UTF-8 or a guess."""
+    """Return the form of a file's content if a BOM or the request determines it. None: the content is UTF-8 or must be
+    guessed.
+    """
     if requested != "auto":
         return _find_requested_form(data, requested)
     marked = _marked_form(data)
@@ -99,7 +106,7 @@ def find_wrong_utf8(data: bytes, is_whole: bool = True) -> int | None:
 
 
 def guess_window(wrong: int) -> tuple[int, int]:
-    """Return the part of a file to guess from, as (start, end).
+    """Return the part of a file from which the encoding is guessed, as (start, end).
 
     `wrong` is the position of the first invalid UTF-8 byte.
     """
@@ -113,7 +120,7 @@ def guess_form(sample: bytes, is_inner: bool) -> TextForm:
     text.
     """
     if is_inner:
-        # A byte below 0x30 is never the second or a later byte of a character, so a character begins there.
+        # Start at a byte below 0x30, which is never the second or a later byte of a character.
         sample = sample[next((at for at, byte in enumerate(sample) if byte < 0x30), 0) :]
     elif find_type(sample) is not None:
         raise _binary(sample)
@@ -136,7 +143,7 @@ def check_codec(name: str) -> str:
         codec = codecs.lookup(name)
     except LookupError:
         raise _unknown(name) from None
-    # This attribute is the only way to exclude base64, hex and similar codecs, which convert bytes to bytes.
+    # Only this private attribute tells text encodings from codecs such as base64 and hex, which convert bytes to bytes.
     is_text: bool = codec._is_text_encoding
     if not is_text or codec.name.replace("-", "_") in _NOT_FOR_FILES:
         raise _unknown(name)

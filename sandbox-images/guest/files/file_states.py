@@ -29,7 +29,8 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
     size = os.fstat(fd).st_size
     blocks: list[bytes] = []
     read = 0
-    # One read is enough if no other process changes the file. Joining several blocks takes as long as reading them.
+    # Try one read for the whole file, which is enough if no other process changes the file. Joining several blocks
+    # takes as long as reading them.
     while size <= MAX_BYTES:
         watch.check()
         block = os.pread(fd, size - read or 1, read)
@@ -61,7 +62,9 @@ class FileState:
         return self._snapshot.data if self._snapshot is not None else None
 
     def is_touched(self, status: os.stat_result) -> bool:
-        """Return whether the file may have changed since it was recorded. Much faster than `is_stale`."""
+        """Return whether the time of the last change (ctime) differs from the record. This is much faster than
+        `is_stale`.
+        """
         return self._snapshot is not None and status.st_ctime_ns != self._snapshot.changed_ns
 
     def is_stale(self, data: bytes) -> bool:
@@ -79,10 +82,10 @@ class FileState:
         return known_data or b"", describe_change(known_data, data)
 
     def record(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
-        """Record the content, which may be in pieces, as the content that the session knows.
+        """Record `content`, which may be in pieces, as what the session last read or wrote.
 
-        Returns False if an older record remains, because it could be neither replaced nor deleted. The caller must then
-        not reject a call because of that record.
+        Return False if an older record could be neither replaced nor deleted. The caller must then not reject a call
+        because of this record.
         """
         size = sum(map(len, pieces))
         if size <= MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Hold the content of a text file as bytes for searching and editing.
+"""Holds the content of a text file as bytes that can be searched and edited.
 
 The bytes are in the encoding of the file if a line end is one byte there. UTF-16 and UTF-32 are converted to UTF-8.
 """

@@ -45,7 +45,7 @@ class FileType:
     """Type of a file that is not text.
 
     `medium` is "image" or "document" for files that a model may be able to view, and "data" for all others. `name`
-    includes its article.
+    includes the article: "a PDF document".
     """
 
     __slots__ = ("medium", "name")

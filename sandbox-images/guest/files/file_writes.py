@@ -46,11 +46,11 @@ def _write(mode: str, entry: DirectoryEntry, context: RequestContext) -> dict[st
 def _record(state: FileState, appended: OldFile | None, content: BodyContent, status: os.stat_result) -> None:
     """Record the content that the session wrote.
 
-    After an append to a file that the session did not know, the session still does not know the file.
+    After an append to a file that the session had not read, record nothing: it still does not know the file's content.
     """
     if appended is None and content.size <= MAX_BYTES:
         state.record(tuple(content.blocks()), status)
     elif state.is_known:
-        # Another process may have changed the file before the append. The stored content no longer fits, and a later
-        # overwrite must not be rejected because of this session's own append.
+        # Another process may have changed the file before the append. Delete the record, so that a later overwrite is
+        # not rejected because of this session's own append.
         state.forget()

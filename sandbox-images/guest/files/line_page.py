@@ -1,4 +1,4 @@
-"""Select one page of lines from text that arrives in pieces. Lines before and after the page are only counted."""
+"""Selects one page of lines from text that arrives in pieces. Lines before and after the page are only counted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _MAX_CUTS = 100
 class LinePage:
     """Page of lines.
 
-    A line ends at LF, which a CR may precede. The last line may have no LF. `column` applies to the first line of the
-    page.
+    A line ends at LF or CRLF. The last line may have no line end. `column` applies to the first line of the page.
     """
 
     def __init__(self, offset: int, limit: int, column: int, max_bytes: int) -> None:
@@ -31,7 +30,7 @@ class LinePage:
         # Number of newlines so far, and number of characters after the last newline.
         self._newlines = 0
         self._length = 0
-        # The visible part of the current line, plus one character: that character may be the CR before the LF.
+        # The visible part of the current line, and one more character, which may be the CR of a CRLF.
         self._begun: list[str] = []
         self._begun_chars = 0
         self._last_sign = ""
@@ -41,7 +40,7 @@ class LinePage:
         self.first_length = 0
         """Number of characters of the first line of the page, once that line has arrived."""
         self.is_out_of_room = False
-        """True if a further line of the page did not fit."""
+        """True if another line of the page did not fit."""
         self.crlf = 0
         self.has_cr = False
 
@@ -83,7 +82,7 @@ class LinePage:
     def finish(self) -> None:
         """End the page. An unfinished line is shown as far as it has arrived.
 
-        The text has ended, or the caller reads no further.
+        Call this at the end of the text, or when the caller reads no more.
         """
         if self._length and self.is_reached and not self.is_complete:
             self._end_line(is_whole=False)
@@ -99,7 +98,7 @@ class LinePage:
     def _show(self, text: str) -> None:
         before = self._offset - 1 - self._newlines
         if before > 0:
-            # Skip to the first line of the page. Earlier parts of the text are dropped at once.
+            # Skip to the first line of the page, and drop earlier parts of the text without further work.
             text = text.split("\n", before)[-1]
             self._newlines += before
             self._length = 0
@@ -127,7 +126,7 @@ class LinePage:
         """
         if self._length or (self._skip and not self.shown):
             return 0
-        # A character is at least one byte, so text beyond this limit cannot fit.
+        # A character has at least one byte in UTF-8, so text beyond this limit cannot fit.
         chunk = text[at : at + self._remaining_bytes + 1]
         run = chunk.split("\n", self._limit - len(self.shown))[:-1]
         if max(map(len, run), default=0) > LINE_CHARS:
@@ -178,7 +177,9 @@ class LinePage:
 
 
 def _frames(first: int, count: int) -> Iterator[int]:
-    """Yield the extra bytes of each shown line: the line number, a tab and a newline."""
+    """For each shown line, yield the bytes that it needs in addition to its text: for the line number, a tab and a
+    newline.
+    """
     return chain.from_iterable(repeat(size, alike) for size, alike in _frame_runs(first, count))
 
 

@@ -17,12 +17,12 @@ _WHAT = (
     r"\b[^.…]{0,20}?"
     r"|[^.…]{0,20}?(?:其余|剩余|省略|保持不变|同上|原有代码)[^.…]{0,20}?"
 )
-# The dots before or after the words make the line a placeholder. A comment about "the rest" without dots is not one.
+# A placeholder has dots before or after the words. A comment about "the rest" without dots is no placeholder.
 _LINE = rf"{_MARKS}(?:{_DOTS}\s*(?:{_WHAT})\s*{_DOTS}?|(?:{_WHAT})\s*{_DOTS}){_MARKS}"
 _MAX_LINE = 120
 _MAX_INDENT = 200
-# Maximum number of lines with dots that are examined, and maximum number of placeholders that the old text may
-# already contain. Few texts reach either limit.
+# Maximum number of lines with dots that are examined, and of placeholder lines that `old` contains too. At a limit the
+# search stops.
 _MAX_LOOKS = 1000
 _MAX_KNOWN = 20
 

@@ -1,4 +1,4 @@
-"""Compute SHA-256 digests with the interpreter's own code: the guest's Python has no OpenSSL, which `hashlib` loads."""
+"""SHA-256 digests by a C module of the interpreter: the guest's Python has no OpenSSL, which `hashlib` loads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 OWN_CODE = ("_sha2", "_sha256")
-"""Modules with the interpreter's own code: `_sha2` since Python 3.12, `_sha256` before."""
+"""C modules of the interpreter with SHA-256: `_sha2` since Python 3.12, `_sha256` before."""
 
 
 def new_digest() -> Digest:
-    """Return a new SHA-256 digest object. Raises ImportError in a Python without its own code."""
+    """Return a new SHA-256 digest object. Raises ImportError if this Python has neither module of OWN_CODE."""
     try:
         digest: Digest = __import__(OWN_CODE[0]).sha256()
     except ImportError:

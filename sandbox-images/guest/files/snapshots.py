@@ -1,7 +1,7 @@
 """Store what this session last read or wrote of each file, to detect changes by other processes.
 
 The folder belongs to the user of the sandbox, so a program may delete, fill or forge the records. Without a valid
-record there is nothing to compare with. No request fails because of a missing or invalid record.
+record, changes are not detected. No request fails because of a missing or invalid record.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ MAX_DATA_BYTES = 1_048_576
 MAX_TOTAL_BYTES = 16_777_216
 _SWEEP_TARGET_BYTES = 12_582_912
 _PAGE = 4096
-# Number of pages written between two sweeps. With the records that a sweep keeps, this makes up the maximum total.
+# Number of pages that are written between two sweeps. The maximum total is this plus the records that a sweep keeps.
 _SWEEP_PAGES = (MAX_TOTAL_BYTES - _SWEEP_TARGET_BYTES) // _PAGE
 _MAX_ENTRIES = 8192
 _DIGEST_BYTES = 32
 _LEDGER = b"ledger"
 _HAS_DATA = b"\1"
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A program may replace a record by a FIFO or a link. Opening such a name must neither block nor leave the folder.
+# A program may replace a record by a FIFO or a link. Opening a record must neither block nor lead out of the folder.
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Snapshot:
     """Record of a file as this session knows it.
 
-    The record has the SHA-256 digest of the whole content, the time of the last change (ctime, in nanoseconds), and
-    the content unless it was too large.
+    It has the SHA-256 digest of the content, the time of the file's last change (ctime, in nanoseconds), and the
+    content if it was not too large.
     """
 
     __slots__ = ("_data", "changed_ns", "digest")
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def key_of(entry: DirectoryEntry) -> bytes:
-    """Return the path under which a file is remembered.
+    """Return the path of a file by which its record is found.
 
     Links and `..` are resolved, so every spelling gives the same key.
     """
@@ -65,10 +65,10 @@ def key_of(entry: DirectoryEntry) -> bytes:
 
 
 def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:
-    """Store the state of a file that was last changed (its ctime) at `changed_ns`.
+    """Store a record of a file whose ctime is `changed_ns`.
 
-    If the write fails, the earlier record is deleted and nothing is known about the file. Returns False if the
-    deletion fails too: the earlier record then stays and would make every later comparison report a change.
+    If the write fails, the earlier record is deleted and nothing is known about the file. Returns False if the deletion
+    fails too: the earlier record then stays and would make every later comparison report a change.
     """
     is_stored = data if data is not None and len(data) <= MAX_DATA_BYTES else None
     record = digest + (_HAS_DATA + is_stored if is_stored is not None else b"")
@@ -130,7 +130,7 @@ def _name_of(path: bytes) -> bytes:
 
 def _put(folder: int, name: bytes, record: bytes, changed_ns: int) -> None:
     """Write a record completely or not at all. The mtime of the record stores the ctime of the file it describes."""
-    # The rename replaces an older record in one step, so a reader never sees a record that is half written.
+    # The rename replaces an older record in one step, so a reader never sees a partial record.
     temporary = b"new-" + os.urandom(8).hex().encode()
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=folder)
     try:
@@ -162,14 +162,14 @@ def _get(folder: int, name: bytes) -> tuple[bytes, int]:
 def _count(folder: int, size: int) -> None:
     """Add `size` to the amount written since the last sweep, and sweep if the limit is reached.
 
-    The ledger has one byte for each page written. Appends of several processes are counted correctly, and nothing is
-    read.
+    The ledger is a file with one byte for each page written; its size is the count. So appends of several processes are
+    all counted, and no content is read.
     """
     fd = os.open(_LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _PLAIN, 0o600, dir_fd=folder)
     try:
         os.write(fd, b"." * (size // _PAGE + 1))
         if os.fstat(fd).st_size > _SWEEP_PAGES:
-            # The ledger is emptied before the sweep, so that other processes do not start the same sweep.
+            # Empty the ledger before the sweep, so that other processes do not start a sweep too.
             os.ftruncate(fd, 0)
             _sweep(folder)
     finally:
@@ -182,7 +182,7 @@ def _sweep(folder: int) -> None:
     listing = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         with os.scandir(listing) as entries:
-            # The limit bounds the work if a program has filled the folder with many entries.
+            # Limit the entries, because a program may have filled the folder with many.
             for entry in itertools.islice(entries, _MAX_ENTRIES):
                 status = entry.stat(follow_symlinks=False)
                 snapshots.append((status.st_ctime_ns, status.st_size // _PAGE * _PAGE + _PAGE, entry.name))

@@ -72,7 +72,7 @@ def list_folder(folder: DirectoryEntry, max_bytes: int, context: RequestContext)
 
 
 class _EntryCounter:
-    """Counter of directory entries. It also checks the time limit at intervals."""
+    """Counts directory entries, and checks the time limit of the request at intervals."""
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
@@ -113,7 +113,7 @@ def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, ob
         entry.close()
 
 
-# A supervisor often serves only a few calls, so modules that only error cases need are imported on demand.
+# Import on demand what only error cases need, because a supervisor often serves only a few calls.
 
 
 def _missing(request: ReadTextRequest, context: RequestContext) -> RequestFailure:
@@ -145,8 +145,8 @@ class _TextRead:
         self._size = status.st_size
         self._changed_ns = status.st_ctime_ns
         self._key = key_of(entry)
-        # Output of a command was shown as UTF-8 with replacement characters. Its file is read the same way, also if
-        # it is binary.
+        # The file has the output of a command, which was shown as UTF-8 with replacement characters. Read the file in
+        # the same way, even if it is binary.
         self._is_output = self._key.startswith(context.paths.output + b"/")
 
     def run(self) -> dict[str, object]:
@@ -195,7 +195,7 @@ class _TextRead:
     def _remember(self, scan: _Scan) -> None:
         """Record the content, so that later calls can detect a change by another process.
 
-        Very large files are not recorded.
+        Files above DIGEST_BYTES are not recorded.
         """
         digest = scan.memory.digest() if scan.has_ended else None
         if digest is None:
@@ -212,7 +212,7 @@ class _TextRead:
             try:
                 scan.take(block)
             except UnicodeError:
-                # Some codecs raise an error for bytes of a very different encoding, even in "replace" mode.
+                # Even in "replace" mode, some codecs raise an error for bytes of a very different encoding.
                 raise RequestFailure(
                     INVALID_ARGUMENTS, f"{self._entry.shown}: cannot be read as {form.codec}"
                 ) from None
@@ -220,7 +220,9 @@ class _TextRead:
         return scan
 
     def _check_page(self, scan: _Scan) -> None:
-        """Raise RequestFailure if the file has nothing at the requested line and column."""
+        """Raise RequestFailure if the page is empty: the requested line or column is beyond the end, or too far into a
+        large file.
+        """
         page, offset, column = scan.page, self._request.offset, self._request.column
         shown = self._entry.shown
         if not page.shown and not scan.has_ended:
@@ -264,7 +266,7 @@ class _TextRead:
 
 
 class _Scan:
-    """Pass through a file from its start, in blocks."""
+    """One pass through a file from its start, in blocks. Each block goes to the page and to the digest."""
 
     def __init__(self, request: ReadTextRequest, form: TextForm, size: int) -> None:
         self.page = LinePage(request.offset, request.limit, request.column, request.max_bytes)
@@ -287,7 +289,7 @@ class _Scan:
     def take(self, block: bytes) -> None:
         """Process the next block; an empty block means the end.
 
-        Raises _WrongUtf8 if UTF-8 was only assumed and is not valid.
+        Raises _WrongUtf8 if the encoding was assumed to be UTF-8 and a byte is not valid.
         """
         self.memory.take(block)
         self.has_ended = not block
@@ -307,7 +309,7 @@ class _Scan:
 
 
 class _Memory:
-    """Digest of the bytes read so far, and the bytes themselves while they are few."""
+    """Digest of the bytes read so far; also the bytes, up to a limit."""
 
     def __init__(self, size: int) -> None:
         self.data: bytes | None = b""

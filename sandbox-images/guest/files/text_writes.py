@@ -1,7 +1,7 @@
 """Handle the file request that writes text.
 
-The text is written in the encoding of the file, and the answer describes the change. A write never replaces a change
-that the session has not seen.
+The text is written in the encoding of the file, and the answer describes the change. A write never overwrites a change
+by another process that the session has not seen.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _TextWrite:
         if data is None:
             self._state.forget()
         elif self._state.is_known and not is_stale:
-            # The session still has not seen what it did not know before the append.
+            # After an append, record the content only if the session had seen the content before the append.
             self._state.record((data, content), status)
         return status, form, len(content)
 
@@ -145,7 +145,9 @@ class _TextWrite:
         return strip_mark(self._text) if form.bom else self._text
 
     def _choose_form(self, data: bytes, is_whole: bool) -> TextForm:
-        """Return the form of the old file, unless the request names another encoding or the text does not fit."""
+        """Return the encoding and BOM (form) of the old file, unless the request names another encoding or the old one
+        cannot encode the text.
+        """
         if self._request.encoding != "auto":
             return find_form(data if not data or is_whole else b"", self._request.encoding)
         try:
@@ -205,8 +207,8 @@ class _TextWrite:
         """
         if data != content and self._state.is_stale(data):
             message = describe_stale(self._entry.shown, self._state.known_data, data)
-            # Record the present content first: the same call succeeds when the client sends it again. If the record
-            # fails, every repeated call would be rejected, so the write goes ahead.
+            # Record the present content before the refusal, so that the same call succeeds when it is sent again. If
+            # the record fails, continue with the write: otherwise every repeated call would be refused.
             if self._state.record((data,), status):
                 raise message
         if data == content:

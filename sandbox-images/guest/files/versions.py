@@ -1,7 +1,7 @@
 """Write the next version of a file.
 
-The new version is written next to the old one and replaces it in one step. If the old file must stay (hard links or
-another owner), its content is overwritten.
+The new version is written next to the old one and replaces it in one step. If the old file must stay (it has hard links
+or another owner), its content is overwritten in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from guest.supervisors import Watch
 
     class Content(Protocol):
-        """Content to write. Each call of `blocks` returns all pieces from the start."""
+        """Interface of content to write. Each call of `blocks` yields all pieces from the start."""
 
         size: int
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 _BLOCK = 262_144
 _NEW_MODE = 0o644
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a folder that accepts no new names. An existing file in it may still be writable.
+# Error numbers for a new name in a folder that accepts none. An existing file in it may still be writable.
 _NO_NEW_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class BodyContent:
-    """Body of a request. It stays in its file and is read in blocks."""
+    """The body of a request, which is read in blocks from its memory file."""
 
     __slots__ = ("_fd", "size")
 
@@ -108,8 +108,8 @@ def open_old(entry: DirectoryEntry, flags: int) -> OldFile | None:
 
 
 class Version:
-    """New content for an entry. If a method raises RequestFailure, the old content is intact and no temporary file
-    remains.
+    """Writes new content to an entry (a name in a folder). If a method raises RequestFailure, the old content is intact
+    and no temporary file remains.
     """
 
     def __init__(self, entry: DirectoryEntry, content: Content, watch: Watch) -> None:
@@ -129,13 +129,13 @@ class Version:
     def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
         """Replace `old` and keep its mode.
 
-        `is_known`: the new content is based on the old content. Raises RequestFailure(STALE_FILE) if the old file has
-        changed.
+        `is_known`: the new content was made from the old content. RequestFailure(STALE_FILE) is then raised if the old
+        file has changed.
         """
         with self._described():
             if old is None:
                 return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_name)
-            # A folder that accepts no new names is not an error yet: the old file is then overwritten.
+            # If the folder accepts no new names, overwrite the old file instead.
             if not old.must_stay:
                 try:
                     return self._write_beside(
@@ -153,7 +153,7 @@ class Version:
                 self._copy(old.fd)
                 os.fsync(old.fd)
             except BaseException:
-                # A partial append is removed, so that the file has its old content again.
+                # Remove a partial append, so that the file has its old content again.
                 os.ftruncate(old.fd, old.status.st_size)
                 raise
             return os.fstat(old.fd)
@@ -176,7 +176,8 @@ class Version:
     def _open_beside(self) -> tuple[int, bytes | None]:
         """Create a new file in the folder, without a name if the file system supports that.
 
-        A file without a name disappears if the process dies. Returns the name only if the file needs one.
+        A file without a name disappears if the process dies. Return (descriptor, name), with the name None for a file
+        without a name.
         """
         directory = self._entry.directory
         try:
@@ -190,22 +191,22 @@ class Version:
         ), name
 
     def _take_free_name(self, fd: int) -> None:
-        # Unlike rename, link fails if another process has taken the name.
+        # Use link: unlike rename, it fails if another process has created the name.
         try:
             os.link(f"/proc/self/fd/{fd}".encode(), self._entry.name, dst_dir_fd=self._entry.directory)
         except FileExistsError:
             raise self._exists() from None
 
     def _take_name(self, fd: int, old: OldFile | None = None) -> None:
-        # The file gets a temporary name, because link cannot replace a name. The rename then replaces the old file in
-        # one step.
+        # First give the file a temporary name, because link cannot replace a name. The rename then replaces the old
+        # file in one step.
         directory = self._entry.directory
         name = _build_name()
         os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
         try:
             if old is not None:
-                # The check comes directly before the rename, to keep the time short in which another process can
-                # change the file.
+                # Check directly before the rename, so that another process has little time to change the file in
+                # between.
                 self._check_unchanged(old, os.stat(self._entry.name, dir_fd=directory, follow_symlinks=False))
             os.rename(name, self._entry.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
@@ -217,8 +218,8 @@ class Version:
             self._check_unchanged(old, os.fstat(old.fd))
         try:
             if self._content.size:
-                # Reserve all space, including holes, before the first old byte changes. From here on nothing
-                # interrupts the write: an interruption would leave a mix of both versions.
+                # Reserve all space, including holes, before the first old byte changes. From here on, do not check for
+                # a cancel or the time limit: an interruption would leave a mix of both versions.
                 os.posix_fallocate(old.fd, 0, self._content.size)
         except BaseException:
             os.ftruncate(old.fd, old.status.st_size)

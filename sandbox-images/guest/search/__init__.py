@@ -1,1 +1,1 @@
-"""Search tools: find names by glob and contents by regular expression."""
+"""Search requests: find files by a name pattern (glob), and lines by a regular expression."""

@@ -26,17 +26,19 @@ _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
 _BLOCKED_S = 0.5
-# Idle threads of a process that waits for a pipe use less processor time than this in that time.
+# A process that used less processor time than this within that time waits for a pipe; its idle threads use a little.
 _IDLE_TICKS = 5
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 
 
 class BlockedError(Exception):
-    """Raised when the process waits for a pipe that has the name of a rule file. ripgrep opens every rule file."""
+    """Error: the search process waits for a named pipe that has the name of a rule file (such as .gitignore), which
+    ripgrep opens.
+    """
 
 
 class Child:
-    """Search process. Use it as a context manager: the process has ended when the block ends."""
+    """A search process (ripgrep). Use it as a context manager: the process has ended when the block ends."""
 
     def __init__(
         self, start: Callable[[int, int], int], rest_s: float = 0.0, *, opens_rule_files: bool = False
@@ -45,8 +47,8 @@ class Child:
 
         `start` receives descriptors for stdout and stderr and returns the process ID. Raises OSError.
 
-        `rest_s`: pause between reads in seconds, used after many small pieces of output. Reading a small piece costs
-        more than its content is worth. `opens_rule_files`: the process may wait for a pipe, see BlockedError.
+        `rest_s`: pause between reads in seconds, after many small pieces of output, because many small reads need too
+        much processor time. `opens_rule_files`: the process may wait for a pipe, see BlockedError.
         """
         self._rest_s = rest_s
         self._opens_rule_files = opens_rule_files
@@ -73,7 +75,7 @@ class Child:
         """Yield the output piece by piece until the process ends or `is_late` returns True.
 
         `is_late` is called between pieces and raises RequestFailure if the call is cancelled. When the pipe is full,
-        the process waits until the caller reads on. Raises BlockedError.
+        the process waits until the caller continues to read. Raises BlockedError.
         """
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
@@ -118,7 +120,9 @@ class Child:
 
     @property
     def was_late(self) -> bool:
-        """Return whether the process was killed because the time was up, or PCRE2 has given up."""
+        """Return whether the process was killed at the time limit, or PCRE2 gave up a text that takes too many
+        steps.
+        """
         return self.status is None or self.left_out.has_given_up
 
     @property
@@ -134,10 +138,7 @@ class Child:
 
     @property
     def has_refused(self) -> bool:
-        """Return whether the process failed with an error that is not about files.
-
-        Such an error is about the pattern.
-        """
+        """Return whether the process failed with an error that is not about files, and so is about the pattern."""
         is_fault = self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT
         return is_fault and not self.left_out.unreadable and not self.was_late
 
@@ -183,8 +184,8 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
         try:
             for fd in inherited:
                 os.set_inheritable(fd, True)
-            # The new session detaches the program from any terminal. All signals get their default action, because an
-            # ignored signal would stay ignored in the program.
+            # A new session has no terminal. Reset all signals to their default action, because an ignored signal would
+            # stay ignored in the program.
             return os.posix_spawn(
                 argv[0], argv, ENVIRONMENT, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS
             )

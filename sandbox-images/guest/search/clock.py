@@ -1,4 +1,4 @@
-"""Limit the time of a search. When the time is up, the search returns a partial result and marks it as partial."""
+"""The time limit of a search. When it is reached, the search returns a result that is marked as partial."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _SHARE_TO_FIND = 0.8
 class Clock:
     """Time limit of one search.
 
-    The time limit of the request would end the search without any result. The search therefore stops a little
-    earlier.
+    It is a little shorter than the time limit of the request, which would end the search without any result.
     """
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
@@ -33,7 +32,8 @@ class Clock:
 
     @property
     def is_too_late_to_find(self) -> bool:
-        """Return whether the remaining time is needed to report the matches so far.
+        """Return whether the search for files must stop, because the remaining time is needed to report the matches so
+        far.
 
         Raises RequestFailure if the call is cancelled.
         """

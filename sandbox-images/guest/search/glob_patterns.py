@@ -20,24 +20,24 @@ MAX_PATTERN_CHARS = 4096
 _MAX_ALTERNATIVES = 512
 _MAX_EXPANDED_CHARS = 65_536
 _MAGIC = re.compile(r"[*?\[{\\]")
-# A pair of braces without another pair inside.
+# Regular expression for a pair of braces without another pair inside.
 _BRACES = re.compile(r"(?<!\\)\{((?:[^{}\\]|\\.)*)\}", re.DOTALL)
 _COMMA = re.compile(r"(?<!\\),")
 _COMMA_OF_LIST = re.compile(r"(?<!\\),(?![^{]*\})")
 _TOKEN = re.compile(r"\\(?P<escaped>.)|\[(?P<negated>[!^]?)(?P<members>\]?[^\]]*)\]|(?P<other>.)", re.DOTALL)
-# Characters that have a meaning in a class of a regular expression, but not in a class of a glob.
+# Characters that are special in `[...]` of a regular expression, but not in `[...]` of a glob.
 _OF_CLASS = re.compile(r"[\\\[\]^&~|]")
 
 
 class Globs:
-    """Alternative patterns for paths below the start of a search.
+    """A set of glob patterns for paths below the start of a search. A path matches if one pattern matches.
 
-    `names`: the last parts of the patterns. Every path that matches has a name that matches one of them.
-    `accept_all`: every path matches.
+    `names`: the last parts of the patterns; the name of a matching path always matches one of them. `accept_all`: True
+    if every path matches.
     """
 
     def __init__(self, texts: list[str], subject: str) -> None:
-        """Compile the patterns. `subject` names them in the message. Raises RequestFailure."""
+        """Compile the patterns. `subject`: what error messages call them. Raises RequestFailure."""
         self.names: list[str] = []
         self.accept_all = False
         regexes = []
@@ -84,7 +84,9 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _split(pattern: str) -> list[str]:
-    """Return the parts of a pattern, with `**` before a name at any depth, and after a folder."""
+    """Split a pattern into parts. A pattern without a slash gets `**` in front, and a pattern for a folder gets `**` at
+    the end.
+    """
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     if not parts:
         raise re.error("the pattern contains no name")
@@ -96,8 +98,8 @@ def _split(pattern: str) -> list[str]:
 def _join(parts: list[str]) -> str:
     """Return the regular expression for a path, from groups of parts separated by `**`. Raises re.error.
 
-    The first possible position of each group except the last is always sufficient. Those groups are atomic, so that
-    the time to match is almost always linear.
+    For each group except the last, only the first position where it matches must be tried. So these groups are atomic,
+    and the time to match is almost always linear.
     """
     groups = [
         [_translate(part) for part in group]
@@ -129,7 +131,7 @@ def _translate(part: str) -> str:
             pieces[-1] += "[^/]" if token["other"] == "?" else re.escape(token["other"])
     if len(pieces) == 1:
         return pieces[0]
-    # The first possible position of each piece between two stars is always sufficient.
+    # Between two stars, only the first position where the piece matches must be tried.
     middle = "".join(f"(?>[^/]*?{piece})" for piece in pieces[1:-1] if piece)
     return f"{pieces[0]}{middle}[^/]*{pieces[-1]}"
 

@@ -49,7 +49,8 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     finder = _Finder(request, clock, paths)
     is_absolute = text.startswith("/")
     *folders, name = [part for part in text.split("/") if part not in ("", ".")] or ["**"]
-    # The search starts in the folder that the literal parts at the front of the pattern name.
+    # Start the search in the folder that the first parts of the pattern name, if these parts have no special
+    # characters.
     literal = list(itertools.takewhile(lambda part: not has_magic(part), folders))
     if is_absolute:
         start: Start | None = open_folder("/" + "/".join(literal), paths)
@@ -57,7 +58,8 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
         start = _open_below(open_folder(request.path, paths), request.path, literal, paths)
     if start is None:
         return finder.send(request, context.writer)
-    # A path that exists matches itself, even if it contains special characters or a rule ignores it.
+    # A pattern that is the path of an existing file matches this file, even if the path contains special characters or
+    # an ignore rule hides it.
     rest = folders[len(literal) :]
     finder.add_literal(_open_below(start, os.fsdecode(start.real), rest, paths), name)
     try:
@@ -86,12 +88,12 @@ def _open_below(start: Start, path: str, parts: list[str], paths: GuestPaths) ->
 
 
 _REST_S = 0.001
-# A link to a file counts as a file. Links are listed and never followed.
+# A link to a file counts as a file. The search does not follow links.
 _KINDS = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
 
 
 class _Finder:
-    """Matches of one request, and counts of what was left out."""
+    """Collects the matches of one request, and counts paths that were left out."""
 
     def __init__(self, request: GlobRequest, clock: Clock, paths: GuestPaths) -> None:
         # A slash at the end of the pattern selects directories.
@@ -99,7 +101,7 @@ class _Finder:
         self._clock = clock
         self._paths = paths
         self._use_rules = not request.include_ignored
-        # The tuples sort newest first, then by path.
+        # The sort order of the tuples is: newest first, then by path.
         self._matches: list[tuple[int, bytes]] = []
         self._literal = b""
         self._ignored = 0
@@ -111,7 +113,7 @@ class _Finder:
         return bool(self._literal)
 
     def add_literal(self, folder: Start | None, name: str) -> None:
-        """Add the entry whose name is literally the pattern, if it exists."""
+        """Add the entry whose name equals the pattern, if it exists."""
         if folder is None or os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(self._paths.state):
             return
         try:
@@ -146,14 +148,14 @@ class _Finder:
                     pass
         self._is_partial = child.was_cut_off
         left_out = child.left_out
-        # ripgrep lists files only, and reports links to files.
+        # ripgrep lists only files; links to files are in its messages about paths that it left out.
         others = left_out.special if self._kind == "file" else self._walk(selection, set(left_out.ignored))
         self._take(start, globs, others)
         self._ignored = sum(globs.match(os.fsdecode(path)) or os.path.isdir(path) for path in left_out.ignored)
         self._unreadable = len(left_out.unreadable)
 
     def _walk(self, selection: FileSelection, ignored: set[bytes]) -> Iterator[bytes]:
-        """Yield everything below the current directory, also directories, except for what ripgrep left out."""
+        """Yield all files and directories below the current directory, except for paths that ripgrep left out."""
         pending = [b""]
         while pending:
             folder = pending.pop()
@@ -169,11 +171,11 @@ class _Finder:
                             if entry.is_dir(follow_symlinks=False):
                                 pending.append(path + b"/")
             except OSError:
-                # ripgrep has reported this folder.
+                # ripgrep has already reported that this folder cannot be read.
                 continue
 
     def _take(self, start: Start, globs: Globs, paths: Iterable[bytes]) -> None:
-        """Add the entries of the wanted kind that match, except for the one that is added already."""
+        """Add the matching entries of the requested kind, except for one that `add_literal` has added."""
         takes_all, literal = globs.accept_all, self._literal
         for path in paths:
             if takes_all or globs.match(os.fsdecode(path)):

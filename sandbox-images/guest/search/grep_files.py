@@ -21,8 +21,8 @@ _BLOCK = 1 << 20
 
 def open_file(folder: int, path: bytes, use_openat2: bool) -> int:
     """Open a regular file below a directory for reading. Links may not lead out of the directory. Raises OSError."""
-    # The file is pinned first and its type is checked on the pinned descriptor. A swapped FIFO or device is never
-    # opened.
+    # Pin the file (O_PATH) and check its type before it is opened: a FIFO or device that replaces the file meanwhile is
+    # never opened.
     pinned = open_beneath(folder, path, os.O_PATH | os.O_NOFOLLOW) if use_openat2 else _step_to(folder, path)
     try:
         if not stat.S_ISREG(os.fstat(pinned).st_mode):
@@ -33,7 +33,8 @@ def open_file(folder: int, path: bytes, use_openat2: bool) -> int:
 
 
 def has_binary_head(path: bytes) -> bool:
-    """Return whether the file has a NUL near its start and no UTF-16 mark. A missing file counts as not binary.
+    """Return whether the file is binary: it has a NUL near its start and no UTF-16 byte order mark. A missing file is
+    not binary.
 
     `path` is relative to the current directory.
     """
@@ -54,9 +55,11 @@ def is_binary(head: bytes) -> bool:
 
 
 def read_text(fd: int) -> bytes:
-    """Return the text of an open file as UTF-8, in the same form in which the engines read it.
+    """Return the text of an open file in the form in which ripgrep searches it, so that ripgrep's offsets are valid in
+    it.
 
-    The byte order mark is removed. Bytes that are not valid UTF-8 stay unchanged.
+    UTF-16 with a byte order mark is converted to UTF-8; other bytes stay unchanged, even invalid UTF-8. The byte order
+    mark is removed.
     """
     blocks = []
     at = 0

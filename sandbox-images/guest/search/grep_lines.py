@@ -40,7 +40,7 @@ def find_offsets(text: bytes, positions: Iterable[MatchPosition]) -> Iterator[Ma
 
 
 class MatchPage:
-    """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
+    """The lines of the answer, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._remaining_lines = max_lines
@@ -70,7 +70,7 @@ class MatchPage:
 
 
 class FilePrinter:
-    """Printer for the positions of one file and the lines around them."""
+    """Formats the matching lines of one file and the lines around them."""
 
     def __init__(self, page: MatchPage, shown: str, text: bytes, before: int, after: int) -> None:
         self._page = page
@@ -86,8 +86,8 @@ class FilePrinter:
         self.matches = 0
 
     def print_positions(self, positions: Iterable[MatchPosition]) -> None:
-        """Print positions, which must be in the order of their lines. `matches` then has the number of printed
-        positions.
+        """Add the lines of the positions, which must be in order, to the page. `matches` then has the number of printed
+        matches.
         """
         for position in positions:
             if not self._print_until(position):
@@ -103,7 +103,9 @@ class FilePrinter:
             self._remaining_context_lines -= 1
 
     def _print_until(self, position: MatchPosition) -> bool:
-        """Print what precedes a matching line: the context of the last match, a gap, and the context of this match."""
+        """Print what comes before a matching line: the context after the last match, a mark for a gap, and the context
+        before this match.
+        """
         while self._remaining_context_lines and self._next_line < position.line and self._print_context():
             self._remaining_context_lines -= 1
         start = max(position.line - self._before, self._next_line, 1)
@@ -153,7 +155,7 @@ class FilePrinter:
 def cut_line(line: bytes, column: int) -> tuple[bool, str]:
     """Return whether the line was cut, and its text.
 
-    A long line is cut to MAX_LINE_CHARS, with the byte `column`, from 1, in the middle.
+    A long line is cut to MAX_LINE_CHARS characters around the byte `column` (from 1).
     """
     if len(line) <= MAX_LINE_CHARS:
         return False, line.decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""Check the regular expression of a request and explain errors in the pattern.
+"""Checks the regular expression of a request, and explains errors in it.
 
-ripgrep's own engine takes time that is linear in the text. PCRE2 is used only for a pattern that this engine refuses
-because it lacks the syntax: look-around, backreferences and atomic groups.
+ripgrep's own engine takes time that is linear in the text. PCRE2 is used only for syntax that this engine does not
+have: look-around, backreferences and atomic groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from guest.fields import escaped
 
 MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""
-# Maximum length of a pattern for ripgrep's own engine. For longer patterns it would build very large tables.
+# Maximum length of a pattern for ripgrep's own engine. For a longer pattern this engine would build very large tables.
 _MAX_OWN_CHARS = 8192
 _OPERATORS = re.compile(r"\\[wdsbWDSB.]|\.[*+?]|[\])][*+?]|\||^\^|\$$|\[\^|\(\?")
 _CARET = re.compile(r"^ {4}( *)\^+$", re.MULTILINE)
@@ -28,7 +28,7 @@ _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 class GrepPattern:
-    """Checked pattern. The constructor raises RequestFailure if no line can match the pattern."""
+    """A checked pattern. The constructor raises RequestFailure if no line can match it."""
 
     def __init__(self, text: str, fixed_strings: bool, ignore_case: bool, multiline: bool) -> None:
         self.text = text
@@ -56,7 +56,9 @@ class GrepPattern:
         self.needs_pcre = len(text) > _MAX_OWN_CHARS
 
     def turn_to_pcre(self, error_text: str) -> bool:
-        """Return whether the pattern needs PCRE2, by an error message of ripgrep's own engine."""
+        """Switch to PCRE2 if the error message of ripgrep's own engine shows that the pattern needs it. Return whether
+        this is so.
+        """
         if self.needs_pcre or _ONLY_PCRE.search(error_text) is None:
             return False
         self.needs_pcre = True
@@ -75,7 +77,7 @@ class GrepPattern:
             return self._spans_lines()
         pcre = _PCRE.search(error_text)
         if pcre is not None:
-            # The offset counts what Ripgrep puts before the pattern.
+            # The offset in the message includes the text that the class Ripgrep puts before the pattern.
             return self._build_failure(
                 pcre[2][:300], min(max(0, int(pcre[1]) - len(PCRE_LINE_ENDS)), len(self.text)) + 1
             )

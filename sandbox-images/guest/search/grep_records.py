@@ -1,4 +1,4 @@
-"""Parse the output of the engines: counts per file, and positions of matching lines."""
+"""Parses the output of ripgrep: counts per file, and positions of matching lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_counts(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
     """Parse `path NUL mark LF path NUL ...`, split at LF, and yield each file with its number of marks.
 
-    All marks of a file must be consecutive.
+    All marks of a file must follow one another.
     """
     current, count, name_start = b"", 0, b""
     for record in records:
@@ -52,8 +52,8 @@ def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 def group_positions(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[MatchPosition]]]:
     """Parse `name NUL line::column::offset::text LF ...`, split at LF, and yield each name with its positions.
 
-    Positions that the caller does not read are skipped. ripgrep omits the column if it is unknown, for example for an
-    empty match at the very end.
+    If the caller does not read all positions of a name, the rest is skipped. ripgrep omits the column when it is
+    unknown, for example for an empty match at the end of the text.
     """
     current = next(records, None)
 

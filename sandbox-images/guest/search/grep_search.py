@@ -46,11 +46,11 @@ _LAST_BATCH = 128
 
 
 class _LargeFileError(Exception):
-    """Raised when ripgrep reads a file that is larger than MAX_FOUND_BYTES."""
+    """Error: ripgrep is reading a file that is larger than MAX_FOUND_BYTES."""
 
 
 class _NeedsPcreError(Exception):
-    """Raised when the pattern has syntax that only PCRE2 has."""
+    """Error: the pattern has syntax that only PCRE2 supports."""
 
 
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
@@ -63,7 +63,7 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
     names = NameFilter(request.include, request.exclude, request.type)
     start = open_start(request.path, context.paths)
-    # The engine runs in this directory, and its output has names relative to it.
+    # ripgrep runs in this directory, and its output has names relative to the directory.
     try:
         os.fchdir(start.fd)
     except OSError as error:
@@ -79,7 +79,7 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
 
 
 class _Search:
-    """Search for one request."""
+    """The search of one request: its state and its result."""
 
     def __init__(
         self, request: GrepRequest, pattern: GrepPattern, start: Start, context: RequestContext, clock: Clock
@@ -91,15 +91,17 @@ class _Search:
         self._paths: GuestPaths = context.paths
         self._clock = clock
         self._page = MatchPage(request.max_lines, request.max_bytes)
-        # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_file_matches`:
-        # the first of them, which are checked for binary content.
+        # A heap of matching files as (negative modification time, path, count), so that the newest file comes first,
+        # then by path. `_file_matches`: the files that were taken from the heap so far; `_binary`: those of them with
+        # binary content.
         self._matches: list[tuple[int, bytes, int]] = []
         self._file_matches: list[tuple[int, bytes, int]] = []
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._large: list[bytes] = []
         self._ignored = 0
-        # Number of files that include, exclude and type select. Counted only if none of them matches.
+        # Number of files that the filters `include`, `exclude` and `type` select. It is counted only if no file
+        # matches.
         self._searched: int | None = None
         self._is_partial = self._was_killed = False
         self._shown = self._shown_files = 0
@@ -108,7 +110,9 @@ class _Search:
     # --- which files --------------------------------------------------------------------------------------------------
 
     def find(self, names: NameFilter) -> None:
-        """Find the matching files, or the matches of the one file. Raises RequestFailure, and _NeedsPcreError."""
+        """Find the matching files, or if the request names one file, its matches. Raises RequestFailure, and
+        _NeedsPcreError.
+        """
         if self._start.file is None:
             self._find_files(names)
         else:
@@ -117,9 +121,9 @@ class _Search:
     def _find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start.
 
-        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. If it reads a
-        large file, the search starts again and skips large files: checking the size of every file takes a sixth of
-        the time.
+        ripgrep applies the ignore rules. Only matching files are queried for their time and size. If ripgrep reads a
+        large file, the search starts again and skips large files. This is not done from the start, because the check of
+        every file's size takes a sixth of the time.
         """
         use_rules = not self._request.include_ignored
         limits: list[bytes] = []
@@ -134,7 +138,7 @@ class _Search:
             except BlockedError:
                 use_rules = False
             self._matches, self._large = [], []
-        # Only the first of all matches are shown, so they are not sorted here.
+        # Make a heap and do not sort, because only the first matches are shown.
         heapq.heapify(self._matches)
         self._check_partial()
         if not self._matches and not names.is_empty:
@@ -144,7 +148,7 @@ class _Search:
                 )
 
     def _count_files(self, options: list[bytes], names: NameFilter, *, skips_large: bool, use_rules: bool) -> None:
-        """Collect the matches, and what ripgrep left out.
+        """Collect the matching files, and the paths that ripgrep left out.
 
         Raises BlockedError, and _LargeFileError unless `skips_large`.
         """
@@ -152,7 +156,7 @@ class _Search:
         with Child(start, _REST_S, opens_rule_files=use_rules) as child:
             for raw, count in self._read_counts(child, skips_large):
                 path = raw[2:]
-                # The options may select more than include.
+                # ripgrep's options may select more files than `include`, so check again.
                 if not names.takes(path):
                     continue
                 try:
@@ -164,7 +168,7 @@ class _Search:
                     self._large.append(path)
                 else:
                     self._matches.append((-status.st_mtime_ns, path, count))
-        # A folder that is left out counts whatever its name.
+        # A folder that was left out counts even if its name does not match the filters.
         left_out = child.left_out
         self._unreadable.update(path for path in left_out.unreadable if names.takes(path) or os.path.isdir(path))
         self._large += [path for path in left_out.large if names.takes(path)]
@@ -214,7 +218,7 @@ class _Search:
         yield from self._ripgrep.read_counting(child, self._names_only, is_late)
         if child.was_cut_off:
             if not skips_large and not child.was_late:
-                # A line of a large file may need more memory than there is.
+                # ripgrep may have failed because a line of a large file needed too much memory.
                 raise _LargeFileError
             self._is_partial = True
             self._was_killed = not child.was_late
@@ -242,7 +246,9 @@ class _Search:
     # --- which lines --------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send each part of the result as soon as it is known. What is not sent is not checked for binary content."""
+        """Send each part of the result as soon as it is known. Files whose lines are not sent are not checked for
+        binary content.
+        """
         if self._request.mode == "content":
             self._send_lines()
         else:
@@ -250,7 +256,7 @@ class _Search:
         self._matches += [match for match in self._file_matches if match[1] not in self._binary]
 
     def _take(self) -> tuple[bytes, int]:
-        """Return path and count of the next match."""
+        """Return path and count of the next matching file."""
         match = heapq.heappop(self._matches)
         self._file_matches.append(match)
         return match[1], match[2]
@@ -314,7 +320,7 @@ class _Search:
     def _send_file(self, path: bytes, fd: int, positions: Iterable[MatchPosition]) -> int:
         text = read_text(fd)
         printer = FilePrinter(self._page, self._start.show(path), text, self._request.before, self._request.after)
-        # PCRE2 gets a replacement character for each byte that is not UTF-8, so its offsets are larger.
+        # PCRE2 searches a text with a replacement character for each byte that is not UTF-8, so find the offsets anew.
         printer.print_positions(find_offsets(text, positions) if self._pattern.needs_pcre else positions)
         self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches

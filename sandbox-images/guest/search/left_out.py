@@ -1,4 +1,4 @@
-"""Read from the messages of ripgrep which paths it left out, and why."""
+"""Parses ripgrep's messages about paths that it left out, and the reasons."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _GAVE_UP = b"PCRE2: error matching"
 _OS_ERROR = re.compile(
     rb"^(?:rg: )?\./(.*?): (?:IO error for operation on \./\1: )?[^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL
 )
-# ripgrep does not say which file has these rules, and applies no rule of the file.
+# ripgrep does not say which file has the faulty rules, and then applies no rule of this file.
 _RULES_ERROR = re.compile(rb"^(?:rg: )?Compiled regex exceeds size limit[^\n]*$", re.MULTILINE)
-# ripgrep 13 and 14 write these with --debug.
+# Messages that ripgrep 13 and 14 write with --debug.
 _LEFT_OUT = re.compile(
     rb"^DEBUG\|[^\n]*?: ignoring \./([^\n]*): (?:(Ignore\(IgnoreMatch\(Gitignore\()|\d+ bytes$|(failed to pass))"
 )
 
 
 class LeftOut:
-    """Names that a search process reported, as paths below the start. What does not fit is dropped.
+    """Paths below the start that a search process has left out. Beyond a size limit, names are dropped.
 
     `ignored`: hidden by ignore rules. `large`: larger than the limit. `special`: links to files, pipes and sockets.
     """
@@ -35,8 +35,8 @@ class LeftOut:
         self._remaining_bytes = _MAX_BYTES
 
     def feed(self, data: bytes) -> None:
-        # A message repeats its ignore rule, which may be megabytes long. Only the start of a line is needed, up to the
-        # longest possible path.
+        # Keep only the start of a line, up to the longest possible path: a message also has the ignore rule, which may
+        # be megabytes long.
         *lines, self._rest = (self._rest[:_MAX_LINE_BYTES] + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"DEBUG|"):
@@ -57,6 +57,6 @@ class LeftOut:
 
     @property
     def text(self) -> str:
-        """The errors that are not about files or rules."""
+        """Error messages that are not about files or ignore rules."""
         text = _RULES_ERROR.sub(b"", _OS_ERROR.sub(b"", bytes(self._errors)))
         return text.decode("utf-8", "replace").strip()

@@ -14,7 +14,7 @@ MAX_CONTEXT = 20
 
 
 class GlobRequest(GuestRequest):
-    """Request for names below `path` that match `pattern`: the newest `limit` names, at most `max_bytes` of text."""
+    """Request for the paths below `path` that match `pattern`: the `limit` newest ones, at most `max_bytes` of text."""
 
     FIELDS: ClassVar = {
         "pattern": read_any_text,

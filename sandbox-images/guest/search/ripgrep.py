@@ -1,4 +1,4 @@
-"""Run ripgrep: which files it selects, how it searches them, and how its output is read."""
+"""Runs ripgrep: its options to select and search files, and the parsing of its output."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _VCS_NAMES = (b".git", b".hg", b".svn")
 """Directories that a search never enters, unless it starts inside."""
-# No file of the sandbox configures ripgrep. All files count as text. A line ends before its \r\n. Without memory
-# mapping, a file that is truncated during the search does not end the process.
+# The options of every search: ignore configuration files; treat all files as text; accept \r\n as a line end; use no
+# memory mapping, so that a file that is truncated during the search does not crash the process.
 _ALWAYS = [
     b"--no-config",
     b"--color=never",
@@ -35,7 +35,7 @@ _ALWAYS = [
     b"--case-sensitive",
 ]
 
-# The output has the positions of each line and at most one byte of its text: too short to contain a separator.
+# Print the position of each line and at most one byte of its text, which cannot contain a separator of the output.
 _MARKING = [
     b"--line-number",
     b"--column",
@@ -45,10 +45,10 @@ _MARKING = [
 ]
 
 
-# Start options and comments of a pattern would end differently in a group.
+# A pattern with options at its start or comments must not be put into a group, which would change its meaning.
 _NOT_IN_GROUP = re.compile(r"\(\*|\(\?[a-zA-Z^]*x")
 
-# Patterns for names that mean the same to ripgrep and to Globs.
+# Glob patterns for names that ripgrep and the class Globs interpret in the same way.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.*-]+")
 # Names of types that models use and ripgrep 13 does not know.
 _OTHER_TYPES = {
@@ -70,7 +70,7 @@ _OTHER_TYPES = {
 
 
 class NameFilter:
-    """Files that include, exclude and type of a request select."""
+    """The files that the filters `include`, `exclude` and `type` of a request select."""
 
     def __init__(self, include: str | None, exclude: str | None, type_name: str | None) -> None:
         """Compile the globs. Raises RequestFailure for an invalid glob."""
@@ -90,7 +90,7 @@ class NameFilter:
 
 
 class FileSelection:
-    """The files below the start of a search that ripgrep reads."""
+    """Selects which files below the start of a search ripgrep reads."""
 
     def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._use_rules = use_rules
@@ -109,7 +109,8 @@ class FileSelection:
     ) -> list[bytes]:
         """Return the options that select files. They may select more than `included`.
 
-        `included` becomes a type: a ripgrep glob would override the ignore rules. Two types select the union.
+        `included` is passed as a file type, because a glob option of ripgrep would override the ignore rules. With two
+        types, ripgrep selects the files of both.
         """
         options = [b"--debug", b"--hidden", b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
         options += [b"--no-ignore-messages"] if self._use_rules else [b"--no-ignore"]
@@ -125,12 +126,12 @@ class FileSelection:
 
 
 def list_files(command: Sequence[bytes], options: list[bytes]) -> Callable[[int, int], int]:
-    """Return a start function that lists the files that a search looks at, each followed by NUL."""
+    """Return a start function (for Child) of a process that lists the files of a search, each followed by NUL."""
     return start_program([*command, *_ALWAYS, b"--files", *options, b"--", b"./"])
 
 
 def list_all_files(command: Sequence[bytes], folders: list[bytes]) -> Callable[[int, int], int]:
-    """Return a start function that lists the files below the folders, each followed by NUL."""
+    """Return a start function (for Child) of a process that lists all files below the folders, each followed by NUL."""
     left_out = [b"--glob=!" + name for name in _VCS_NAMES]
     return start_program([*command, *_ALWAYS, b"--files", b"--hidden", *left_out, b"--", *folders])
 
@@ -189,8 +190,8 @@ class Ripgrep:
     def _counting(self, names_only: bool) -> list[bytes]:
         """Return the options that count matches.
 
-        In a multiline search ripgrep counts matches instead of lines. The lines are then listed and counted by the
-        caller.
+        In a multiline search ripgrep would count matches and not lines. So it lists the lines, and the caller counts
+        them.
         """
         if names_only:
             return [b"--files-with-matches"]
@@ -199,9 +200,9 @@ class Ripgrep:
     def _marking_pattern(self) -> bytes:
         """Return a pattern that has no empty match in a line.
 
-        To find the columns, ripgrep looks for all matches in a line. After an empty match it goes on at the next
-        byte, and PCRE2 fails if this is in the middle of a character. A match that takes one more character begins at
-        the same column.
+        For the columns, ripgrep looks for all matches in a line. After an empty match it continues at the next byte,
+        where PCRE2 fails if this is the middle of a character. So the pattern also takes one more character; the match
+        begins at the same column.
         """
         pattern = self._pattern
         if not pattern.needs_pcre or pattern.fixed_strings or pattern.multiline or _NOT_IN_GROUP.search(pattern.text):

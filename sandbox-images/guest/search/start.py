@@ -1,4 +1,6 @@
-"""Open the directory where a search starts. The descriptor stays open, so a swapped name cannot redirect the search."""
+"""Opens the directory where a search starts. The descriptor stays open, so a directory that replaces it meanwhile is
+not searched.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Start:
-    """Open directory below a root.
+    """The open directory, below a root, where a search starts.
 
     `file`: the only name to search in the directory, or None for everything below. `real`: the path without links.
     `above`: the names from the root to the directory.
@@ -46,8 +48,8 @@ class Start:
 def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
     """Open the start of a search.
 
-    Raises RequestFailure for a path outside the roots or inside the folder of the guest's own state. `may_miss`: a
-    missing path is expected, so no similar paths are suggested.
+    Raises RequestFailure for a path outside the roots or inside the folder of the guest's own state. `may_miss`: the
+    path may be missing, so the error suggests no similar paths.
     """
     try:
         entry = find_entry(path, paths, to_read=True)
@@ -57,7 +59,7 @@ def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
             entry.close()
     except RequestFailure as failure:
         raise missing_file(path, paths) if failure.code == FILE_NOT_FOUND and not may_miss else failure from None
-    # The check uses the path of the open descriptor. A swapped name or a link cannot bypass this check.
+    # Check the path of the open descriptor, so that a link or a replaced directory cannot bypass the check.
     if _is_below(start.real, os.path.realpath(paths.state)):
         os.close(start.fd)
         raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: reserved for the sandbox itself")
@@ -65,7 +67,7 @@ def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
 
 
 def open_folder(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
-    """Open a directory as the start of a search. Raises RequestFailure as `open_start` does, and for a file."""
+    """Open a directory as the start of a search. Raises RequestFailure in the cases of `open_start`, and for a file."""
     start = open_start(path, paths, may_miss)
     if start.file is not None:
         os.close(start.fd)

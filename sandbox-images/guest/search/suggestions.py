@@ -1,4 +1,4 @@
-"""Suggest existing paths for a path that does not exist.
+"""Suggests similar existing paths for a path that does not exist.
 
 ripgrep lists the files of the folders that may be read, for a limited time. Their names are compared with the wanted
 name.
@@ -28,7 +28,7 @@ MAX_SUGGESTIONS = 5
 MAX_ENTRIES = 20_000
 MAX_S = 0.3
 _MIN_RATIO = 0.7
-# Names that differ more in length are not compared.
+# Names whose lengths differ by more than this are not compared.
 _MAX_LENGTH_DIFFERENCE = 3
 _MAX_SHOWN = 240
 
@@ -50,7 +50,7 @@ def missing_file(path: str, paths: GuestPaths) -> RequestFailure:
 
 
 class _MissingName:
-    """Name that was not found, and the similar paths so far."""
+    """The missing name, and the similar paths that were found so far."""
 
     def __init__(self, tried: bytes) -> None:
         self._folders = tried.split(b"/")[:-1]
@@ -88,7 +88,7 @@ class _MissingName:
         return (3, 0.0) if os.path.splitext(folded)[0] == self._stem else None
 
     def _count_shared(self, folders: list[bytes]) -> int:
-        """Return how many folders the tried path and a found path have in common, counted from both ends."""
+        """Return how many folders the requested path and a found path share at their starts and at their ends."""
         front = _count_equal(self._folders, folders)
         return front + _count_equal(self._folders[front:][::-1], folders[front:][::-1])
 
@@ -98,13 +98,15 @@ def _count_equal(parts: list[bytes], others: list[bytes]) -> int:
 
 
 def _list_candidates(tried: bytes, paths: GuestPaths) -> Iterator[bytes]:
-    """Yield paths in the deepest existing folder of `tried`, then files and their folders below the readable roots."""
-    # The root b"" is the whole file system: its folder is listed, and it is too large to be searched.
+    """Yield the paths in the deepest existing folder of the path `tried`, then all files below the readable roots, and
+    their folders.
+    """
+    # The root b"" (the whole file system) is too large to be searched; only the deepest existing folder is listed.
     readable = [os.path.realpath(root) if root else root for root in paths.readable]
     folder = os.path.realpath(os.path.dirname(tried))
     while not os.path.isdir(folder) and len(folder) > 1:
         folder = os.path.dirname(folder)
-    # A link may have led out of the roots. The state of the guest is not shown.
+    # Check the folder: a link may lead out of the roots, and the guest's own data must not be shown.
     if any((folder + b"/").startswith(root + b"/") for root in readable):
         with contextlib.suppress(OSError):
             yield from (

@@ -1,1 +1,3 @@
-"""Connections of programs to the proxy port. The channel relays them: a sandbox has no other network access."""
+"""Connections of programs to the proxy port of the sandbox. The guest relays them to the host over the channel: a
+sandbox has no other network access.
+"""

@@ -1,7 +1,7 @@
-"""The search for connections after the death of their program.
+"""Finds connections whose program has died.
 
-A socket shows the same end of input when a program ends its output and when the program dies. The kernel's table of
-sockets shows the difference.
+On a socket, the end of a program's output and the death of the program look the same. The kernel's table of sockets
+shows the difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find_orphans(connections: list[EndpointPair]) -> list[EndpointPair]:
     inodes = _read_table()
     if inodes is None:
         return []
-    # A kernel that does not show the owner of our own end shows no owners at all. Such a table proves nothing.
+    # If the table does not show the owner of our own end, the kernel shows no owners at all: the table proves nothing.
     visible = [(ours, theirs) for ours, theirs in connections if inodes.get((ours, theirs), _NO_INODE) != _NO_INODE]
     return [(ours, theirs) for ours, theirs in visible if inodes.get((theirs, ours), _NO_INODE) == _NO_INODE]
 
@@ -79,7 +79,8 @@ def _read(path: str) -> str | None:
 def _parse_endpoint(text: str) -> Endpoint | None:
     """Parse an address such as `0100007F:0C38`. Return None when the address is invalid.
 
-    The words have the byte order of the machine. The last word of an IPv6 address contains the embedded IPv4 address.
+    The kernel writes the address in 32-bit words in the machine's byte order. The last word of an IPv6 address has the
+    embedded IPv4 address.
     """
     address, _, port = text.partition(":")
     try:

@@ -6,7 +6,7 @@ at most WINDOW bytes wait in each direction, so that a slow program or a slow ho
 
 from __future__ import annotations
 
-# `_socket`, because `socket` imports more than all of the guest.
+# Import `_socket`: the module `socket` imports more code than the whole guest has.
 import _socket
 import select
 import struct
@@ -27,7 +27,9 @@ _LOST = select.POLLERR | select.POLLHUP
 
 
 class Tunnel:
-    """A connection from its accept to its close. Never blocks. Raises HostDisconnected like the outbox."""
+    """A connection, from its accept to its close. Methods never block. They raise HostDisconnected when the host has
+    closed the channel.
+    """
 
     __slots__ = (
         "_data_header",
@@ -53,7 +55,7 @@ class Tunnel:
         self.program_ended = False
         self.host_ended = False
         self.host_closed = False
-        # The guest has sent its close. Later bytes of the host are dropped.
+        # True when the guest has sent its close event. Later bytes of the host are dropped.
         self.is_closed = False
         self._socket = connection
         self._outbox = outbox
@@ -67,8 +69,8 @@ class Tunnel:
     def interest(self, may_read: bool) -> int | None:
         """Return the events to wait for.
 
-        0: wait only for the end of the connection. None: wait for nothing, because poll would report the known end
-        without pause.
+        0: wait only for the end of the connection. None: do not register the connection, because poll would report its
+        known end again without pause.
         """
         events = select.POLLIN if may_read and self.can_send else 0
         if self._pending:
@@ -81,7 +83,7 @@ class Tunnel:
         return self._host_room > 0 and not self.program_ended and not self.host_closed
 
     def serve(self, events: int, may_read: bool) -> bool:
-        """Process the events. Return whether a data frame was sent."""
+        """Process the events of the poller. Return whether a data frame was sent to the host."""
         if events & select.POLLOUT and not self.is_closed:
             self._flush()
         if self.is_closed or not events & (select.POLLIN | _LOST):
@@ -93,7 +95,7 @@ class Tunnel:
         return False
 
     def _read(self) -> bool:
-        """Read from the program and send one frame. Return whether a data frame was sent."""
+        """Read from the program and send one frame to the host. Return whether it was a data frame."""
         try:
             data = self._socket.recv(min(self._host_room, PIECE))
         except (BlockingIOError, InterruptedError):
@@ -119,7 +121,9 @@ class Tunnel:
             self._flush()
 
     def take_room(self, count: int) -> None:
-        """Record that the host can receive `count` more bytes. Raises FrameError when the count is too large."""
+        """Record that the host can receive `count` more bytes. Raises FrameError when the window would become too
+        large.
+        """
         self._host_room += count
         if self._host_room > WINDOW:
             raise FrameError("a window update is larger than the window")
@@ -133,7 +137,7 @@ class Tunnel:
     def take_close(self) -> None:
         """Record that the host has closed the connection.
 
-        When the host has ended its output before, the program still gets the rest. Otherwise the connection is
+        If the host had ended its output before, the program still gets the pending bytes. Otherwise the connection is
         aborted.
         """
         self.host_closed = True
@@ -152,7 +156,7 @@ class Tunnel:
         self._close()
 
     def _flush(self) -> None:
-        """Send pending bytes to the program. Grant the host new room when enough bytes were sent."""
+        """Send pending bytes to the program. Allow the host to send more (grant room) when enough bytes were sent."""
         sent = 0
         try:
             if self._pending:
@@ -164,14 +168,14 @@ class Tunnel:
             return
         del self._pending[:sent]
         self._unreported_bytes += sent
-        # Room is granted in large steps, so that small writes do not cost one frame each.
+        # Grant room in large steps, so that small writes do not cause one frame each.
         if self._unreported_bytes >= _GRANT and not self.host_ended:
             self._outbox.put(encode_frame({"ev": "net_room", "conn": self.number, "bytes": self._unreported_bytes}))
             self._unreported_bytes = 0
         self._shut_down_when_sent()
 
     def _shut_down_when_sent(self) -> None:
-        """End the output to the program when the host has ended and nothing is pending."""
+        """When the host has ended its output and no bytes are pending, end the output to the program."""
         if self._pending or not self.host_ended or self._has_shut_down:
             return
         self._has_shut_down = True

@@ -1,7 +1,7 @@
 """The proxy port of a sandbox: PID 1 listens there and relays each connection to the host, at a limited rate.
 
-Invariant: traffic of connections never delays the calls. Frames per second, connections, and bytes in memory have
-limits, and connections are read only while few bytes wait for the host.
+Invariant: traffic of connections never delays calls. Frames per second, connections, and bytes in memory are limited,
+and connections are read only while few bytes wait for the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from guest.tunnels.tunnel import WINDOW, Tunnel
 
 NET_OPS = frozenset(("net_data", "net_room", "net_end", "net_close"))
 MAX_TUNNELS = 64
-# Reports of calls are read until far more bytes wait for the host. Connections therefore stop before the calls do.
+# Above this number of bytes that wait for the host, connections are not read. The limit for reports of calls is far
+# higher, so connections stop first.
 _OUTBOX_BYTES = 65_536
 _FRAMES_PER_S = 2000.0
 _OPEN_COST = 20.0
@@ -28,7 +29,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class FrameRateLimiter:
-    """A rate limit: tokens that refill with time, up to the tokens of one second."""
+    """Limits the rate of frames: tokens refill with time, up to the number of one second."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -43,7 +44,7 @@ class FrameRateLimiter:
         return self._tokens >= tokens
 
     def take(self, tokens: float) -> None:
-        """Remove tokens. The number may become negative."""
+        """Use tokens. Their number may become negative."""
         self._tokens -= tokens
 
     def ready_at(self, tokens: float) -> float:
@@ -52,13 +53,13 @@ class FrameRateLimiter:
 
 
 class Tunnels:
-    """The listening socket, and every connection that is not closed on both sides."""
+    """The listening socket at the proxy port, and every connection that is not closed on both sides."""
 
     def __init__(self, outbox: Outbox, port: int) -> None:
         self._outbox = outbox
         self._listener = _listen(port)
         self._by_number: dict[int, Tunnel] = {}
-        # The open connections. The connections that were served last are at the end.
+        # The open connections, the last served ones at the end.
         self._by_fd: dict[int, Tunnel] = {}
         self._last = 0
         self._rate_limiter = FrameRateLimiter(_FRAMES_PER_S)
@@ -71,7 +72,7 @@ class Tunnels:
             events = tunnel.interest(may_read)
             if events is not None:
                 poller.register(fd, events)
-        # The listener is registered last, so it is served last. A new connection may get the descriptor of a
+        # Register the listener last, so that it is served last: a new connection may get the descriptor number of a
         # connection that was closed in the same round.
         if self._rate_limiter.has(_OPEN_COST):
             poller.register(self._listener.fileno(), select.POLLIN)
@@ -132,7 +133,7 @@ class Tunnels:
 
     def _accept(self) -> None:
         """Accept one connection. Reset the connection when MAX_TUNNELS connections exist."""
-        # A failed accept costs tokens too. Otherwise a lack of descriptors would keep PID 1 busy.
+        # Use tokens even if the accept fails; otherwise a lack of descriptors would keep PID 1 busy.
         self._rate_limiter.take(_OPEN_COST)
         try:
             fd, program = self._listener._accept()  # type: ignore[attr-defined]
@@ -152,7 +153,7 @@ class Tunnels:
     def _settle(self, tunnel: Tunnel) -> None:
         """Remove a closed connection from the tables."""
         if tunnel.is_closed:
-            # A later connection may already use the descriptor when the host's close arrives.
+            # When the host's close arrives, a newer connection may already use the same descriptor number.
             if self._by_fd.get(tunnel.fd) is tunnel:
                 del self._by_fd[tunnel.fd]
             if tunnel.host_closed:

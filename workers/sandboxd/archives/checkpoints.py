@@ -1,5 +1,5 @@
-"""Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use. The store has
-the tenant's files, too (store/archives/files.py).
+"""Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use. The same store
+also has the tenant's uploads and artifacts (store/archives/files.py).
 """
 
 import asyncio
@@ -65,10 +65,10 @@ class Checkpoints:
         changes: RootChanges | None = None,
         is_automatic: bool = False,
     ) -> StoredCheckpoint:
-        """Save the roots of a sandbox, and the changes of its root file system. `is_automatic`: no client requested it,
-        so it does not count towards the limit and is deleted by its age.
+        """Save the session's folders (packing.ROOTS) of a sandbox, and the changes of its root file system.
+        `is_automatic`: no client requested it, so it does not count towards the limit and is deleted by its age.
 
-        Raises ToolFailure: NO_SPACE when the tenant has too many, TIMEOUT, and like `Packing.chunks`.
+        Raises ToolFailure: NO_SPACE when the tenant has too many, TIMEOUT. Also raises the errors of `Packing.chunks`.
         """
         if not is_automatic:
             await self._check_count(tenant)
@@ -97,7 +97,7 @@ class Checkpoints:
 
         Returns False if changes of the root file system were left out, because they belong to another image, or because
         the root file system of this sandbox is read-only. Raises ToolFailure: FILE_NOT_FOUND when the tenant has no
-        such checkpoint, TIMEOUT, and like `unpack`.
+        such checkpoint, TIMEOUT. Also raises the errors of `unpack`.
         """
         name = _name(tenant, checkpoint)
         try:
@@ -120,12 +120,12 @@ class Checkpoints:
             return 0
 
     async def forget(self, tenant: str, checkpoint: str) -> bool:
-        """Delete a checkpoint. Returns False when the tenant has none of that id."""
+        """Delete a checkpoint. Return False when the tenant has no checkpoint with this id."""
         return await self._store.delete(_name(tenant, checkpoint))
 
     async def forget_old(self, max_age_s: float = AUTOMATIC_MAX_AGE_S) -> int:
-        """Delete the automatic checkpoints of this store that are older than `max_age_s` seconds, and expired files.
-        Return how many were deleted.
+        """Delete the automatic checkpoints of this store that are older than `max_age_s` seconds, and uploads and
+        artifacts that are older than KEEP_S seconds. Return the number of deleted archives.
         """
         now = time.time()
         return await self._forget_all(
@@ -170,7 +170,9 @@ async def _limit_time(verb: str, within_s: float) -> AsyncIterator[None]:
 
 
 def _is_older(name: str, automatic: float, files: float) -> bool:
-    """Return whether an automatic checkpoint, or a file, was stored before that instant."""
+    """Return whether `name` is an automatic checkpoint from before the time `automatic`, or an upload or artifact from
+    before the time `files`.
+    """
     saved_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
     return (saved_at is not None and saved_at < automatic) or (stored_at is not None and stored_at < files)
 
@@ -186,7 +188,9 @@ def _name(tenant: str, checkpoint: str) -> str:
 
 
 def _build_automatic_id() -> str:
-    """Return an id that contains its time, so that a sweep knows its age."""
+    """Return an id that contains the time of the checkpoint, so that `forget_old` knows the age without reading the
+    archive.
+    """
     return f"auto-{int(time.time()):08x}-{secrets.token_urlsafe(18)}"
 
 

@@ -15,8 +15,8 @@ TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 KINDS = (*TAR_OPTIONS, "zip", "bundle")
 
-# The script stops at the first file that does not fit. tar itself would read the archive to its end, which takes very
-# long for a decompression bomb.
+# The script stops at the first file that does not fit. tar itself would continue to the end of the archive, which takes
+# very long for a decompression bomb.
 _UNTAR = """
 tar -x "${@:2}" -f - -C "$1" --no-same-owner --no-same-permissions --delay-directory-restore 2>&1 >/dev/null |
 while IFS= read -r line; do

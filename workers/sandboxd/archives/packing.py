@@ -1,7 +1,7 @@
-"""Archives of a session's files: a tar stream out of one guest and into another.
+"""Pack a session's files as a tar stream from one sandbox, and unpack the stream in another.
 
-Invariant: the host never unpacks an archive, because its bytes are untrusted. Both ends run the image's own tar
-inside a sandbox. An archive is only given to a guest of the same tenant. The host limits its size and time.
+Invariant: the host never unpacks an archive, because its bytes are untrusted. Packing and unpacking run the image's own
+tar inside a sandbox. An archive is unpacked only in sandboxes of the same tenant. The host limits its size and time.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ _VANISHED = b"Warning: Cannot stat"
 """Message of tar, with --ignore-failed-read, when a file of a list disappeared."""
 _FULL = (b"No space left", b"File too large", b"Disk quota exceeded", b"File size limit exceeded")
 
-# Files that their own user may not read are made readable while tar runs. Modes are restored from the deepest folder
-# upwards.
+# Make files readable that their own user may not read, for the time that tar runs. Restore the modes from the deepest
+# folder upwards.
 _PACK = """
 mapfile -d '' -t closed < <(find "$@" -xdev -user "$UID" \\
     \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\
@@ -45,13 +45,13 @@ trap put_back EXIT
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
-# Exclude /tmp itself: its user may fill it but not change its mode, and tar would try.
+# Exclude the folder /tmp itself, not its content: tar would try to set its mode, which the user may not change.
 _TAR = (
     *("tar", "-x", "-f", "-", "-p", "--delay-directory-restore", "--no-overwrite-dir", "--no-same-owner"),
     *("--anchored", "--no-wildcards", "--no-recursion", "--exclude=tmp", "--recursion", "-C", "/", "--"),
 )
-# Open the FIFO for reading and writing, or the end of each chunk would end the stream. head knows the total.
-# Ends with the exit code of the program that reads the stream.
+# Open the FIFO for reading and writing; otherwise the reader would see an end after each chunk. `head` stops after the
+# total size. The exit code is that of the program that reads the stream.
 _READ_FIFO = """
 trap 'rm -f -- "$1"' EXIT
 head -c "$2" 0<>"$1" | "${@:3}"
@@ -72,7 +72,7 @@ trap 'rm -f -- "$1"' EXIT
 
 
 class PackingGuest(Protocol):
-    """The part of a sandbox that packing needs."""
+    """Interface of a sandbox for packing: run requests in its guest."""
 
     async def ask(
         self,
@@ -92,8 +92,8 @@ class PackingGuest(Protocol):
 
 @dataclass(frozen=True)
 class ArchiveFacts:
-    """A packed archive: size in bytes and sha256 in hex. `skipped`: number of sockets, which cannot be packed.
-    `files_changed`: files changed while they were read.
+    """Description of a packed archive: size in bytes and sha256 in hex. `skipped`: number of sockets, which cannot be
+    packed. `files_changed`: files changed while they were read.
     """
 
     bytes: int
@@ -125,7 +125,7 @@ def pack_list(names: str, folder: str) -> list[str]:
 
 
 class Packing:
-    """Packs one archive: read `chunks` once, then `facts`."""
+    """Packs one archive. Read `chunks` once to the end; then `facts` describes the archive."""
 
     def __init__(self, guest: PackingGuest, argv: list[str], max_bytes: int, stdin: bytes = b"") -> None:
         """Create the packing. `argv`: a program of `pack_roots`, `pack_list` or `pack_changes` (root_changes.py), which
@@ -141,8 +141,8 @@ class Packing:
         """Yield the tar stream in chunks of a few MiB at most. A slow reader delays the whole sandbox, so write the
         chunks to a disk.
 
-        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable.
-        Chunks that were already read must then not be used.
+        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable. After
+        an exception, discard the chunks that were already read.
         """
         flow, tally = _OutputQueue(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
@@ -176,7 +176,7 @@ async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[b
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and the errors of `read`. Some files
     may then be unpacked.
     """
-    if total <= _PIECE_BYTES:  # Most forks and evictions: one program instead of three is enough.
+    if total <= _PIECE_BYTES:  # as of most forks: one program in the guest instead of three
         data = b""
         async for chunk in read:
             data += chunk
@@ -190,8 +190,8 @@ async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[b
 
 
 async def run_with_input(guest: PackingGuest, argv: Sequence[str], data: bytes) -> None:
-    """Run a program in the guest with `data` on its standard input. The guest holds `data` in memory. Raises as
-    `unpack`.
+    """Run a program in the guest with `data` on its standard input. The guest holds `data` in memory. Raises the errors
+    of `unpack`.
     """
     stderr = bytearray()
     done = await guest.ask(
@@ -204,7 +204,7 @@ async def stream_in(
     guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], str]:
     """Run a program in the guest that reads `total` bytes from a pipe as its standard input. Return the `done` header
-    and the program's stderr. Raises as `unpack`.
+    and the program's stderr. Raises the errors of `unpack`.
     """
     done, stderr = await _stream_in(guest, argv, read, total)
     return done, bytes(stderr).decode("utf-8", "replace")

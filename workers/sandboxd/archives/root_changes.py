@@ -1,8 +1,8 @@
-"""The part of a checkpoint that contains the changes of the root file system of a session. Such an archive begins with
-a member that tar reads as a file (`_NAME`). It has the content id of the image, and the names of replaced and removed
-files. sandboxd adds this member, and removes it before it unpacks the rest. The rest is packed and unpacked as root
-inside the sandbox. So a forged archive can do only what its session can do: it can create no device, use no id of
-another sandbox, write no file outside, and use no more than the disk of the session.
+"""The part of a checkpoint that contains the changes of the root file system of a session. The archive then begins with
+a tar member named `_NAME`, which contains the content id of the image and the names of replaced and removed files.
+sandboxd adds this member, and removes it before it unpacks the rest. The rest is packed and unpacked as root inside the
+sandbox. So a forged archive can do only what its session can do: it can create no device, use no id of another sandbox,
+write no file outside, and use no more than the disk of the session.
 """
 
 import re
@@ -17,15 +17,15 @@ from workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 _NAME = ".toolcrew-root-changes"
 _HEAD = re.compile(rb"(sha256:[0-9a-f]{64}) ([0-9]{1,9})\n")
 _HEAD_BYTES = 100
-# Standard input has the names of merged folders, whose entries are listed by the command `find`, and then the names of
-# files and folders that are packed with all of their content. A file of the list may disappear meanwhile.
+# Standard input has two lists of names. The folders of the first list are packed without their content. For the second,
+# `find` lists files, and folders with all of their content. A listed file may disappear meanwhile.
 _PACK = """
 { head -c "$1"; xargs -0 -r bash -c 'find "$@" -xdev -print0' find; } |
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner --ignore-failed-read -C / \\
     --no-recursion --null --files-from=- --recursion -- "${@:2}"
 exit "${PIPESTATUS[1]}"
 """
-# tar replaces files, and folders only if they are empty.
+# Delete replaced folders first: tar replaces files, but a folder only if it is empty.
 _CLEAR = """
 xargs -0 -r bash -c '
     for path; do
@@ -43,7 +43,7 @@ def pack_changes(changes: RootChanges, roots: Sequence[str]) -> tuple[list[str],
 
 
 async def unpack_changes(guest: PackingGuest, changes: RootChanges, read: AsyncIterator[bytes], total: int) -> None:
-    """Unpack an archive with changes into a guest that has the same image. Raises as `unpack`."""
+    """Unpack an archive with changes into a guest that has the same image. Raises the errors of `unpack`."""
     await run_with_input(guest, ["bash", "-c", _CLEAR], changes.replaced)
     await unpack(guest, _UNPACK, read, total)
     # Remove files last: the image's own tar, which unpacks, may need files that a newer version in the archive does not
@@ -62,8 +62,8 @@ def encode_changes(changes: RootChanges) -> bytes:
 async def split_changes(
     chunks: AsyncIterator[bytes], total: int
 ) -> tuple[RootChanges | None, AsyncIterator[bytes], int]:
-    """Remove the changes from the beginning of an archive of `total` bytes, and return them; None if there are none.
-    Also return the rest and its size. Raises SandboxUnavailable.
+    """Split an archive of `total` bytes. Return the list of changes at its start (None if there is none), the rest, and
+    the size of the rest. Raises SandboxUnavailable.
     """
     head = await read_head(chunks, tarfile.BLOCKSIZE)
     size = _parse_size(head[: tarfile.BLOCKSIZE])
@@ -82,7 +82,7 @@ async def split_changes(
 
 
 def _parse_size(block: bytes) -> int | None:
-    """Return the size of the member, or None when the archive begins with another one."""
+    """Return the size of the member with the list of changes, or None when the archive begins with another member."""
     try:
         member = tarfile.TarInfo.frombuf(block, "ascii", "replace")
     except tarfile.HeaderError:

@@ -1,5 +1,5 @@
-"""Import of workspaces from files of the store, and export of artifacts to the store. The host of the session streams
-both.
+"""Import of workspaces from files of the store, and export of artifacts to the store. The sandboxd of the session's
+host streams the data.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ class _Source:
 
 
 class WorkspaceFiles:
-    """Copies files between sandboxes and the store. `setting`: the store's setting; None if hosts do not share the
-    store. `max_bytes`: limit of one workspace, and of the artifacts of one session.
+    """Copies files between sandboxes and the store. `setting`: the value of TOOLCREW_WORKSPACE_STORE; None if it is not
+    set, so that hosts share no store. `max_bytes`: limit of one workspace, and of the artifacts of one session.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """

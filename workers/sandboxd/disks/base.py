@@ -22,9 +22,9 @@ class WorkspaceSize:
 
 @dataclass(frozen=True)
 class WorkspaceMount:
-    """The way in which a container gets /workspace. `bind` is a path of the host; None means a tmpfs of the
-    workspace's size in the container. `layers`: descriptors of read-only mounts of the disks below the one at `bind`,
-    the top one first. They are closed at the end of `mounted`.
+    """How a container gets /workspace. `bind` is a path of the host; None means a tmpfs of the workspace's size in the
+    container. `layers`: descriptors of read-only mounts of the disks below the one at `bind`, the top one first. They
+    are closed at the end of `mounted`.
     """
 
     bind: str | None = None
@@ -64,8 +64,8 @@ class Workspace(Protocol):
         ...
 
     async def remove(self) -> None:
-        """Delete the files after the container was removed. A repeated call is allowed. Raises SandboxUnavailable:
-        the caller then tries again later.
+        """Delete the files. Call this after the container was removed; a second call is allowed. Raises
+        SandboxUnavailable: try again later.
         """
         ...
 
@@ -78,7 +78,7 @@ class Workspaces(Protocol):
 
     @property
     def is_hard(self) -> bool:
-        """Return whether the kernel enforces the size. False: the size is only watched (a soft quota)."""
+        """Return whether the kernel enforces the size. False: the size is only measured at intervals (a soft quota)."""
         ...
 
     def stack(self, name: str, below: Workspace) -> Workspace | None:
@@ -100,7 +100,7 @@ class Workspaces(Protocol):
         ...
 
     async def sweep(self, keep: Set[str]) -> int:
-        """Delete every workspace that no name in `keep` owns, and return how many."""
+        """Delete every workspace whose name is not in `keep`. Return the number of deleted workspaces."""
         ...
 
     async def find_overfull(self) -> Mapping[str, int]:

@@ -1,6 +1,6 @@
-"""The list of the changes that a session made in the root file system of its image, read from the layers of its
-overlay. The list has names only. Programs inside the sandbox pack and unpack the files themselves. They see the files
-as the session does, and cannot do more than the session could.
+"""Lists the changes that a session made in the root file system of its image, from the layers of its overlay. The list
+has only names. Programs inside the sandbox pack and unpack the files: they see the same files as the session and have
+no more rights than the session.
 """
 
 import errno
@@ -15,7 +15,7 @@ from workers.sandboxd.disks.merging import descended, find_below
 
 MAX_LIST_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 32
-"""Cost of an entry in addition to its name, in bytes."""
+"""Number of bytes that an entry counts towards the size limit of the list, in addition to its name."""
 _NOT_KEPT = frozenset(("tmp",))
 """Folders of the root that no checkpoint has."""
 
@@ -23,7 +23,7 @@ _NOT_KEPT = frozenset(("tmp",))
 @dataclass(frozen=True)
 class RootChanges:
     """Changes of the root file system of an image. `image`: its content id. Names begin with `./` and end with NUL.
-    `folders`: folders that the session's layers merge with those of the image. `replaced`: files and whole folders that
+    `folders`: folders that exist in the image too and have changes in them. `replaced`: new files, and new folders that
     hide entries of the image with the same names. `removed`: names of the image that the session removed.
     """
 
@@ -56,8 +56,8 @@ class _ChangeList:
 
 def list_changes(image: str, layers: Sequence[int]) -> RootChanges:
     """List the changes in `layers`: descriptors of the folders over the image, the top one first. Programs may write to
-    them during the call. A folder that the image does not have is listed as a whole, without its content. Raises
-    ToolFailure (FILE_TOO_LARGE) and OSError.
+    them during the call. For a folder that the image does not have, only its name is listed. Raises ToolFailure
+    (FILE_TOO_LARGE) and OSError.
     """
     found = _ChangeList()
     pending: list[tuple[tuple[str, ...], list[int]]] = [((), list(range(len(layers))))]
@@ -69,8 +69,8 @@ def list_changes(image: str, layers: Sequence[int]) -> RootChanges:
 
 
 def _list_folder(path: tuple[str, ...], layers: Sequence[int], found: _ChangeList) -> list[tuple[str, list[int]]]:
-    """List a folder of all layers that contain it. Return the subfolders that must be listed too, with the positions of
-    their layers.
+    """List one folder in every layer that contains it. Return its subfolders that must be listed too, each with the
+    positions of its layers.
     """
     subfolders, names = list[tuple[str, list[int]]](), set[str]()
     with ExitStack() as stack:

@@ -29,12 +29,11 @@ class Choice:
 
 
 def choose_workspaces(requested: WantedKind, state: Path, workspace_bytes: int, host_free_bytes: int) -> Choice:
-    """Return images if this process may mount, otherwise tmpfs for small workspaces, otherwise a watched folder. A
-    kind that the setting names is not replaced.
+    """Choose the kind: images if this process may mount, otherwise tmpfs for small workspaces, otherwise a folder with
+    a soft quota. A kind that the setting names is not replaced by another.
 
     Creates and mounts an image as a test, which blocks for some tens of milliseconds. Images and folders are below
-    `state`/workspaces. Raises SandboxUnavailable when the requested kind is impossible; the text says what is
-    missing.
+    `state`/workspaces. Raises SandboxUnavailable when the requested kind is impossible; the text says what is missing.
     """
     folder = state / "workspaces"
     if requested == "tmpfs":

@@ -57,8 +57,8 @@ class Templates:
         self._lock = threading.Lock()
 
     def copy(self, size: WorkspaceSize, target: Path) -> None:
-        """Create a sparse image at `target`. Raises OSError, and SandboxUnavailable when an image of that size cannot
-        be made.
+        """Create a sparse file with an empty file system at `target`. Raises OSError, and SandboxUnavailable when an
+        image of that size cannot be made.
         """
         template = self._folder / f"ext4-1-{size.bytes}-{size.inodes}"
         with self._lock:
@@ -75,7 +75,7 @@ class Templates:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            # The rename comes after fsync: a template that exists is complete, even after a crash.
+            # Rename only after fsync: a template under its final name is complete, even after a crash.
             (work / "image").rename(template)
 
 
@@ -102,14 +102,14 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """Make an empty image in which all of `size` is usable, and little more. The image is mounted for a moment at
+    """Make an empty image in which files can use at least `size`, and little more. The image is mounted for a moment at
     `place`, a folder that this function creates.
 
     Raises OSError; also SandboxUnavailable when mkfs.ext4 is missing or fails.
     """
     place.mkdir(mode=0o700)
     data_blocks = -(-size.bytes // _BLOCK)
-    data_blocks += max(4, data_blocks // 256)  # space for the block lists of large files
+    data_blocks += max(4, data_blocks // 256)  # space for the block lists (metadata) of large files
     blocks, inodes = data_blocks + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
     for _ in range(_TRIES):
         _format(image, blocks, inodes)
@@ -154,8 +154,8 @@ def repair(image: Path) -> None:
 
 
 def clear_lost_and_found(top: Path) -> None:
-    """Remove the folder `lost+found` that a repair has made in a mounted image. A folder with files that lost their
-    names is given to the sandbox's user instead.
+    """Remove the folder `lost+found` that a repair has made in a mounted image. If the folder has files that lost their
+    names, it becomes the property of the sandbox's user instead.
 
     Raises OSError.
     """
@@ -236,10 +236,10 @@ def _check_lock_is_kept(image: Path) -> None:
 
 
 def _open_released(image: Path) -> int:
-    """Open and lock the image as soon as no loop device holds it.
+    """Wait until no loop device holds the image, then open and lock it.
 
-    A program that another thread starts has a copy of every open file between its fork and its exec. So the lock of a
-    file that is already closed may be held for a moment, longer on a busy host.
+    When another thread starts a program, the new process has copies of all open files between its fork and its exec. So
+    the lock of a closed file may be held for a moment, and longer on a busy host.
     """
     fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     until = time.monotonic() + _RELEASE_S
@@ -255,7 +255,7 @@ def _open_released(image: Path) -> int:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copy the data and keep the holes. Raises OSError."""
+    """Copy a sparse file and keep its holes. Raises OSError."""
     from_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         to_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,6 @@
-"""Workspaces as plain folders of the host. Files outlive the container everywhere, but their size is only watched."""
+"""Workspaces as plain folders of the host. The files outlive the container on every host, but their size is only
+measured at intervals.
+"""
 
 import asyncio
 import os
@@ -83,22 +85,22 @@ class FolderWorkspaces:
         return await self._store.sweep(keep)
 
     async def find_overfull(self) -> Mapping[str, int]:
-        """Return the overfull workspaces that a container has used since this sandboxd started. The time is limited;
-        uncounted workspaces come first in the next round.
+        """Return the overfull workspaces that a container has used since this sandboxd started. The time of one check
+        is limited; the workspaces that it could not count come first in the next check.
 
-        Raises SandboxUnavailable when a workspace cannot be read and no other is overfull.
+        Raises SandboxUnavailable when a workspace cannot be read and no workspace is overfull.
         """
         async with self._watching:
             watched = dict(self._watched)
             return await asyncio.to_thread(self._watch, watched)
 
     def open_for(self, workspace: FolderWorkspace) -> str:
-        """Return the path for a container, and watch the workspace from now on."""
+        """Return the path that a container mounts. From now on `find_overfull` measures the workspace."""
         self._watched[workspace.name] = workspace
         return str(self._store.of(workspace.name) / FILES)
 
     async def remove(self, workspace: FolderWorkspace) -> None:
-        """Delete a workspace and stop watching it. Raises SandboxUnavailable; then try again later."""
+        """Delete a workspace and stop measuring it. Raises SandboxUnavailable; then try again later."""
         await self._store.remove(workspace.name)
         self._watched.pop(workspace.name, None)
 

@@ -1,10 +1,11 @@
 """Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container.
 
 Invariant: an image has one writer, and no reader while it has a writer. The lock of the image file ensures this
-(loop_mounts.py). The invariant needs no table of this process, so it also holds after kill -9.
+(loop_mounts.py). The invariant does not depend on data in the memory of this process, so it also holds after kill -9.
 
-A workspace may lie over frozen ones, its layers: the runtime stacks them as an overlay whose changes go to the image of
-the workspace. A frozen image is never written again. Sessions that refer to a layer keep it from removal (sessions.py).
+A workspace may lie over frozen workspaces, its layers: the runtime mounts them as an overlay, and changes go to the
+image of the workspace. A frozen image is never written again. A layer is kept while a session refers to it
+(sessions.py).
 """
 
 import asyncio
@@ -35,7 +36,7 @@ _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 MAX_LAYERS = 100
 _LAYERS_TIMES = 2
-"""Limit of the bytes in all layers of a workspace, as a multiple of its size."""
+"""The layers of a workspace together may have at most this multiple of its size."""
 _MAX_DEVICES = 64
 _MERGE_S = 600.0
 _ERROR_CHARS = 500
@@ -50,12 +51,12 @@ find expect of a file system.
 
 @dataclass(frozen=True)
 class ImageWorkspace:
-    """A workspace in `<folder>/<name>/image`, a sparse file that only this user may open, with a folder `mount` next
-    to it.
+    """A workspace in `<folder>/<name>/image`, a sparse file that only this user may open, with a folder `mount` next to
+    it.
 
     The mount exists only while a container is created. The running container keeps the file system by its own mount.
-    When the container ends, the kernel frees the mount and the loop device. So the death of any process leaves
-    nothing behind. The image of a workspace over layers is made at its first mount.
+    When the container ends, the kernel frees the mount and the loop device, so nothing remains after the death of any
+    process. The image of a workspace over layers is made at its first mount.
     """
 
     name: str
@@ -77,7 +78,7 @@ class ImageWorkspace:
         place, handing_over = self.owner.store.of(self.name), self.owner.handing_over
         if self.name in handing_over:
             raise SandboxUnavailable(f"workspace {self.name} is being mounted for another container: try again later")
-        # A second start would remove the mount of the first start before the first container has it.
+        # Allow one start at a time: a second one would remove the mount before the container of the first one has it.
         handing_over.add(self.name)
         try:
             # A sandboxd that was killed at this point may have left its mount.
@@ -86,8 +87,8 @@ class ImageWorkspace:
                 await run_to_end(lambda: self.owner.fill(place, self.size))
             async with AsyncExitStack() as stack:
                 layers = []
-                # Mount the layers first: they are shared, and the mount is quick. The lock of the workspace's own image
-                # is held only from here on.
+                # Mount the layers before the workspace's own image is locked: layers are shared and mounted quickly, so
+                # the lock is held for a shorter time.
                 for layer in self.layers:
                     layers.append(await self.owner.mount_layer(layer, self.release_s))
                     stack.callback(os.close, layers[-1])
@@ -110,10 +111,10 @@ class ImageWorkspaces:
     def __init__(self, folder: Path, host_free_bytes: int) -> None:
         self.store = WorkspaceStore(folder, host_free_bytes)
         self.handing_over: set[str] = set()
-        """Names of this process's workspaces that are mounted for a container now."""
+        """Names of the workspaces that this process is mounting for a container now."""
         self._templates = Templates(folder / TEMPLATES)
         self._devices: dict[str, int] = {}
-        """Layer -> its loop device, from which every sandbox gets a mount: so they share the kernel's cache."""
+        """Layer -> its loop device. All sandboxes mount the same device, so that they share the kernel's cache."""
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -125,9 +126,10 @@ class ImageWorkspaces:
         return True
 
     def stack(self, name: str, below: Workspace) -> ImageWorkspace:
-        # A workspace that was never mounted has no image, and no files of its own.
+        # Skip a workspace that was never mounted: it has no image and no files of its own.
         layers = (below.name, *below.layers) if self._image(below.name).exists() else below.layers
-        # Blocks, not sizes: the images are sparse. Without a limit, a session that forks in a loop would fill the disk.
+        # Count allocated blocks and not file sizes, because the images are sparse. Without this limit, a session that
+        # forks in a loop would fill the disk.
         layer_bytes = sum(self._image(layer).stat().st_blocks * 512 for layer in layers)
         if layer_bytes > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
             raise ToolFailure(
@@ -145,10 +147,12 @@ class ImageWorkspaces:
         return ImageWorkspace(name, below.size, self, layers)
 
     async def copy(self, name: str, workspace: ImageWorkspace) -> ImageWorkspace:
-        """Return a frozen copy of a workspace, whose container must be frozen meanwhile. Raises SandboxUnavailable."""
+        """Return a frozen copy of a workspace. The workspace's container must be paused meanwhile. Raises
+        SandboxUnavailable.
+        """
 
         def fill(place: Path) -> None:
-            os.sync()  # the file system in the image is mounted, and its last changes are in memory
+            os.sync()  # the image is mounted, and the last changes of its file system may be in memory only
             (place / MOUNT).mkdir(mode=0o500)
             copy_sparse(self._image(workspace.name), place / IMAGE)
 
@@ -163,8 +167,8 @@ class ImageWorkspaces:
         place = self.store.of(name)
         if not all(image.is_file() for image in map(self._image, layers or (name,))) or not place.is_dir():
             return None
-        # A mount that a killed sandboxd left would keep the lock of the image. A mount that a start in this process
-        # made is in use and stays.
+        # Remove a mount that a killed sandboxd left, because it would keep the image locked. A mount of a start in this
+        # process is in use and stays.
         if name not in self.handing_over:
             _unmount(place)
         return ImageWorkspace(name, size, self, layers)
@@ -173,14 +177,14 @@ class ImageWorkspaces:
         """Return the descriptor of a read-only mount of a frozen workspace. Waits until the last container that could
         write to it has ended. Raises SandboxUnavailable.
         """
-        # The children of a fork may start at the same time. One of them makes the device.
+        # The children of a fork may start at the same time. Only one of them may create the loop device.
         async with self._opening.setdefault(name, asyncio.Lock()):
             if name not in self._devices:
                 image = await _open_released(self._image(name), _try_layer, release_s)
-                # `undo`: a device that no caller receives would hold the lock of the layer until sandboxd ends.
+                # `undo` closes a device that no caller receives; it would keep the layer locked until sandboxd ends.
                 self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)), undo=os.close)
                 while len(self._devices) > _MAX_DEVICES:
-                    # Running sandboxes keep this device. The next sandbox gets a new device.
+                    # Running sandboxes keep using this device. The next sandbox gets a new one.
                     self._close_device(next(iter(self._devices)))
             # Use a duplicate: the removal of the layer may close the device while it is mounted here.
             device = os.dup(self._devices[name])
@@ -192,9 +196,9 @@ class ImageWorkspaces:
             os.close(device)
 
     async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool) -> None:
-        """Make a frozen workspace `name` with the merged content of the frozen workspaces `layers`, the top one first.
-        `is_root`: the layers also contain changes of the root file system. Raises SandboxUnavailable; the new workspace
-        then does not exist.
+        """Make the frozen workspace `name` with the merged content of the frozen workspaces `layers`, the top one
+        first. `is_root`: the layers also have changes of the root file system. Raises SandboxUnavailable; the new
+        workspace then does not exist.
         """
         merged = await self.make(name, size)
         try:
@@ -226,14 +230,14 @@ class ImageWorkspaces:
         unfinished = place / f"{IMAGE}.new"
         try:
             self.store.check_room()
-            unfinished.unlink(missing_ok=True)  # A process that was killed may have left it.
+            unfinished.unlink(missing_ok=True)  # Remove what a killed process may have left.
             self._templates.copy(size, unfinished)
             unfinished.rename(place / IMAGE)
         except OSError as error:
             raise refused(f"workspace {place.name} cannot be made", error) from error
 
     def _fill_new(self, place: Path, size: WorkspaceSize) -> None:
-        # No user may write to this folder: a container whose start missed the mount would fill the host's disk.
+        # No user may write to the bare mount point: a container without the mount would fill the host's disk.
         (place / MOUNT).mkdir(mode=0o500)
         self.fill(place, size)
 
@@ -254,7 +258,8 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
                 (place / name).mkdir()
             changed = list(open_each(layers, CHANGES, stack))
             await _run_merging(place / CHANGES, changed)
-        # Read the layers through an overlay, because only the overlay resolves folders that were renamed in a layer.
+        # Read the layers through an overlay, because only an overlay finds the content of folders that were renamed in
+        # a layer.
         if len(lower) > 1:
             with open_context("overlay") as context:
                 for fd in lower:
@@ -275,7 +280,8 @@ async def _run_merging(target: Path, sources: Sequence[int]) -> None:
             async with asyncio.timeout(_MERGE_S):
                 _, error_output = await merging.communicate()
         except BaseException:
-            # The process holds the mounts of the layers. They must be free when the caller removes the new workspace.
+            # Wait for the end of the process, which holds mounts of the layers: they must be free when the caller
+            # removes the new workspace.
             merging.kill()
             await merging.wait()
             raise
@@ -305,12 +311,12 @@ def open_workspaces(layers: Sequence[int], stack: ExitStack, *, is_root: bool) -
 
 
 async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s: float) -> int:
-    """Open and lock the image when no container holds it. Raises SandboxUnavailable."""
+    """Wait until no container holds the image, then open and lock it. Raises SandboxUnavailable."""
     fd = _open_image(image)
     loop = asyncio.get_running_loop()
     until, pause = loop.time() + release_s, _FIRST_PAUSE_S
     try:
-        # The kernel sends no event when a loop device is freed.
+        # Try at intervals, because the kernel sends no event when a loop device is freed.
         while not try_lock(fd):
             if loop.time() >= until:
                 raise SandboxUnavailable(
@@ -326,7 +332,7 @@ async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s
 
 
 def _try_layer(image: int) -> bool:
-    # The first reader holds the lock exclusively for a moment, so that it may repair the image.
+    # Try the exclusive lock first: the first reader may have to repair the image. Later readers share the lock.
     return try_lock(image) or try_lock(image, shared=True)
 
 
@@ -335,8 +341,8 @@ def _attach_layer(image: int, path: Path) -> int:
     try:
         if not is_clean(image):
             repair(path)
-        # Share the lock, so that other processes may read too. `flock` releases the lock for a moment when it changes
-        # the kind of the lock, and another process may take it then.
+        # Change to a shared lock, so that other processes may read too. `flock` does this by releasing the lock for a
+        # moment, in which another process may take it.
         if not try_lock(image, shared=True):
             raise SandboxUnavailable(f"{path} is used by another process: end it, and try again")
         return attach_read_only(image, path)
@@ -355,8 +361,8 @@ def _open_image(image: Path) -> int:
         ) from None
     except OSError as error:
         raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
-    # Check the descriptor, because the path could lead to another file by now. With a second name, the image could be
-    # written while it is mounted.
+    # Check the descriptor, because the path could lead to another file by now. A file with a second name (hard link) is
+    # refused: the image could be written through it while it is mounted.
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
         return fd

@@ -1,9 +1,9 @@
 """Mounts of file system images. Each mount has one loop device, which the kernel frees with the last mount.
 
-Invariant: a file never has two loop devices of which one can write, because they would corrupt the file. The lock of
+Invariant: a file never has two loop devices if one of them can write, because this would corrupt the file. The lock of
 an image (`try_lock`) belongs to its open file, and the loop device keeps this file open. So the lock is held exactly as
 long as the device exists: in any mount namespace, after the death of any process, and after the image was deleted or
-renamed. Only the holder of the lock creates a device. Devices that only read share the lock.
+renamed. Only the holder of the lock creates a device. Read-only devices share the lock.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ _OPTIONS = b"discard,noinit_itable,errors=remount-ro"
 
 
 def try_lock(image: int, *, shared: bool = False) -> bool:
-    """Lock the image for this open file without waiting. Returns False if a loop device or another open file has the
-    lock; with `shared`, if one has it for writing. Raises OSError.
+    """Try to lock the image for this open file, without waiting. Return False if a loop device or another open file has
+    the lock; with `shared`, only if it is locked for writing. Raises OSError.
     """
     try:
         fcntl.flock(image, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -58,14 +58,14 @@ def mount_image(image: int, place: Path) -> None:
 
 
 def attach_read_only(image: int, label: Path) -> int:
-    """Return the descriptor of a device over the image, which must be locked and keeps its lock. The kernel frees the
-    device with the last mount of it, after the descriptor is closed. Raises OSError.
+    """Return the descriptor of a read-only loop device over the image, which must be locked. The device keeps the lock.
+    The kernel frees the device when the descriptor is closed and the last mount is removed. Raises OSError.
     """
     return _attach(image, label, _AUTOCLEAR | _DIRECT_IO | _READ_ONLY)[0]
 
 
 def mount_read_only(device: int) -> int:
-    """Return the descriptor of a new, detached mount of a device. Raises OSError."""
+    """Return the descriptor of a new detached mount (in no mount table) of a device. Raises OSError."""
     with open_context("ext4") as context:
         context.set("source", os.readlink(f"/proc/self/fd/{device}"))
         context.set("ro")
@@ -73,8 +73,8 @@ def mount_read_only(device: int) -> int:
 
 
 def unmount(place: Path) -> bool:
-    """Remove every mount at `place` now. A container that uses the file system keeps it. Returns False if there was
-    no mount. Raises OSError.
+    """Remove every mount at `place` now. A container that uses the file system keeps its own mount. Returns False if
+    there was no mount. Raises OSError.
     """
     was_mounted = False
     while True:

@@ -26,14 +26,14 @@ _Path = tuple[str, ...]
 
 @dataclass
 class Merge:
-    """A merge of `sources`, the top one first, into the empty folder `target`. Whiteouts and opaque folders stay, for
-    the layers below.
+    """A merge of `sources`, the top one first, into the empty folder `target`. Whiteouts and opaque folders, which hide
+    entries of lower layers, are copied too: the result may lie over other layers.
     """
 
     sources: Sequence[int]
     target: int
     _links: dict[tuple[int, int, int], _Path] = field(default_factory=dict)
-    """Number of the source and identity of a file with several names -> its first path in the target."""
+    """(number of the source, identity of a file with several names) -> the first path of the file in the target."""
 
     def run(self) -> None:
         """Merge all folders. Raises OSError."""
@@ -52,7 +52,9 @@ class Merge:
                 _copy_times(os.fstat(source), target)
 
     def _merge_folder(self, path: _Path, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
-        """Copy what is in a folder, and make its subfolders. Returns these, with the sources that they have."""
+        """Copy the files of a folder and make its subfolders. Return the subfolders, each with the sources that contain
+        it.
+        """
         folders = list[int]()
         subfolders, names = list[tuple[str, list[int]]](), set[str]()
         try:
@@ -90,8 +92,8 @@ class Merge:
 
 
 def find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the positions of the folders whose subfolders `name` form one merged subfolder, and whether this subfolder
-    hides the content of deeper layers.
+    """Return the positions of the folders that contribute to the merged subfolder `name`, and whether this subfolder is
+    opaque (hides the content of deeper layers).
     """
     found = list[int]()
     for position, folder in enumerate(folders):

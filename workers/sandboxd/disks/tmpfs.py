@@ -11,8 +11,8 @@ from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, Workspa
 
 @dataclass(frozen=True)
 class TmpfsWorkspace:
-    """A workspace without files of its own: only a size. The engine mounts the tmpfs with the container, and the
-    files count as the container's memory.
+    """A workspace of which sandboxd knows only the size. The engine mounts the tmpfs for the container, and the files
+    count as the container's memory.
     """
 
     name: str
@@ -56,10 +56,10 @@ class TmpfsWorkspaces:
         return TmpfsWorkspace(name, size)
 
     def find(self, name: str, size: WorkspaceSize, layers: tuple[str, ...] = ()) -> TmpfsWorkspace:
-        """Return a workspace of that name. Its files come from an archive, or are lost."""
+        """Return a new workspace with that name. Its earlier files can only come from an archive."""
         return TmpfsWorkspace(name, size)
 
-    async def sweep(self, keep: Set[str]) -> int:  # part of the protocol
+    async def sweep(self, keep: Set[str]) -> int:  # part of the interface
         return 0
 
     async def find_overfull(self) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from workers.sandboxd.disks.base import WorkspaceSize
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TIMES = 4
-"""Multiple of the allowed files at which the count stops. It limits the time and the memory of a count."""
+"""The count stops at this multiple of the allowed files, which limits its time and memory."""
 
 
 def remove_tree(folder: Path) -> None:
@@ -68,7 +68,7 @@ def _unlink_files(folder: int) -> Iterator[str]:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open a folder with any mode, if it belongs to this user."""
+    """Open a folder. If it belongs to this user, its mode does not matter."""
     try:
         fd = os.open(name, _FOLDER, dir_fd=parent)
     except PermissionError:
@@ -105,11 +105,11 @@ class _Level:
 
 @dataclass
 class TreeCount:
-    """A single count of a folder, to its end or to a multiple of the allowed files.
+    """One count of a folder's files and bytes. It ends early when the folder has a multiple of the allowed files.
 
     A file with several names counts once. Files that move during the count may be missed or counted twice. A deleted
-    file that is still open is not counted. A folder of this user without owner rights gets these rights. A folder
-    that cannot be read counts as overfull.
+    file that is still open is not counted. A folder of this user without owner rights gets these rights. A folder that
+    cannot be read counts as overfull.
     """
 
     folder: Path
@@ -137,8 +137,8 @@ class TreeCount:
         return self.inodes >= self.most.inodes * _TIMES
 
     def advance(self, until: float) -> bool:
-        """Continue the count until the time `until` of the monotonic clock, by at least one folder. Returns whether
-        the count is complete.
+        """Continue the count until the monotonic time `until`, but by at least one folder. Return whether the count is
+        complete.
 
         A missing folder counts as complete. Raises OSError.
         """
@@ -174,7 +174,9 @@ class TreeCount:
             self._descend()
 
     def _descend(self) -> None:
-        """Descend from the top by the names of the levels, as far as their identities match. The rest is dropped."""
+        """Open the folders of the current path again from the top, as long as each is still the same folder. Drop the
+        levels below.
+        """
         self._move_to(self._open_top())
         if self._levels is None:
             self._levels = []
@@ -222,7 +224,7 @@ class TreeCount:
             return None
 
     def _enter(self, name: str) -> None:
-        """Count the content of the open folder, and make it the lowest level."""
+        """Count the entries of an open folder, and add the folder to the current path."""
         pending: list[str] = []
         with os.scandir(self._fd) as entries:
             for entry in entries:

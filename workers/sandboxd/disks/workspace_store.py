@@ -26,8 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 async def run_to_end(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-    """Run blocking work in a thread and return its result. When the caller is cancelled, wait for the work first; then
-    `undo` reverts a success. It gets the result, which no caller receives any more.
+    """Run blocking work in a thread and return its result. When the caller is cancelled, wait for the work, then call
+    `undo` with the result, because no caller receives it any more.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -38,13 +38,13 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[T], object] | None =
                 await asyncio.wait([running])
             except asyncio.CancelledError:
                 continue
-        # The cancellation is raised, not an error of the work.
+        # Ignore an error of the work: the caller must get the cancellation.
         if not running.cancelled() and running.exception() is None and undo is not None:
             try:
                 await run_to_end(partial(undo, running.result()))
             except (
                 SandboxUnavailable
-            ) as error:  # The caller must still see its cancellation. The next start removes what is left.
+            ) as error:  # The caller gets the cancellation, and not this error. The next start removes the rest.
                 log.error("workspace_creation_not_undone", error=str(error))
         raise
 
@@ -70,8 +70,8 @@ class WorkspaceStore:
         return self.folder / name
 
     async def make(self, name: str, fill: Callable[[Path], T]) -> T:
-        """Create a folder, and return what `fill` makes in it. Nothing is left when that fails or the caller is
-        cancelled.
+        """Create a folder and fill it with `fill`. Return the result of `fill`. Nothing is left if this fails or the
+        caller is cancelled.
 
         Raises SandboxUnavailable when the disk is nearly full, the name is taken, or the host refuses.
         """
@@ -86,7 +86,7 @@ class WorkspaceStore:
             self._making.discard(name)
 
     def prepare(self) -> None:
-        """Create the folder itself, which only this user may enter. Raises SandboxUnavailable."""
+        """Create the folder of all workspaces, which only this user may enter. Raises SandboxUnavailable."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.lstat()
@@ -115,13 +115,13 @@ class WorkspaceStore:
         again later.
         """
         place = self.of(name)
-        # A sweep may find a workspace that a session deletes at the same time.
+        # Take the lock: a sweep may find a workspace that a session deletes at the same time.
         async with self._removing.setdefault(name, asyncio.Lock()):
             await run_to_end(lambda: self._delete(place))
 
     async def sweep(self, keep: Set[str]) -> int:
-        """Delete the folders that no name in `keep` owns, except those in creation, and return how many. Raises
-        SandboxUnavailable at the end when some could not be deleted.
+        """Delete the folders whose names are not in `keep`, except those that are being created. Return the number of
+        deleted folders. Raises SandboxUnavailable at the end if some could not be deleted.
 
         The list is made before the first await, so a workspace that is created later is safe.
         """
@@ -181,7 +181,7 @@ class WorkspaceStore:
 
 
 def refused(failure: str, error: OSError) -> SandboxUnavailable:
-    """Return the failure for an error of the host, with advice."""
+    """Convert an error of the host to a SandboxUnavailable with advice."""
     next_step = {
         errno.ENOSPC: "the host's disk is full: free space on it",
         errno.EDQUOT: "the quota of sandboxd's user is used up: raise it, or free space",

@@ -1,8 +1,8 @@
 """Relays one connection of a sandbox between its guest and the egress proxy.
 
 Each direction has a window: the sender may have WINDOW bytes on their way that the receiver has not read. So a slow
-side delays only its own connection and can never fill the memory of sandboxd. Windows and the end of each direction
-belong to the guest protocol.
+side delays only its own connection and can never fill the memory of sandboxd. docs/guest-protocol.md defines the
+windows and how each direction ends.
 """
 
 import asyncio
@@ -43,9 +43,10 @@ _ANSWER = (
 
 
 async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: frozenset[int]) -> ProxyStreams:
-    """Connect to the proxy at `path` and send the preamble: one line of JSON before the program's bytes.
+    """Connect to the proxy at `path` and send the opening: one line of JSON before the program's bytes.
 
-    Raises OSError with a text for the operator when there is no proxy (None), and like `connect_proxy`.
+    Raises OSError with a text for the operator when there is no proxy (`path` is None). Also raises the errors of
+    `connect_proxy`.
     """
     if path is None:
         raise OSError(
@@ -79,8 +80,8 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
 
 
 class RelayContext:
-    """The parts that all connections of a sandbox share: the channel to the guest, which one connection uses at a time,
-    and the function that connects to the proxy.
+    """Shared by all connections of a sandbox: the channel to the guest, which one connection uses at a time, and the
+    function that connects to the proxy.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class RelayContext:
         self._send({"op": op, "conn": number, **fields}, b"")
 
     async def send_data(self, number: int, data: bytes) -> None:
-        """Send one piece at a time, and none while the guest reads slowly. A frame of a call then
-        waits only briefly.
+        """Send one piece at a time, and none while the guest reads slowly, so that a frame of a call waits only
+        briefly.
         """
         async with self._turn:
             await self._drain()
@@ -108,8 +109,8 @@ class RelayContext:
 
 
 class TunnelRelay:
-    """Relays one connection from its creation on. `on_over` is called when both sides have closed. The caller has
-    checked the guest's frames.
+    """Relays one connection, from its creation on. `on_over` is called when both sides have closed. The caller must
+    have checked the guest's frames.
     """
 
     def __init__(self, number: int, context: RelayContext, on_over: Callable[["TunnelRelay"], None]) -> None:
@@ -133,7 +134,7 @@ class TunnelRelay:
         self._task.add_done_callback(self._close)
 
     def take_data(self, data: bytes) -> None:
-        """Accept bytes for the proxy, within `guest_room`."""
+        """Accept bytes for the proxy: at most `guest_room` bytes."""
         self.guest_room -= len(data)
         if not self._closed:
             self._upward += data
@@ -160,7 +161,7 @@ class TunnelRelay:
             self._task.cancel()
 
     def cut(self) -> None:
-        """Cut both directions now. The guest is notified."""
+        """End both directions at once. The guest gets a close event."""
         self._task.cancel()
 
     def abort(self) -> None:
@@ -187,7 +188,7 @@ class TunnelRelay:
         upward = asyncio.get_running_loop().create_task(self._send_up(writer))
         try:
             await self._send_down(reader)
-            # The program's end may never come, so the proxy's state is checked too.
+            # The program may never close its connection, so also check whether the proxy has closed.
             while not upward.done():
                 await asyncio.wait({upward}, timeout=LINGER_S)
                 if _has_left(writer):
@@ -196,7 +197,7 @@ class TunnelRelay:
             upward.cancel()
 
     async def _send_down(self, reader: asyncio.StreamReader) -> None:
-        """Relay to the guest until the proxy's end. Raises OSError when the connection was cut."""
+        """Relay to the guest until the proxy ends its data. Raises OSError when the connection to the proxy breaks."""
         while True:
             await self._has_room.wait()
             data = await reader.read(min(self.room, PIECE))
@@ -207,8 +208,8 @@ class TunnelRelay:
         self._end()
 
     async def _send_up(self, writer: asyncio.StreamWriter) -> None:
-        """Relay to the proxy until the program's end. A proxy that reads no more may still answer, so later bytes are
-        dropped.
+        """Relay to the proxy until the program ends its data. If the proxy stops reading, drop the rest, because the
+        proxy may still answer.
         """
         try:
             while data := await self._next_upward():
@@ -221,7 +222,7 @@ class TunnelRelay:
             await self._drop_upward()
 
     async def _next_upward(self) -> bytes:
-        """Return the bytes for the proxy; none at the program's end."""
+        """Return the next bytes for the proxy; empty at the end of the program's data."""
         if not self._upward and not self.guest_ended:
             self._arrived.clear()
             await self._arrived.wait()
@@ -237,7 +238,7 @@ class TunnelRelay:
         self._take_up_room(len(_ANSWER))
         await self._context.send_data(self.number, _ANSWER)
         self._end()
-        # A program reads the answer only after it has sent its request.
+        # Read and drop the rest of the request: a program reads the answer only after it has sent its request.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self._drop_upward()

@@ -1,4 +1,5 @@
-"""The values of secrets, which sandboxd passes from its worker to the egress proxy, and the proxy's authority.
+"""The values of secrets, which sandboxd passes from its worker to the egress proxy, and the certificate authority of
+the proxy.
 
 Values are in memory only. Without the worker's confirmation they are forgotten, so that a revoked secret does not
 outlive a worker that cannot read Redis.
@@ -26,7 +27,7 @@ AUTHORITY_VARIABLES: Mapping[str, str] = dict.fromkeys(
 )
 """Environment variables that make programs trust the proxy's certificate authority."""
 LEASE_S = 10.0
-"""Time without a confirmation after which values are forgotten."""
+"""Seconds after which values are forgotten, unless the worker sends them again."""
 WAIT_S = 5.0
 """Time that a connection waits for values that the worker has not sent yet."""
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
@@ -38,7 +39,7 @@ _VALUES: TypeAdapter[Values] = TypeAdapter(dict[str, dict[str, dict[str, Any] | 
 
 
 def parse_values(body: bytes) -> Values:
-    """Return the values that a worker sent. Raises ToolFailure, whose text contains none of them."""
+    """Return the values that a worker sent. Raises ToolFailure, whose text contains no value."""
     try:
         return _VALUES.validate_json(body)
     except ValidationError:
@@ -89,8 +90,8 @@ class SecretValues:
 
 
 class ProxyAuthority:
-    """Keeps the file with the certificate authorities for sandboxes up to date. `place`: writes the file. A proxy that
-    was started again has a new authority.
+    """Keeps the file up to date that contains the certificate authorities for sandboxes. Each start of the proxy
+    creates a new authority. `place` writes the file.
     """
 
     def __init__(self, path: Path | None, uids: frozenset[int], place: Callable[[bytes], Awaitable[None]]) -> None:
@@ -123,7 +124,7 @@ class ProxyAuthority:
 
 
 async def ask_proxy(path: Path | None, uids: frozenset[int], question: Literal["authority", "uses"]) -> bytes:
-    """Return the proxy's answer. Raises OSError."""
+    """Send a question to the proxy and return the answer. Raises OSError."""
     if path is None:
         raise OSError("TOOLCREW_EGRESS_SOCKET is not set")
     reader, writer = await connect_proxy(path, uids)

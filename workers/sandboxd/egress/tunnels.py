@@ -1,8 +1,8 @@
 """The connections that one sandbox opens: checks the guest's frames and passes them to a relay per connection.
 
-Invariant: a guest can harm only its own sandbox. Every frame is checked before it costs anything: its fields, the
-state of its connection, and its window. The rate of frames is limited, because one event loop serves all sandboxes.
-Any violation ends the sandbox.
+Invariant: a guest can harm only its own sandbox. Every frame is checked before any work is done for it: its fields, the
+state of its connection, and its window. The rate of frames is limited, because one event loop serves all sandboxes. Any
+violation ends the sandbox.
 """
 
 import time
@@ -16,7 +16,9 @@ MAX_TUNNELS = 64
 _FRAMES_PER_S = 4000.0
 """Maximum rate of frames per second: twice the rate of a correct guest."""
 _FRAMES_AT_ONCE = 32_000.0
-"""Maximum burst of frames. Fewer frames can wait between a guest and sandboxd while sandboxd does not read."""
+"""Maximum burst of frames. It is above the number of frames that can wait between a guest and sandboxd while sandboxd
+does not read.
+"""
 _OPEN_COST = 20.0
 _FIELDS: Mapping[str, frozenset[str]] = {
     "net_open": frozenset({"ev", "conn"}),
@@ -35,7 +37,8 @@ class Tunnels:
     """All connections of one sandbox that are open on at least one side.
 
     `send` takes a frame for the guest; `drain` waits until the guest has read most of what was sent. `connect` opens a
-    connection to the proxy, or raises OSError. `on_violation` gets a description, once; nothing is relayed after it.
+    connection to the proxy, or raises OSError. `on_violation` is called at most once, with a description; nothing is
+    relayed afterwards.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Tunnels:
             relay.take_data(frame.body)
         elif event == "net_room":
             count = frame.header["bytes"]
-            # Small steps would let a guest send a frame for every byte.
+            # Window steps must be large, or a guest could send a frame for every byte.
             if type(count) is not int or count < GRANT or relay.room + count > WINDOW:
                 raise _Violation("a window update is too large or too small")
             relay.take_room(count)

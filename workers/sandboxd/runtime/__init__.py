@@ -1,1 +1,1 @@
-"""Start and removal of containers. Only this folder imports docker."""
+"""Start and removal of containers. Only this folder imports the package `docker`."""

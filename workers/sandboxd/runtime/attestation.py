@@ -1,4 +1,4 @@
-"""A guest's report about its sandbox: checked, and judged before a session gets the sandbox."""
+"""The attestation: a guest's report about the state of its sandbox. It is checked before a session gets the sandbox."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,9 @@ _LEAST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Attestation:
-    """Report of a guest. `processes`: living processes except PID 1 and its waiting supervisor. `entries`: folder ->
-    direct entries, counted up to 1,000. `workspace_bytes` and `workspace_inodes`: total size of the file system. 0
-    inodes means that the file system has no fixed number.
+    """Report of a guest. `processes`: number of living processes except PID 1 and its waiting supervisor. `entries`:
+    folder -> number of its direct entries, counted up to 1,000. `workspace_bytes` and `workspace_inodes`: total size of
+    the file system. 0 inodes: the file system has no fixed number.
     """
 
     processes: int
@@ -32,7 +32,7 @@ class Attestation:
 
 
 class AttestingGuest(Protocol):
-    """A sandbox that answers requests."""
+    """Interface of a sandbox whose guest can be asked for its report (attestation)."""
 
     async def ask(self, request: Mapping[str, Any], /) -> Mapping[str, Any]: ...
 
@@ -48,7 +48,9 @@ async def ask_attestation(guest: AttestingGuest, timeout_s: float = 5.0) -> Atte
 
 
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
-    """Return the answer to `attest`. Raises ValueError when the answer is an error or violates the protocol."""
+    """Parse the guest's answer to the request `attest`. Raises ValueError when the answer is an error or violates the
+    protocol.
+    """
     if "error" in done:
         raise ValueError(f"it failed: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")
@@ -67,7 +69,7 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
 
 
 def find_dirt(attestation: Attestation) -> list[str]:
-    """Return sentences about traces of use. Empty for a sandbox that was never used."""
+    """Return a sentence for each trace of use; none for a sandbox that was never used."""
     counts = [
         (attestation.processes, "process(es) run in addition to the guest"),
         (attestation.zombies, "dead process(es) wait to be collected"),
@@ -78,7 +80,9 @@ def find_dirt(attestation: Attestation) -> list[str]:
 
 
 def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list[str]:
-    """Return sentences about differences from the requested workspace with a hard quota. Empty when it matches."""
+    """Return a sentence for each difference from the requested workspace with a hard quota; none when the workspace
+    matches.
+    """
     return [
         *_compare("bytes", attestation.workspace_bytes, size_bytes, attestation.workspace_type),
         *_compare("inodes", attestation.workspace_inodes, inodes, attestation.workspace_type),
@@ -86,7 +90,7 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
 
 
 def _compare(unit: str, actual: int, requested: int, kind: str) -> Iterator[str]:
-    # A kernel rounds up to whole pages or groups of inodes, not further.
+    # Allow for rounding: a kernel rounds up to whole pages or groups of inodes.
     if actual > requested * 1.1 + 65_536:
         yield f"/workspace ({kind}) has {actual} {unit}, more than the {requested} requested: its quota is not in force"
     elif actual < requested * _LEAST_SHARE and (unit == "bytes" or actual):

@@ -1,7 +1,8 @@
 """The interface of a sandbox runtime, which starts, freezes, lists and removes the sandboxes of a host.
 
-Two runtimes have it. `EngineRuntime` (engine_runtime.py) asks the Docker engine, and `OciRuntime` (oci.py) calls crun
-or runc itself. Every sandbox has labels that survive the death of this process, so that any sandboxd finds it again.
+Two classes implement it. `EngineRuntime` (engine_runtime.py) asks the Docker engine, and `OciRuntime` (oci.py) calls
+crun or runc itself. Every sandbox has labels that survive the death of this process, so that any sandboxd finds it
+again.
 """
 
 import socket
@@ -28,10 +29,11 @@ PRODUCT_PIN: Final = "pin"
 
 @dataclass(frozen=True)
 class AttachedContainer:
-    """A started container and the socket to its stdin and stdout. `process`: its PID 1, as the runtime numbers it.
+    """A started container and the socket to its stdin and stdout. `process`: the pid of its first process, as the
+    runtime reports it.
 
-    `stderr`: the descriptor of a pipe from its stderr. None: the socket carries the engine's multiplexed stream of
-    stdout and stderr.
+    `stderr`: the descriptor of a pipe from its stderr. It is None when the socket carries the engine's multiplexed
+    stream of stdout and stderr.
     """
 
     id: str
@@ -42,7 +44,7 @@ class AttachedContainer:
 
 @dataclass(frozen=True)
 class ListedContainer:
-    """A container of this product as its runtime lists it. `state` is one of created, running, paused, exited, dead.
+    """A container of toolcrew in the list of its runtime. `state` is one of created, running, paused, exited, dead.
     Times are in epoch seconds.
     """
 
@@ -60,11 +62,13 @@ class SandboxRuntime(Protocol):
     """True if the runtime starts sandboxes on workspaces that lie over frozen ones."""
 
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
-        """Start a sandbox. The caller removes it by that name after a failure, because a part of it may exist."""
+        """Start a sandbox. After a failure the caller must call `remove` with the same name, because parts of the
+        sandbox may exist.
+        """
         ...
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
-        """Return a sentence for every property of a running sandbox that differs from its specification."""
+        """Compare a running sandbox with its specification. Return a sentence for every property that differs."""
         ...
 
     async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
@@ -89,5 +93,5 @@ class SandboxRuntime(Protocol):
         ...
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
-        """Return all containers of the product and that deployment, in any state, of any sandboxd."""
+        """Return all containers of toolcrew in that deployment, in any state, of any sandboxd."""
         ...

@@ -1,7 +1,7 @@
 """The configuration of a sandbox for an OCI runtime (`config.json` of the runtime specification), and its root folder.
-The rules are those of hardening.py, in the format of the specification. Two rules are stronger than those of the
-engine. Each sandbox has its own user namespace. The mount points come from sandboxd, so no link of an image can lead a
-mount elsewhere.
+The rules of hardening.py apply, in the format of the specification. Two rules are stronger than with the engine: each
+sandbox has its own user namespace, and sandboxd makes the mount points, so that a link in an image cannot redirect a
+mount.
 """
 
 import errno
@@ -54,13 +54,16 @@ _FILES: Final[Mapping[str, str]] = {
 
 
 def skeleton_name() -> str:
-    """Return the name of the skeleton's folder, which differs between releases with different content."""
+    """Return the folder name of the skeleton (`make_skeleton`). Releases with different content have different
+    names.
+    """
     content = json.dumps([dict(_FOLDERS), dict(_FILES)])
     return f"skeleton-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def make_skeleton(place: Path) -> None:
-    """Make the folder that lies over the layers of every image: the mount points, and the files that name the host.
+    """Make the skeleton: the folder that is stacked on the layers of every image. It has the mount points, and files
+    such as /etc/hosts.
 
     Another process may make it at the same time. Raises OSError.
     """
@@ -139,8 +142,8 @@ def build_environment(spec: SandboxSpec) -> list[str]:
 
 def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
     """Return the filter of the specification, from a profile of the engine (seccomp.json). For root of the sandbox, a
-    netlink socket is refused with the error of a kernel without netlink. After EPERM `useradd` would fail, because
-    EPERM means to it that the kernel's audit log exists and is broken.
+    netlink socket is refused with the error of a kernel without netlink. With EPERM `useradd` would fail: it takes
+    EPERM for a broken audit log of the kernel.
     """
     content = json.loads(profile)
     architecture, name = _ARCHITECTURES[platform.machine()]
@@ -195,11 +198,13 @@ def _build_mounts(spec: SandboxSpec, cgroup: str) -> list[dict[str, Any]]:
 
 
 def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str, list[str]]]:
-    """Return the mounts by which the guest sees how often the memory ran out: its own group, read-only."""
+    """Return the mounts of the sandbox's own control group, read-only. The guest reads there how often the memory ran
+    out.
+    """
     bound = ["bind", *_SEALED, "ro"]
     if spec.cgroup_version == 2:
         return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
-    # The tmpfs has space only for the one folder, because root of the sandbox may write to it.
+    # The tmpfs has space for one folder only, because root of the sandbox may write to the tmpfs.
     folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
     return [
         ("/sys/fs/cgroup", "tmpfs", folder),

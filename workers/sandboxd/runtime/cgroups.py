@@ -1,4 +1,4 @@
-"""Control groups of sandboxes: their processes, their end, and their removal, on cgroup version 1 and 2.
+"""Control groups of sandboxes, of version 1 and 2: freeze, kill and remove them.
 
 Every sandbox is in the group `/toolcrew/<id>` of each hierarchy.
 """
@@ -29,13 +29,13 @@ class Cgroups:
         return any(folder.exists() for folder in self._folders(sandbox))
 
     def file(self, sandbox: str, controller: str, name: str) -> Path:
-        """Return a file of a controller, such as ("memory", "memory.limit_in_bytes")."""
+        """Return the path of a controller's file. Example arguments: "memory", "memory.limit_in_bytes"."""
         hierarchy = self._hierarchies[0] if self.version == 2 else self._hierarchies[0].parent / controller
         return hierarchy / PARENT / sandbox / name
 
     def freeze(self, sandbox: str, give_up_s: float) -> None:
-        """Freeze all processes of a sandbox, and return when none runs. Raises OSError: FileNotFoundError without a
-        group, TimeoutError after `give_up_s` seconds.
+        """Freeze all processes of a sandbox, and return when all are frozen. Raises OSError: FileNotFoundError without
+        a group, TimeoutError after `give_up_s` seconds.
         """
         until = time.monotonic() + give_up_s
         self._freezer(sandbox).write_text("1" if self.version == 2 else "FROZEN", encoding="ascii")
@@ -45,7 +45,9 @@ class Cgroups:
             time.sleep(_FIRST_PAUSE_S)
 
     def thaw(self, sandbox: str) -> None:
-        """Thaw all processes of a sandbox. A frozen process of cgroup v1 does not handle SIGKILL. Raises OSError."""
+        """Thaw all processes of a sandbox. This is necessary before a kill: in version 1 a frozen process does not
+        react to SIGKILL. Raises OSError.
+        """
         self._freezer(sandbox).write_text("0" if self.version == 2 else "THAWED", encoding="ascii")
 
     def open_process(self, sandbox: str, process: int) -> int | None:
@@ -54,7 +56,7 @@ class Cgroups:
             fd = os.pidfd_open(process)
         except ProcessLookupError:
             return None
-        # The pid may have been reused before the process was opened.
+        # Check the process again: the kernel may have reused the pid before it was opened.
         if process in self._processes(sandbox):
             return fd
         os.close(fd)
@@ -85,13 +87,13 @@ class Cgroups:
                 except FileNotFoundError:
                     break
                 except OSError as error:
-                    # A process that has just ended leaves its groups a moment later.
+                    # A process that has just ended stays in its groups for a moment.
                     if error.errno != errno.EBUSY or time.monotonic() > until:
                         raise
                     time.sleep(_FIRST_PAUSE_S)
 
     def remove_parent(self) -> None:
-        """Remove the group of all sandboxes, unless a sandbox is in it."""
+        """Remove the parent group `/toolcrew`, unless a sandbox is in it."""
         for hierarchy in self._hierarchies:
             with contextlib.suppress(OSError):
                 (hierarchy / PARENT).rmdir()

@@ -1,7 +1,7 @@
-"""The container engine through its SDK. Every call goes through one gate and is limited in time.
+"""The container engine through its SDK. Every call goes through EngineGate (engine_gate.py) and has a time limit.
 
-A start that the engine does not answer may still create a container later. So its name is remembered, and the container
-is removed whenever it appears. The name was chosen before the call and recorded on disk, so this also holds after kill
+A start that the engine does not answer may still create a container later. So the container's name is remembered, and
+the container is removed when it appears. The name was recorded on disk before the call, so this also works after kill
 -9.
 """
 
@@ -40,8 +40,8 @@ log = structlog.get_logger(__name__)
 PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses before each attempt to remove a late container, in seconds; the last value repeats."""
 ABSENT_ENOUGH: Final = 5
-"""Number of consecutive attempts without a container after which the container counts as never created. Only attempts
-that the engine answered count. A container that appears even later is removed at its deadline.
+"""Number of consecutive attempts that the engine answered and that found no container. After them, the container counts
+as never created. A container that appears even later is removed at its deadline.
 """
 _REMOVAL_S: Final = 20
 """Time limit of the engine for the removal of a container, in seconds."""
@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 class LateContainerRemover:
-    """Removes containers that appear late, in the background. `remove`: a function that removes the container of a
-    name and returns whether it existed. The function raises SandboxUnavailable.
+    """Removes, in the background, containers that appear after their start has failed. `remove`: a function that
+    removes the container with a name and returns whether it existed; it may raise SandboxUnavailable.
     """
 
     def __init__(self, remove: Callable[[str], Awaitable[bool]], pauses_s: Sequence[float] = PAUSES_S) -> None:
@@ -64,7 +64,7 @@ class LateContainerRemover:
         return len(self._tasks)
 
     def remove_later(self, name: str) -> None:
-        """Remove that container when it appears. A search in progress starts again."""
+        """Remove the container when it appears. A running search for this name starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
         task = asyncio.get_running_loop().create_task(self._find_and_remove(name))
@@ -120,7 +120,7 @@ class EngineFacts:
 
 class Engine:
     """Creates, attaches, starts, pauses, inspects and removes containers. Raises SandboxUnavailable with the engine's
-    error text, or with why the engine was not called.
+    error text, or with the reason why the engine was not called.
     """
 
     def __init__(self, lanes: EngineCallKinds = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
@@ -140,8 +140,8 @@ class Engine:
         return None if attributes is None else str(attributes["Id"])
 
     async def find_image(self, image: str) -> ImageFacts:
-        """Return the facts about an image; empty facts when the engine does not have it. Raises SandboxUnavailable for
-        an image that would exceed the profile.
+        """Return the engine's description of an image (ImageFacts); an empty one when the engine does not have the
+        image. Raises SandboxUnavailable for an image whose settings would weaken the profile.
         """
         attributes = await self._run(self._lanes.start_check, lambda api: _find_image(api, image)) or {}
         fault = explain_unfit(attributes, image)
@@ -154,10 +154,10 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: str(api.inspect_volume(volume)["Mountpoint"]))
 
     async def start(self, config: Mapping[str, Any], name: str) -> AttachedContainer:
-        """Create a container of that raw configuration, attach to it, and start it.
+        """Create a container from a raw configuration, attach to it, and start it.
 
-        A failure leaves nothing behind. When the engine refused, the container is removed at once. When it did not
-        answer, the container is removed as soon as it answers again.
+        After a failure nothing remains: the container is removed at once if the engine has refused, and when the engine
+        answers again if it did not answer.
         """
         begun = threading.Event()
 
@@ -255,11 +255,11 @@ class Engine:
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
     async def run_query(self, work: Callable[[docker.APIClient], T]) -> T:
-        """Return the result of a short blocking call that changes nothing."""
+        """Run a short blocking call that changes nothing, through the gate. Return its result."""
         return await self._run(self._lanes.start_check, work)
 
     async def run_removal(self, work: Callable[[docker.APIClient], T]) -> T:
-        """Return the result of a blocking call that removes something."""
+        """Run a blocking call that removes something, through the gate. Return its result."""
         return await self._run(self._lanes.removals, work)
 
     def describe(self) -> dict[str, Any]:
@@ -278,7 +278,9 @@ class Engine:
         return await self.gate.run(lane, lambda: self._work(work, lane.deadline_s), late)
 
     def _work(self, work: Callable[[docker.APIClient], T], timeout_s: float) -> T:
-        """Run work in the current thread. No single wait on the engine's socket is longer than `timeout_s`."""
+        """Run `work` with a client in the current thread. A single wait on the engine's socket lasts at most
+        `timeout_s`.
+        """
         try:
             with self._client(timeout_s) as api:
                 return work(api)
@@ -302,8 +304,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _client(self, timeout_s: float) -> Iterator[docker.APIClient]:
-        # One client per call at a time, because a requests session is not guaranteed to be thread-safe. A client whose
-        # call failed in transport is not kept.
+        # One client per call at a time, because a requests session is not guaranteed to be thread-safe. A client is
+        # dropped after a transport error.
         try:
             api = self._clients.popleft()
         except IndexError:
@@ -321,7 +323,7 @@ class Engine:
 
     def _put_back(self, api: docker.APIClient) -> None:
         """Keep the client for the next call. Over a local socket, close its connections first. Otherwise the client
-        would keep one connection for each URL.
+        would keep one open connection for each URL.
         """
         if not str(api.base_url).startswith(("http://", "https://")):
             api.close()
@@ -393,7 +395,7 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
             f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-    # A separate descriptor: the SDK's object can be closed without closing the connection.
+    # Duplicate the descriptor: the SDK's object can then be closed without closing the connection.
     sock = socket.socket(fileno=os.dup(attached.fileno()))
     attached.close()
     try:
@@ -414,7 +416,7 @@ def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
             "the sandbox's container was removed: the session gets another one at its next call"
         ) from error
     except docker.errors.APIError:
-        # Engines differ in how they report that the state is already so.
+        # The container may already be in the requested state; engines report this in different ways.
         state = api.inspect_container(container)["State"]
         if not state.get("Running"):
             raise SandboxUnavailable(
@@ -431,7 +433,7 @@ def _remove(api: docker.APIClient, container: str) -> bool:
     except docker.errors.NotFound:
         return False
     except docker.errors.APIError as error:
-        if error.status_code != 409:  # 409: its automatic removal is under way
+        if error.status_code != 409:  # 409: the engine is already removing the container
             raise
         _wait_removed(api, container)
     return True

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 class BreakerDecision(Enum):
-    """The breaker's decision for a caller. `PROBE`: check that the engine answers and report the result; only one
-    caller at a time gets it.
+    """The breaker's decision for a caller. `PROBE`: the caller must first check whether the engine answers, and report
+    the result. Only one caller at a time gets `PROBE`.
     """
 
     GO = "go"
@@ -43,7 +43,7 @@ class Breaker:
     """A circuit breaker. Closed: calls pass. Open: only a probe passes when the pause is over, and each failed probe
     doubles the pause.
 
-    Pure: no waiting, no I/O. `clock` returns seconds.
+    The class does no I/O and never waits. `clock` returns seconds.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Breaker:
         return BreakerDecision.PROBE
 
     def record_failure(self, error: str) -> bool:
-        """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
-        opened do not lengthen the pause.
+        """Record a call without an answer. Return whether this opened the breaker. A call that began before the breaker
+        opened does not lengthen the pause.
         """
         self._count(error)
         if self.is_open or self.failures < self._threshold:
@@ -100,7 +100,7 @@ class Breaker:
         return True
 
     def record_answer(self) -> bool:
-        """Note an answer, even a refusal. Returns whether this closed the breaker."""
+        """Record an answer of the engine, even a refusal. Return whether this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
         self.failures = 0
@@ -108,17 +108,17 @@ class Breaker:
         return was_open
 
     def record_probe_failure(self, error: str) -> None:
-        """Note that the engine still does not answer."""
+        """Record that the engine did not answer the probe."""
         self._count(error)
         self._is_probing = False
         self._lengthen_pause()
         self._next_try_at = self._clock() + self._pause_s
 
     def record_probe_answer(self) -> bool:
-        """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
-        pause. Returns whether this closed the breaker.
+        """Record that the engine answered the probe. Return whether this closed the breaker. The next call without an
+        answer opens the breaker at once, with a longer pause.
 
-        An engine may answer a probe and nothing else. Only the answer to a call resets the pause.
+        Only an answer to a call resets the pause, because an engine may answer probes and nothing else.
         """
         if not self.is_open:
             return False
@@ -128,7 +128,7 @@ class Breaker:
         return True
 
     def drop_probe(self) -> None:
-        """Note that the probing caller has left. The next caller probes."""
+        """Record that the probing caller was cancelled. The next caller probes."""
         self._is_probing = False
 
     def _count(self, error: str) -> None:
@@ -142,13 +142,13 @@ class Breaker:
 
 
 class EngineSilent(SandboxUnavailable):
-    """The engine gave no answer, or an invalid one. A few in a row open the breaker."""
+    """Error: the engine gave no answer, or an invalid one. A few such failures in a row open the breaker."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A kind of engine call. `name` is its plural, for error messages. A caller waits for a slot at most
-    `max_wait_s`.
+    """A kind of engine call with its own slots. `name` is the kind's plural, for error messages. A caller waits at most
+    `max_wait_s` seconds for a slot.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class EngineCallKinds:
-    """All kinds of calls to the engine. `probe_s`: time limit of a probe."""
+    """The lane of each kind of call to the engine. `probe_s`: time limit of a probe."""
 
     starts: Lane
     removals: Lane
@@ -171,8 +171,8 @@ class EngineCallKinds:
 
 
 LANES: Final = EngineCallKinds(
-    # Starts are most of the engine's work. More starts at once than the host has cores do not finish sooner, and each
-    # takes longer.
+    # Starts are most of the engine's work. Running more starts at once than the host has cores would only make each
+    # start slower.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
     removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
     start_check=Lane("start checks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
@@ -199,7 +199,7 @@ class _LaneSlots:
 
     async def take(self) -> None:
         """Wait for a slot, which the caller must give back. Raises SandboxUnavailable when too many callers wait, or
-        for too long.
+        when the wait is too long.
         """
         if self.running < self.lane.at_once:
             self.running += 1
@@ -223,14 +223,14 @@ class _LaneSlots:
         """Pass the slot to the next waiting caller."""
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # otherwise its caller is leaving at this moment
+            if not turn.done():  # a future that is done belongs to a caller that is just being cancelled
                 turn.set_result(None)
                 return
         self.running -= 1
 
     def count_overdue(self) -> None:
-        """Count one more overdue call. When all slots are overdue, callers do not wait: no slot may ever
-        become free.
+        """Count one more overdue call. When the calls of all slots are overdue, refuse the waiting callers, because
+        perhaps no slot becomes free.
         """
         self.overdue += 1
         if self.overdue >= self.lane.at_once:
@@ -247,7 +247,7 @@ class _LaneSlots:
         if turn in self._waiting:
             self._waiting.remove(turn)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            self.give_back()  # the slot came while the caller left
+            self.give_back()  # the slot was assigned while the caller was being cancelled
 
     def _describe_stall(self) -> str:
         return f"the Docker engine does not finish any of {self.overdue} {self.lane.name}: check it, or restart it"
@@ -275,8 +275,8 @@ class EngineGate:
         """Return the result of `work`, which may raise SandboxUnavailable (the engine refused) or EngineSilent.
 
         Raises SandboxUnavailable at once while the breaker is open or the lane is full, and EngineSilent at the lane's
-        deadline. A thread cannot be stopped: after a deadline or a cancelled wait it continues and keeps its slot, and
-        its result goes to `late`.
+        deadline. A thread cannot be stopped: after a deadline or a cancellation, it continues and keeps its slot, and
+        `late` is called with its result.
         """
         await self._admit()
         slots = self._slots.setdefault(lane.name, _LaneSlots(lane))
@@ -316,7 +316,8 @@ class EngineGate:
             raise SandboxUnavailable(self._silence())
 
     async def _ask_probe(self) -> None:
-        # A probe that hangs is awaited again and not repeated, so probes block at most one thread.
+        # If the last probe still hangs, wait for it again and start no second one, so that probes block at most one
+        # thread.
         try:
             if self._probing is None or self._probing.done():
                 self._probing = in_thread(self._probe, "engine-probe")
@@ -356,8 +357,8 @@ class EngineGate:
 
 
 class _Call(Generic[T]):
-    """A call in its thread. The deadline counts as silence of the engine. The end of the thread gives the slot back,
-    even if the caller has left.
+    """A call that runs in its own thread. A missed deadline counts as no answer of the engine. The slot is given back
+    when the thread ends, even if the caller was cancelled before.
     """
 
     def __init__(
@@ -374,7 +375,7 @@ class _Call(Generic[T]):
         running.add_done_callback(self._end)
 
     def leave(self) -> None:
-        """Pass the result to `late`, because the caller was cancelled, perhaps after the answer came."""
+        """Pass the result to `late`, now or when it arrives, because the caller was cancelled."""
         if not self.answer.cancelled() and self.answer.exception() is None:
             self._hand_over(self.answer.result())
 

@@ -1,7 +1,7 @@
 """Images of the engine: find, list, pull and remove them.
 
-A pull has a thread and a client of its own and does not use the engine's gate: it lasts minutes, and a slow registry
-says nothing about the engine.
+A pull has its own thread and client and does not use EngineGate: a pull takes minutes, and a slow registry does not
+mean that the engine hangs.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ _MAX_ERROR_CHARS: Final = 500
 
 
 class PullFailed(SandboxUnavailable):
-    """The engine could not pull an image. The message is the engine's own text."""
+    """Error: the engine could not pull an image. The message is the engine's own text."""
 
 
 @dataclass(frozen=True)
 class EngineImage:
-    """An image of the engine. `tags` and `digests`: its names with a tag and with a digest. `size_bytes`: all layers,
-    even those that other images share.
+    """An image of the engine. `tags` and `digests`: its names with a tag and with a digest. `size_bytes`: the size of
+    all layers, including layers that other images share.
     """
 
     id: str
@@ -101,7 +101,9 @@ class EngineImages:
         return await self._engine.run_query(lambda api: [_build(image) for image in api.images()])
 
     async def used(self) -> frozenset[str]:
-        """Return the content ids of the images of all containers, in any state and of any owner. Pins do not count."""
+        """Return the content ids of the images of all containers, in any state and of any owner, except pins
+        (LABEL_PRODUCT of runtime/base.py).
+        """
         return await self._engine.run_query(_list_used)
 
     async def remove(self, name: str) -> bool:
@@ -111,9 +113,11 @@ class EngineImages:
         return await self._engine.run_removal(lambda api: _remove(api, name))
 
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
-        """Pull an image. Raises PullFailed. A cancelled caller does not end the pull; `progress.stop` does."""
+        """Pull an image. Raises PullFailed. The pull continues when the caller is cancelled; `progress.stop` ends
+        it.
+        """
         try:
-            # The thread has the same limits, but it cannot leave an answer that never becomes complete.
+            # The thread has the same limits, but it would wait for the rest of an answer that never becomes complete.
             async with asyncio.timeout(PULL_S + SILENCE_S):
                 await in_thread(lambda: _pull(name, account, progress), "image-pull")
         except TimeoutError:
@@ -129,7 +133,7 @@ class _PullClient(docker.APIClient):
 
 def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
     repository, version = f"{name.registry}/{name.repository}", name.digest or name.tag
-    # An empty account keeps the SDK from the logins of this user's own Docker configuration.
+    # An empty account prevents the SDK from using the logins in this user's Docker configuration.
     login = {} if account is None else {"username": account.user, "password": account.password}
     until = time.monotonic() + PULL_S
     try:

@@ -1,9 +1,9 @@
-"""The complete container profile of a sandbox as one table, and the check that the engine applied it.
+"""The complete security profile of a sandbox container as one table, and the check that the engine applied it.
 
 This module has only data and functions. The owner of the engine socket sends `build_container_config` to `POST
-/containers/create`, and passes the answer of `GET /containers/<id>/json` to `find_drift`. A caller cannot change a row:
-only image, runtime, sizes and labels vary. Nothing is trusted because it was requested: every row is compared with what
-the engine reports.
+/containers/create`, and passes the answer of `GET /containers/<id>/json` to `find_drift`. A caller cannot change a
+rule: only image, runtime, sizes and labels vary. Every rule is compared with what the engine reports, because an engine
+may ignore a request.
 """
 
 import json
@@ -28,21 +28,21 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "TERM": "dumb",
 }
 LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
-"""Variables that must not come from the image. The dynamic loader reads them for PID 1, too, so code of the image would
-run in the guest.
+"""Variables that must not come from the image. The dynamic loader also reads them when PID 1 starts, so they could load
+code of the image into the guest.
 """
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
     **{
         name: _PROXY for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    },  # programs read different names
+    },  # programs differ in the names that they read
     **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
 }
 AUTHORITIES: Final = f"{SKILLS_FOLDER}/authority/bundle.pem"
 """Path in the sandbox of the file with the certificate authorities that programs of a session with secrets trust."""
-# The engine's own defaults since 20.10. They are not requested, because naming them would drop the additions of a newer
-# engine.
+# The engine's own defaults since 20.10. They are not requested, because an explicit list would replace the longer list
+# of a newer engine.
 MASKED_PATHS: Final = frozenset({
     "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
     "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
@@ -77,8 +77,8 @@ class SandboxLimits:
                 raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
 
     def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
-        """Return the memory limit of the container. Full mounts in memory count towards it and must leave the reserve
-        to the processes.
+        """Return the memory limit of the container. It is the reserve for processes plus the size of all mounts in
+        memory, because their files count towards the limit.
         """
         mounts = (
             self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
@@ -106,12 +106,12 @@ NO_IMAGE: Final = ImageFacts()
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """The specification of one sandbox. `cgroup_version`: 1 or 2. `guest_volume`: the toolkit; None: the toolkit of the
-    image. `skills_volume`: the skills of sandboxes, or None. `image_facts`: what the engine says about the
-    image.
+    """The specification of one sandbox. `cgroup_version`: 1 or 2. `guest_volume`: the volume with the toolkit (guest
+    programs); None: the image has its own toolkit. `skills_volume`: the volume with skills, or None. `image_facts`: the
+    engine's description of the image.
 
-    Raises ValueError when a field would silently weaken a row: an empty runtime, a seccomp text that is not a profile,
-    a foreign label.
+    Raises ValueError when a field would silently weaken a rule: an empty runtime, a seccomp text that is not a profile,
+    a label of another product.
     """
 
     image: str
@@ -227,7 +227,7 @@ def build_rules(spec: SandboxSpec) -> tuple[HardeningRule, ...]:
         row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd has died"),
         row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
     ]
-    if mounts := _mounts(spec):  # An engine reports no empty list. find_drift finds mounts that were not requested.
+    if mounts := _mounts(spec):  # An engine reports no empty list of mounts. find_drift finds unrequested mounts.
         table.append(
             row(
                 "HostConfig.Mounts",
@@ -235,13 +235,13 @@ def build_rules(spec: SandboxSpec) -> tuple[HardeningRule, ...]:
                 "the workspace where it is kept apart, and the toolkit and skills, both read-only",
             )
         )
-    if spec.cgroup_version == 1:  # version 2 has no such setting, and engines refuse or drop it there
+    if spec.cgroup_version == 1:  # control groups of version 2 have no such setting, and engines refuse or ignore it
         table.append(row("HostConfig.MemorySwappiness", 0, "the limit is memory, never the host's swap"))
     return tuple(table)
 
 
-# Message queues and semaphores outlive their process, too. The sizes are enough for a small database and cannot fill a
-# sandbox.
+# Message queues and semaphores outlive their process. These limits are enough for a small database and too small to
+# fill the memory.
 IPC_SYSCTLS: Final[Mapping[str, str]] = {
     "kernel.shm_rmid_forced": "1",  # a segment is freed with the last process that has it attached
     "kernel.msgmni": "64",
@@ -293,8 +293,8 @@ def tmpfs_options(spec: SandboxSpec) -> dict[str, list[str]]:
     sizes = {
         "/tmp": (limits.tmp_bytes, limits.tmp_inodes, ["mode=1777"]),
         "/output": (limits.output_bytes, limits.output_inodes, [f"uid={spec.uid}", f"gid={spec.uid}", "mode=0700"]),
-        # The engine's own mount has no nr_inodes. Empty files in /dev/shm, which no kill removes, would use up the
-        # memory limit.
+        # The engine's own mount has no limit of inodes: empty files in /dev/shm, which remain after a kill, could use
+        # up the memory limit.
         "/dev/shm": (limits.shm_bytes, limits.shm_inodes, ["mode=1777"]),
     }
     if spec.is_root:
@@ -332,8 +332,9 @@ def build_container_config(spec: SandboxSpec) -> dict[str, object]:
 def find_drift(
     config: Mapping[str, object], inspected: Mapping[str, object], image_variables: Sequence[str] = ()
 ) -> list[str]:
-    """Return a sentence for every value in `config`, and every engine default, that the inspected container does not
-    confirm. Empty when all hold. `image_variables`: the environment of the image, to which the engine adds ours.
+    """Return a sentence for every value in `config`, and every engine default, that the engine's description of the
+    container (`inspected`) does not confirm. `image_variables`: the environment of the image, to which the engine adds
+    ours.
 
     `inspected` may describe a created or a running container. The engine reports what it accepted; the attack tests
     show that the kernel enforces it.

@@ -22,8 +22,8 @@ _BLOCKS: Final = 31
 
 
 class IdRanges:
-    """Ranges of this process, below `folder`, which all sandboxds of the host use. Raises SandboxUnavailable when all
-    blocks are taken.
+    """The id ranges of this process. All sandboxds of the host lock blocks in `folder`. Raises SandboxUnavailable when
+    all blocks are taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,12 +42,12 @@ class IdRanges:
         return self._free.pop()
 
     def give_back(self, base: int) -> None:
-        """Free a range whose sandbox has no process any more."""
+        """Free a range. All processes of its sandbox must have ended."""
         self._free.append(base)
 
     def namespace(self, base: int) -> int:
-        """Return the descriptor of a user namespace that maps ids of files to that range. It belongs to this object.
-        Blocks for some milliseconds at the first use of a range. Raises OSError.
+        """Return the descriptor of a user namespace that maps the ids of files to that range. The caller must not close
+        it. Blocks for some milliseconds at the first use of a range. Raises OSError.
         """
         if base not in self._namespaces:
             self._namespaces[base] = _open_namespace(base)
@@ -59,8 +59,8 @@ class IdRanges:
 
 
 def id_map(base: int, own: int) -> str:
-    """Return the id map of a user namespace for files. `own`: the user or group of this process. The map must contain
-    it. Otherwise this process could create no file, and an overlay with these ids would silently be read-only.
+    """Return the id map of a user namespace for files. `own`: the user or group of this process. Without it in the map,
+    this process could create no files, and an overlay with these ids would silently be read-only.
     """
     return f"0 {base} {ID_RANGE}\n{ID_RANGE} {own} 1\n"
 
@@ -78,7 +78,8 @@ def _lock_block(folder: Path) -> tuple[int, int]:
 
 
 def _open_namespace(base: int) -> int:
-    # A namespace needs a process to write its map. A raw fork of a process with threads may hang, so it is a program.
+    # A namespace needs a child process while its map is written. Start a program for this, because a plain fork of a
+    # process with threads may hang.
     holder = subprocess.Popen(
         ["unshare", "--user", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

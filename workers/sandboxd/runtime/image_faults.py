@@ -19,7 +19,7 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def explain_start_failure(error_text: str, image: str) -> str | None:
-    """Return what the error text says about the image, and what to do; None when it is about something else.
+    """Return which fault of the image caused the error and what to do; None when the image is not the cause.
 
     `error_text`: the engine's error, or what the container wrote to its stderr. Only its first 2,000 characters are
     examined.
@@ -52,8 +52,8 @@ def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Replace the message of a SandboxUnavailable inside the block by an explanation, if the image is the cause. Other
-    errors pass unchanged.
+    """If the block raises SandboxUnavailable because of the image, replace its message by an explanation. Other errors
+    pass unchanged.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Mounts by descriptor (the mount API of Linux 5.2 and later), for the root file system of a sandbox.
 
-A mount made here is detached: it is in no mount table until `attach`, and the kernel frees it with its last
-descriptor. Mounts are attached only in a mount namespace of one thread (`enter_private_namespace`). So a process that
-is killed at any point leaves no mount on the host.
+A mount made here is detached: it is in no mount table until `attach`, and the kernel frees it when its last descriptor
+is closed. Mounts are attached only in a mount namespace that one thread has (`enter_private_namespace`). So a process
+that is killed at any point leaves no mount on the host.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 _MNT_DETACH = 2
 ROOTS: Final = Path("/mnt")
-"""Folder of a private namespace in which the roots of sandboxes get their places."""
+"""Folder in a private namespace under which the root file systems of sandboxes are mounted."""
 ID_RANGE: Final = 65_536
 """Number of user and group ids of one sandbox."""
 
 
 def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None) -> int:
-    """Return the descriptor of a new mount of a folder, without the mounts below it. `id_map`: a user namespace whose
-    ids its files get (`IdRanges.namespace`). Raises OSError.
+    """Return the descriptor of a new mount of a folder, without the mounts below it. `id_map`: a user namespace
+    (`IdRanges.namespace`) that maps the owners of the files. Raises OSError.
     """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
     fd = check(LIBC.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags), str(path))
@@ -44,7 +44,7 @@ def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None)
 
 
 def set_attributes(mount: int, attributes: int, id_map: int | None = None) -> None:
-    """Set attributes, and map the ids of a detached mount. Raises OSError."""
+    """Set attributes of a detached mount, and map its ids. Raises OSError."""
     flags = attributes | (_IDMAP if id_map is not None else 0)
     values = struct.pack("QQQQ", flags, 0, _MS_PRIVATE, id_map or 0)
     check(LIBC.syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, values, len(values)), "mount_setattr")
@@ -56,9 +56,9 @@ def mount_overlay(
     upper: tuple[int, int] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the descriptor of an overlay over the folders of `lower`, the top one first. The overlay is read-only
-    without `upper`: descriptors of the folder for changes and of its work folder. Both must be below one mount with the
-    same `id_map`. Every folder in `lower` must also be in a mount with this `id_map`. Raises OSError.
+    """Return the descriptor of an overlay over the folders of `lower`, the top one first. `upper`: descriptors of the
+    folder for changes and of the work folder, both below one mount; without it, the overlay is read-only. These folders
+    and those of `lower` must be in mounts with the `id_map`. Raises OSError.
     """
     with ExitStack() as stack:
         context = stack.enter_context(open_context("overlay"))
@@ -96,10 +96,11 @@ def attach(mount: int, place: Path) -> None:
 
 def enter_private_namespace(needed: Sequence[Path]) -> None:
     """Move this thread into a mount namespace of its own, in which only mounts that lead to a `needed` path, /proc,
-    /sys, devices and control groups exist. Programs that the thread starts are in it, too.
+    /sys, devices and control groups exist. Programs that the thread starts are in the same namespace.
 
-    A copied mount would hold the file system of a workspace, or a container of the engine, after its removal. Where an
-    engine has masked parts of /proc or /sys, the kernel would let no sandbox mount them. Raises OSError.
+    All other mounts are removed, because a copy would keep the file system of a workspace or container in use after its
+    removal. If an engine has masked parts of /proc or /sys, the kernel would refuse to mount these in a sandbox. Raises
+    OSError.
     """
     check(LIBC.unshare(_CLONE_NEWNS), "unshare")
     check(LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "/")
@@ -107,9 +108,9 @@ def enter_private_namespace(needed: Sequence[Path]) -> None:
         is_needed = any(path == place or place in path.parents for path in (*needed, *_KERNEL_FOLDERS))
         if not is_needed and not any(place.is_relative_to(folder) for folder in _WHOLE_FOLDERS):
             LIBC.umount2(os.fsencode(place), _MNT_DETACH)
-    # Root of a sandbox is another user of the host, who may not enter the folders of sandboxd.
+    # On the host, root of a sandbox is another user, which may not enter the folders of sandboxd.
     check(LIBC.mount(b"none", os.fsencode(ROOTS), b"tmpfs", ctypes.c_ulong(0), b"mode=711,size=1m"), str(ROOTS))
-    # crun refuses hosts that have both versions of control groups, unless it sees only the first.
+    # On a host with both versions of control groups, crun works only if it sees version 1 alone.
     unified = Path("/sys/fs/cgroup/unified")
     if unified.is_dir():
         check(LIBC.mount(b"none", os.fsencode(unified), b"tmpfs", ctypes.c_ulong(0), None), str(unified))

@@ -2,10 +2,10 @@
 
 Every sandbox has a folder `<folder>/sandboxes/<id>` with its labels, its configuration and a lock. Invariants:
 
-- The folder exists before anything else of the sandbox and is removed last, so every leftover is found from it.
-- A start holds the lock, also through the runtime program, which inherits its descriptor. So a removal, by this process
-  or by another, never overtakes a start, not even one whose sandboxd was killed.
-- No mount of a sandbox is in the mount table of the host (mounts.py): its processes hold them, and nothing else.
+- The folder is created before anything else of the sandbox and removed last, so it leads to every leftover.
+- A start holds the lock. The runtime program inherits the lock's descriptor, so it holds the lock even if sandboxd is
+  killed. So no process removes a sandbox during its start.
+- No mount of a sandbox is in the mount table of the host (mounts.py): only the sandbox's processes hold its mounts.
 """
 
 import asyncio
@@ -72,10 +72,10 @@ from workers.sandboxd.runtime.oci_drift import find_kernel_drift
 log = structlog.get_logger(__name__)
 
 FOLDER: Final = Path("/run/toolcrew/oci")
-"""The folder of all sandboxes that the sandboxds of this host start themselves."""
+"""The folder of all sandboxes that sandboxds of this host start without the engine."""
 PIN_PREFIX: Final = "toolcrew-pin-"
 _THREADS: Final = 8
-"""Starts and removals at a time."""
+"""Maximum number of starts and removals at a time."""
 _START_S: Final = 30.0
 _LOCK_S: Final = 35.0
 """Time limit in seconds for a start of another process, which holds the lock."""
@@ -92,7 +92,7 @@ _ERROR_CHARS: Final = 500
 @dataclass
 class _RunningSandbox:
     """A sandbox of this process. `process`: a descriptor of its PID 1. `changes`: descriptors of the folders with the
-    changes of its root file system, the latest first.
+    changes of its root file system, the newest layer first.
     """
 
     base: int
@@ -101,8 +101,8 @@ class _RunningSandbox:
 
 
 def find_obstacle(facts: EngineFacts) -> str | None:
-    """Return why this process cannot start sandboxes itself, or None when nothing is missing. A test with a real
-    sandbox (daemon.py) shows whether the kernel supports all of it.
+    """Return why this process cannot start sandboxes itself, or None when nothing is missing. Whether the kernel
+    supports everything is tested later with a real sandbox (daemon.py).
     """
     if os.geteuid() != 0:
         return "sandboxd is not root"
@@ -137,7 +137,7 @@ class OciRuntime:
     def __init__(self, engine: Engine, program: str, data_root: Path, folder: Path = FOLDER) -> None:
         self._engine = engine
         self._program = program
-        # crun writes "crun version 1.8.1", runc "runc version 1.1.5+ds1", and both more lines.
+        # crun prints "crun version 1.8.1", runc "runc version 1.1.5+ds1"; more lines follow.
         shown = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_S, check=False)
         self.version = " ".join(shown.stdout.split("\n")[0].split(" version "))[:60]
         """The program and its version, such as `crun 1.8.1`."""
@@ -183,8 +183,8 @@ class OciRuntime:
             for layer in spec.workspace.layers:
                 disks.append(os.dup(layer))
                 stack.callback(os.close, disks[-1])
-            # From here on a removal finds everything that the thread makes by the folder of the sandbox, so nothing is
-            # undone here.
+            # From here on the folder leads a removal to everything that the thread makes, so a failure needs no cleanup
+            # here.
             lock = self._open(sandbox, name, spec)
             self._running[sandbox] = _RunningSandbox(base)
             stack.pop_all()
@@ -192,8 +192,8 @@ class OciRuntime:
             self._threads, functools.partial(self._start, sandbox, spec, volumes, disks, lock)
         )
         try:
-            # A thread cannot be stopped. After a cancellation the caller removes the sandbox, and that waits for the
-            # lock.
+            # A thread cannot be stopped. After a cancellation the caller removes the sandbox, and the removal waits for
+            # the lock, which the thread holds.
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_close_unused)
@@ -201,15 +201,14 @@ class OciRuntime:
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         running = self._running[_id_of(container)]
-        # Read the pid from the file that the runtime program wrote, so that the check examines the process that was
-        # started.
+        # Read the pid from the file that the runtime program wrote, so that the right process is checked.
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
 
     async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
         if not spec.is_root:
             return None
-        # A removal closes the descriptors, whose numbers may then be those of another session.
+        # Duplicate the descriptors: a removal may close them meanwhile, and another session may get the same numbers.
         with self._forgetting:
             running = self._running.get(_id_of(container))
             layers = [os.dup(fd) for fd in running.changes] if running is not None else []
@@ -230,7 +229,7 @@ class OciRuntime:
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         listed = [self._read_labels(place) for place in sorted(self._sandboxes.glob("[!.]*"))]
         pins = await self._engine.list_containers(deployment, PRODUCT_PIN)
-        # A pin is never started, so the state "created" of the engine says nothing.
+        # A pin is never started, so its state "created" would look like an unfinished start.
         listed += [replace(pin, id=pin.name, state="running") for pin in pins if pin.name not in self._pin_names]
         return [container for container in listed if container.labels.get(LABEL_DEPLOYMENT) == deployment]
 
@@ -240,14 +239,16 @@ class OciRuntime:
             try:
                 await self._engine.remove(pin)
             except SandboxUnavailable as error:
-                # The reaper of the next sandboxd removes it.
+                # The reaper of the next sandboxd removes the pin.
                 log.warning("image_pin_not_removed", container=pin, error=str(error))
         self._threads.shutdown()
         self._ranges.close()
         self._cgroups.remove_parent()
 
     async def unpin(self, image: str) -> None:
-        """Let the engine remove the image of a content id. No sandbox of it may run or start meanwhile."""
+        """Remove the pin of an image, so that the engine can remove the image. Meanwhile no sandbox of the image may
+        run or start.
+        """
         for key in [key for key in self._pins if key[0] == image]:
             del self._pins[key]
         for pin in [pin for pin, pinned in self._pin_names.items() if pinned == image]:
@@ -255,8 +256,8 @@ class OciRuntime:
             self._pin_names.pop(pin, None)
 
     async def _pin(self, spec: SandboxSpec) -> Mapping[str, str]:
-        """Create a container that is never started. It keeps image and volumes of a sandbox, which the engine does not
-        see, from removal. Returns the folders of the volumes on this host, by their path in the sandbox.
+        """Create a pin: a container that is never started. It prevents the engine, which does not see the sandbox, from
+        removing the sandbox's image and volumes. Return path in the sandbox -> folder on this host, for each volume.
         """
         volumes = {
             place: volume
@@ -270,8 +271,8 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
-            # Starts of the same image at the same time share one task. A cancelled start must not leave a pin that no
-            # later start uses.
+            # Starts of the same image at the same time share one task. The task continues when one start is cancelled,
+            # so that a later start can use the pin.
             self._pins[key] = asyncio.ensure_future(self._make_pin(key, spec, volumes))
         return await asyncio.shield(self._pins[key])
 
@@ -279,15 +280,15 @@ class OciRuntime:
         # The name is stored before the container exists, so that a sweep does not remove it.
         pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
         self._pin_names[pin] = spec.image_facts.id
-        # Without the deadline of the sandbox: a pin lives as long as this process. Another sandboxd of this engine
-        # would remove it at the deadline, and the image could then be removed below running sandboxes.
+        # A pin gets no deadline, because it lives as long as this process. At a deadline another sandboxd of this
+        # engine would remove the pin, and the image of running sandboxes could be removed.
         labels = {name: value for name, value in spec.labels.items() if name != LABEL_DEADLINE}
         try:
             await self._engine.pin(pin, spec.image_facts.id, labels, volumes)
             return {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
         except BaseException:
             # The engine may have made the container all the same. The next start makes another pin, and a sweep removes
-            # one whose name is not stored.
+            # pins whose names are not stored.
             self._pin_names.pop(pin, None)
             self._pins.pop(key, None)
             raise
@@ -296,8 +297,8 @@ class OciRuntime:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
-        """Make the folder of a sandbox. Returns the locked descriptor of its lock."""
-        # The name is hidden until the folder has its lock and its labels: a removal that finds the folder relies on
+        """Make the folder of a sandbox. Return a descriptor of its lock file, which is locked."""
+        # Rename the folder to its final name when it has the lock and the labels: a removal that finds the folder needs
         # both.
         place = self._sandboxes / f".{sandbox}"
         with ExitStack() as failure:
@@ -325,7 +326,9 @@ class OciRuntime:
         disks: Sequence[int],
         lock: int,
     ) -> AttachedContainer:
-        """Start a sandbox. `disks`: mounts of the disk of its workspace, if it has one, and of the layers below it."""
+        """Start a sandbox. `disks`: mounts of the disk of its workspace (if it has one), then of the layers below this
+        disk.
+        """
         place, running = self._sandboxes / sandbox, self._running[sandbox]
         with ExitStack() as stack:
             stack.callback(os.close, lock)
@@ -341,7 +344,7 @@ class OciRuntime:
                     seccomp_bpf=self._filters.get(spec.is_root),
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
-                # Only the first disk is the session's own. Its layers belong to other sessions, too.
+                # Only the first disk belongs to this session alone. Layers may belong to several sessions.
                 for index, disk in enumerate(disks):
                     set_attributes(disk, NOSUID | NODEV | (RDONLY if index else 0), namespace)
                 content = _Content(workspace=disks[0] if disks else None)
@@ -374,7 +377,8 @@ class OciRuntime:
 
     def _run_program(self, sandbox: str, running: _RunningSandbox, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
-        # The channel is made here and not by the program: no path leads to it, so no other process can connect.
+        # Make the channel as a socket pair and not as a path of the runtime program, so that no other process can
+        # connect.
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with theirs, ExitStack() as stack:
@@ -423,36 +427,36 @@ class OciRuntime:
             ) from error
 
     def _keep_filter(self, sandbox: str, spec: SandboxSpec) -> None:
-        """Keep the filter that crun has compiled, for later starts. runc has none to keep."""
+        """Keep the seccomp filter that crun has compiled, for later starts. runc does not write its filter."""
         compiled = self._state / sandbox / "seccomp.bpf"
         if spec.is_root not in self._filters and compiled.exists():
             self._filters[spec.is_root] = base64.b64encode(compiled.read_bytes()).decode("ascii")
 
     def _remove(self, sandbox: str) -> None:
         place = self._sandboxes / sandbox
-        if not place.exists():  # another sandboxd may have removed it at its deadline
+        if not place.exists():  # another sandboxd may have removed the sandbox at its deadline
             self._forget(sandbox)
             return
         try:
             with self._locked(sandbox):
                 running = self._running.get(sandbox)
-                # A frozen process handles no signal, not even SIGKILL in version 1.
+                # Thaw first: with control groups of version 1, a frozen process does not react even to SIGKILL.
                 with contextlib.suppress(FileNotFoundError):
                     self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
                     _end_process(running.process)
-                # Kill even if this sandboxd started no process: another sandboxd, which was killed, may have started
-                # it.
+                # Kill even if this process has not started the sandbox: an earlier sandboxd, which was killed, may have
+                # started it.
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
-                # Rename the folder first: a removal at the same time, or after a kill, must not find a folder without
-                # its lock.
+                # Rename the folder first: another removal, or one after kill -9, must not find a folder whose lock is
+                # already deleted.
                 shutil.rmtree(place.rename(place.with_name(f".{sandbox}")))
-                # Close the descriptors under the lock: a second removal must not use them afterwards.
+                # Close the descriptors while the lock is held, so that a second removal cannot use them.
                 self._forget(sandbox)
         except (OSError, TimeoutError) as error:
-            if place.exists():  # Otherwise another removal was quicker.
+            if place.exists():  # Otherwise another removal has already done this.
                 raise SandboxUnavailable(
                     f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again"
                 ) from error
@@ -472,7 +476,8 @@ class OciRuntime:
     @contextmanager
     def _locked(self, sandbox: str) -> Iterator[None]:
         """Hold the lock of a sandbox. Raises OSError and TimeoutError."""
-        # Open the file anew each time: two removals in this process must exclude each other, too.
+        # Open the lock file each time: with a shared descriptor, two removals of this process would not exclude each
+        # other.
         fd = os.open(self._sandboxes / sandbox / "lock", os.O_RDWR | os.O_CLOEXEC)
         until = time.monotonic() + _LOCK_S
         try:
@@ -482,7 +487,7 @@ class OciRuntime:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        # A start that was cancelled has left a process that holds the lock.
+                        # The runtime program of a cancelled start still holds the lock.
                         self._cgroups.kill(sandbox, _KILL_S)
                         raise TimeoutError(f"its start has not ended in {_LOCK_S:g} s") from None
                     time.sleep(_PAUSE_S)
@@ -494,7 +499,7 @@ class OciRuntime:
         try:
             content = json.loads((place / "labels.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            content = {"name": place.name, "labels": {}}  # The start was interrupted, or the removal has just ended.
+            content = {"name": place.name, "labels": {}}  # The start was interrupted, or a removal has just ended.
         labels = {str(name): str(value) for name, value in content["labels"].items()}
         state = "running" if self._cgroups.exists(place.name) else "created"
         return ListedContainer(
@@ -530,8 +535,8 @@ def _clone_workspace(folder: str) -> int:
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a session's disks, as descriptors. `changes`: the folders of the overlay of the root file system,
-    unless that is read-only. `changed`: folders with earlier changes, the latest first.
+    """Parts of a session's disks, as descriptors. `changes`: the two folders of the overlay of the root file system;
+    None if it is read-only. `changed`: folders with changes from the layers below, the newest first.
     """
 
     workspace: int | None
@@ -541,9 +546,10 @@ class _Content:
 
 @contextmanager
 def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | None) -> Iterator[_Content]:
-    """Divide a session's disk between the changes of the root file system and the workspace. Both share the size of the
-    disk, and are stacked on those of the layers below. `root`: the host id of the sandbox's root user; None without
-    changes of the root file system. Without such changes and without layers, the disk is the workspace. Raises OSError.
+    """Divide a session's disk into a folder for changes of the root file system and a folder for the workspace. Both
+    share the size of the disk. Each is stacked on the same folders of the layers. `root`: the host id of the sandbox's
+    root user; None without changes of the root file system. Without such changes and without layers, the disk is the
+    workspace. Raises OSError.
     """
     disk, *layers = disks
     place = ROOTS / f"{sandbox}.disk"
@@ -556,7 +562,7 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | 
             stack.callback(os.close, fd)
             return fd
 
-        # The kernel clones a part only of an attached mount.
+        # Attach the mount: the kernel clones a subfolder only from an attached mount.
         stack.enter_context(attached(disk, place))
         lower = list(open_workspaces(layers, stack, is_root=root is not None))
         folders = [(name, root, root, 0o755) for name in (*_CHANGES, _WORKSPACE[0]) if root is not None]
@@ -582,7 +588,8 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     """Make a folder of a disk, unless an earlier sandbox of the session has made it."""
     if place.exists():
         return
-    # Rename the folder last: a start that was killed in between must not leave a folder with the wrong owner or mode.
+    # Give the folder its final name last: a start that is killed before must not leave a folder with the wrong owner or
+    # mode.
     unfinished = place.with_name("unfinished")
     unfinished.mkdir(exist_ok=True)
     os.chown(unfinished, uid, gid)
@@ -591,9 +598,9 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
 
 
 def _remove_unfinished(sandboxes: Path) -> None:
-    """Remove folders that a killed process had begun to make. Nothing of a sandbox existed then."""
+    """Remove unfinished folders of killed processes. Their sandboxes had not been started."""
     for place in sandboxes.glob(".*"):
-        with contextlib.suppress(OSError):  # Another process has just completed the folder.
+        with contextlib.suppress(OSError):  # The process has just completed the folder.
             if place.stat().st_mtime < time.time() - _START_S:
                 shutil.rmtree(place)
 
@@ -613,7 +620,9 @@ def _freeze(cgroups: Cgroups, sandbox: str, *, is_wanted: bool) -> None:
 
 
 def _end_process(process: int) -> None:
-    """Kill a PID 1, and return when all processes of its namespace have ended: the kernel lets it end last."""
+    """Kill the PID 1 of a sandbox, and wait for its end. The kernel lets it end after all other processes of its
+    namespace.
+    """
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
     ended = select.poll()
@@ -623,7 +632,7 @@ def _end_process(process: int) -> None:
 
 
 def _close_unused(starting: "asyncio.Future[AttachedContainer]") -> None:
-    """Close the streams of a sandbox whose starter was cancelled."""
+    """Close the streams of a sandbox if the caller of the start was cancelled."""
     if not starting.cancelled() and starting.exception() is None:
         container = starting.result()
         container.sock.close()

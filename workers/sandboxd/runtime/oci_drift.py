@@ -1,4 +1,6 @@
-"""Comparison of a running sandbox with its specification, by what the kernel says about its PID 1."""
+"""Compares a running sandbox with its specification. The actual values come from what the kernel says about its PID
+1.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +88,7 @@ def _compare_limits(spec: SandboxSpec, cgroups: Cgroups, sandbox: str) -> Iterat
 
 
 def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, object, object]]:
-    """Yield the properties of mounts. `mounts`: place -> options, among them those of the file system."""
+    """Yield the properties of mounts. `mounts`: mount point -> expected options, including those of the file system."""
     yield "options of /", [], _find_missing(["rw" if spec.is_root else "ro", "nosuid", "nodev"], mounts.get("/", ()))
     folders = tmpfs_options(spec)
     for folder, options in folders.items():

@@ -89,9 +89,7 @@ def load_seccomp_profile() -> str:
 
 
 def find_profile_faults(text: str) -> list[str]:
-    """Return a sentence for every violation of the rules in the module's docstring. Invalid JSON is reported, not
-    raised.
-    """
+    """Return a sentence for every violation of the rules in the module's docstring, or for invalid JSON."""
     try:
         profile = json.loads(text)
         rules = list(_read_rules(profile))

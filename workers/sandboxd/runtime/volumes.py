@@ -33,7 +33,9 @@ PRODUCT_SKILLS: Final = "skills"
 
 
 class GuestVolumes:
-    """Guest volumes of this process and which of them were verified. `ensure` blocks and raises the SDK's errors."""
+    """Creates and verifies guest volumes. Remembers which volumes this process has verified. `ensure` blocks and raises
+    the SDK's errors.
+    """
 
     def __init__(self) -> None:
         self._filled: dict[str, str] = {}
@@ -51,8 +53,7 @@ class GuestVolumes:
             )
             raise SandboxUnavailable(message) from error
         name = _name_of(identity)
-        # A volume with another creation time was not filled here: the start of a container recreates a missing volume,
-        # but empty.
+        # Verify a volume with another creation time again: the start of a container recreates a missing volume empty.
         if name not in self._filled or self._filled[name] != _read_created_at(api, name):
             _fill(api, image, identity, name)
             self._filled[name] = _read_created_at(api, name)
@@ -96,7 +97,7 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
                 if _read_guest(api, filled) == expected:
                     return
             with contextlib.suppress(docker.errors.NotFound):
-                api.remove_volume(volume)  # left by an interrupted fill; the engine refuses while a sandbox uses it
+                api.remove_volume(volume)  # left by an interrupted fill; refused while a sandbox uses the volume
     raise SandboxUnavailable(
         f"the volume {volume} does not accept the content of {GUEST_FOLDER} in {image}: check the engine's disk"
     )
@@ -112,8 +113,8 @@ def _read_created_at(api: docker.APIClient, volume: str) -> str:
 
 @contextlib.contextmanager
 def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
-    """Create a container of the image that is never started, with the volume in place of the guest's folder. Waits
-    while another container has its name.
+    """Create a filler: a container of the image that is never started, with the volume at the guest's folder. Wait
+    while another container has the filler's name.
     """
     mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
     body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}

@@ -49,12 +49,12 @@ class SearchEndpoint:
     def get(
         self, path: str, parameters: Mapping[str, str], deadline: Deadline, key: Mapping[str, SecretStr] | None = None
     ) -> Any:
-        """Send a GET request and return the JSON of the response. Raises ToolFailure as SearchProvider does."""
+        """Send a GET request and return the JSON of the response. Raises the ToolFailures of SearchProvider.search."""
         return self._request("GET", f"{path}?{urlencode(parameters)}", {}, b"", key or {}, deadline)
 
     def post(self, path: str, content: Mapping[str, Any], deadline: Deadline, key: Mapping[str, SecretStr]) -> Any:
-        """Send a POST request with JSON and return the JSON of the response. Raises ToolFailure as SearchProvider
-        does.
+        """Send a POST request with JSON and return the JSON of the response. Raises the ToolFailures of
+        SearchProvider.search.
         """
         return self._request(
             "POST", path, {"Content-Type": "application/json"}, json.dumps(content).encode(), key, deadline
