@@ -282,8 +282,8 @@ def _check_address(part: SplitResult) -> None:
         )
     if part.fragment or _has_other_options(part.query):
         raise ConfigError(
-            f"TOOLCREW_REDIS_URL has other options than {', '.join(TLS_FILES)}: leave them out. TLS always checks "
-            "certificates"
+            f"TOOLCREW_REDIS_URL has an option that is not allowed: write only {', '.join(TLS_FILES)}. TLS always "
+            "checks certificates"
         )
     try:
         port, database = part.port, int(part.path.strip("/") or 0)

@@ -350,7 +350,7 @@ class WorkerScript:
         connection.connect()
         try:
             is_clean = not connection.can_read()
-        except _REDIS_ERRORS:  # not `broker_errors`: the connection is opened again
+        except _REDIS_ERRORS:  # no BrokerUnavailable: the connection is opened again
             is_clean = False
         if not is_clean:
             connection.disconnect()

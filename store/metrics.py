@@ -282,7 +282,7 @@ class MetricsStore:
         self._absorb = client.register_script(ABSORB_LUA)
 
     async def absorb(self, source: str, counts: Counts) -> None:
-        """Add all totals of a source that have changed to the deployment's sums. `source`: the id of the process."""
+        """Add the changed totals of a process to the sums of the deployment. `source`: the id of the process."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
@@ -397,7 +397,7 @@ class WorkerMetricsStore:
         self._absorb = client.register_script(ABSORB_LUA)
 
     def absorb(self, source: str, counts: Counts) -> None:
-        """Add all totals of a source that have changed to the deployment's sums. `source`: the id of the process."""
+        """Add the changed totals of a process to the sums of the deployment. `source`: the id of the process."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):

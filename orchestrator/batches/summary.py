@@ -41,8 +41,8 @@ def build_summary(
 ) -> Summary:
     """Return the summary. `batch`, `tenant`: used in the commands of the summary.
 
-    `is_kept`: the batch is still stored after this command, because its Redis continues to run, so that the summary may
-    suggest commands for it. `rows`: files with the rows of successes and of failures.
+    `is_kept`: the batch is still stored after this command, because its Redis continues to run. Only then the summary
+    suggests commands for the batch. `rows`: files with the rows of successes and of failures.
     """
     fields = {name: getattr(snapshot, name) for name in ProgressSnapshot.model_fields}
     sentences = tuple(_next(snapshot, one_line(batch), tenant, is_kept, rows))

@@ -19,7 +19,9 @@ secrets_app = typer.Typer(no_args_is_help=True)
 OfDeployment = Annotated[
     bool, typer.Option("--deployment", help="A secret of the deployment itself, such as a model's API key.")
 ]
-Name = Annotated[str, typer.Argument(help="The name, and the variable in the sandbox, such as GITHUB_TOKEN.")]
+Name = Annotated[
+    str, typer.Argument(help="Name of the secret and of its variable in the sandbox, such as GITHUB_TOKEN.")
+]
 
 
 @secrets_app.command("set")

@@ -38,7 +38,7 @@ class Fragment:
 
 
 def parse_fragment(entry: Any) -> Fragment | None:
-    """Return the valid parts of an entry, or None when it is not an object."""
+    """Return the valid parts of an entry of `tool_calls`, or None when the entry is not an object."""
     if not isinstance(entry, dict):
         return None
     function = entry.get("function")

@@ -1,4 +1,4 @@
-"""The embedded small model: its server as a child process, and the client model."""
+"""The embedded small model: a server as a child process, and the Model class that sends it requests."""
 
 import asyncio
 import json

@@ -330,7 +330,7 @@ def offer_to_oom_killer(pid: int) -> None:
 
 
 def _set_offer(pid: int) -> None:
-    # The program may have ended. Without the mark, the OOM killer only does not prefer a program.
+    # The program may have ended. Without the mark, the OOM killer chooses a program by its memory alone.
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -12,8 +12,8 @@ from workers.web.urls import Target
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 """A TLS alert: fatal, unrecognized_name."""
 TLS_ONLY_PORTS = frozenset({80, 443})
-"""Ports where a tunnel carries only TLS. Plain HTTP must be sent to the proxy by its URL, where the Host header is
-checked.
+"""Ports where a tunnel carries only TLS. For plain HTTP, a program sends the proxy a request with the whole
+URL, and the proxy checks its Host header.
 """
 _CLIENT_HELLO = 1
 _EXTENSION_NAME = 0

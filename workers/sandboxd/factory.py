@@ -220,7 +220,7 @@ class SandboxFactory:
         self._image_facts.pop(image, None)
 
     async def guest_volume(self) -> str:
-        """Return the volume with the toolkit. Raises SandboxUnavailable."""
+        """Return the name of the volume with the guest. Raises SandboxUnavailable."""
         return await self.engine.ensure_guest_volume(self._guest_image)
 
     async def make_workspace(self, plan: SandboxPlan) -> Workspace:

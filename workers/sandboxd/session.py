@@ -287,7 +287,7 @@ class SessionMove:
     is_planned: bool = False
 
     def news(self) -> str:
-        """Return the news of a session that was restored from a checkpoint."""
+        """Return the text that tells the model what a session restored from a checkpoint has lost."""
         at = self.checkpoint_at
         checkpoint = (
             f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"

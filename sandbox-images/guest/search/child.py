@@ -25,8 +25,8 @@ _READ_BYTES = 65_536
 _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
+# A process that uses less than _IDLE_TICKS of processor time in _BLOCKED_S waits for a pipe. Idle threads use a little.
 _BLOCKED_S = 0.5
-# A process that used less processor time than this within that time waits for a pipe; its idle threads use a little.
 _IDLE_TICKS = 5
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
 

@@ -229,7 +229,8 @@ class OciRuntime:
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         listed = [self._read_labels(place) for place in sorted(self._sandboxes.glob("[!.]*"))]
         pins = await self._engine.list_containers(deployment, PRODUCT_PIN)
-        # A pin is never started, so its state "created" would look like an unfinished start.
+        # A pin (the container that protects an image) is never started. Its state "created" would look like an
+        # unfinished start.
         listed += [replace(pin, id=pin.name, state="running") for pin in pins if pin.name not in self._pin_names]
         return [container for container in listed if container.labels.get(LABEL_DEPLOYMENT) == deployment]
 

@@ -185,8 +185,8 @@ def remove_volume(api: docker.APIClient, name: str) -> None:
 
 
 def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]) -> None:
-    """Unpack a tar archive through a container of the image that is never started. The names in the archive begin
-    with the folder's name.
+    """Unpack a tar archive through a container of the image that is never started. Each name in
+    the archive begins with the name of the folder at which the volume is mounted.
     """
     remove_old_fillers(api, PRODUCT_SKILLS)
     mounts = [{"Type": "volume", "Source": name, "Target": SKILLS_FOLDER, "VolumeOptions": {"NoCopy": True}}]
