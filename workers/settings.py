@@ -97,8 +97,8 @@ class WorkerSettings(SharedSettings, LogSettings):
     with a shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
     """
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. Keep it below the time
-    that the scheduler (such as Kubernetes or systemd) gives a process to stop, and change both together.
+    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. The operator keeps
+    it below the time that the scheduler (such as Kubernetes or systemd) gives a process to stop.
     """
     worker_kind: Literal["sandbox", "web"] = "sandbox"
     """`sandbox` runs next to sandboxd. `web` has the network and no sandboxes, for web tools and operators' tools. The
