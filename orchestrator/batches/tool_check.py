@@ -52,11 +52,6 @@ def check_tools(
     return warnings
 
 
-def names_tools(file: BatchFile) -> bool:
-    """Return whether a line of the file names a tool, so that `check_tools` may find errors."""
-    return any(isinstance(item.work, CallBody) or item.work.tools for item in file.items)
-
-
 def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
     """Return `did you mean ...?`, or the command that lists the tools if no name is similar."""
     close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)

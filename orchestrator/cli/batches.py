@@ -19,7 +19,6 @@ from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
 from orchestrator.batches.model_check import check_prices
 from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.batches.tool_check import names_tools
 from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
     LimitOptions,
@@ -280,10 +279,11 @@ async def _read_file(
 async def _add_tool_errors(bad: BadBatch, tenant: str | None) -> BadBatch:
     """Return the errors of a file with the errors that only a pool can find: names of tools, arguments of calls."""
     errors = ErrorCollector(bad)
-    if bad.file is not None and await asyncio.to_thread(names_tools, bad.file):
-        # Without a pool, the errors that were found are more useful than the reason why there is no pool.
+    if bad.file is not None:
+        # Only a running pool is used: starting an embedded stack takes longer than correcting the file. If no pool
+        # answers, the errors that were found are more useful than the reason.
         with suppress(ToolcrewError), errors.check():
-            async with open_client(tenant) as client:
+            async with open_pool_client(tenant) as client:
                 await client.batch_runs().check_tools(bad.file, bad.name)
     return errors.found or bad
 
