@@ -209,6 +209,6 @@ def test_get_a_reward_without_a_solution(rows: dict[str, Any], name: str) -> Non
 @pytest.mark.parametrize(
     "name", [*(f"honest {name}" for name in HONEST), *(f"changed {name}" for name in list(HONEST)[:3])]
 )
-def test_an_honest_solution_has_the_reward(rows: dict[str, Any], name: str) -> None:
+def test_a_correct_solution_gets_the_reward(rows: dict[str, Any], name: str) -> None:
     assert rows[name]["grade"] is not None, rows[name]
     assert rows[name]["grade"]["reward"] == 1, rows[name]

@@ -146,7 +146,7 @@ async def test_a_model_has_a_name_and_may_be_closed_twice(model: Model) -> None:
     await model.aclose()
 
 
-async def test_a_model_asks_for_the_tool_and_answers_with_its_result(model: Model) -> None:
+async def test_a_model_calls_the_tool_and_answers_with_its_result(model: Model) -> None:
     [call], end = await read(model, ASK)
     assert "/workspace/data.csv" in str(call.call.arguments["command"])
     observation: Message = {"role": "tool", "tool_call_id": call.model_id, "content": "11 /workspace/data.csv\n"}
@@ -155,13 +155,13 @@ async def test_a_model_asks_for_the_tool_and_answers_with_its_result(model: Mode
     assert "11" in end.text
 
 
-async def test_a_reply_ends_with_a_finish_reason_and_counted_tokens(model: Model) -> None:
+async def test_a_reply_ends_with_a_finish_reason_and_token_usage(model: Model) -> None:
     _, end = await read(model, ASK)
     assert end.finish_reason
     assert end.usage.prompt_tokens > 0
 
 
-async def test_a_stream_may_be_left_early_and_the_model_asked_again(model: Model) -> None:
+async def test_a_model_answers_again_after_a_stream_was_closed_early(model: Model) -> None:
     stream = model.stream(ModelRequest(ASK))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]  # every model of ours is an async generator
@@ -169,7 +169,7 @@ async def test_a_stream_may_be_left_early_and_the_model_asked_again(model: Model
     assert end.message["tool_calls"]
 
 
-async def test_a_model_that_cannot_answer_raises_for_the_operator() -> None:
+async def test_a_model_that_cannot_answer_raises_an_operator_error() -> None:
     for broken in (ScriptedModel([]), OpenAIModel("m", "http://127.0.0.1:9/v1", retries=0)):
         with pytest.raises(ModelUnavailable):
             await anext(aiter(broken.stream(ModelRequest(ASK))))
@@ -178,6 +178,6 @@ async def test_a_model_that_cannot_answer_raises_for_the_operator() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-async def test_the_embedded_model_can_do_what_its_record_says(server: LocalModelServer) -> None:
+async def test_the_embedded_model_has_its_recorded_capabilities(server: LocalModelServer) -> None:
     async with local(server) as model:
         assert await probe(model) == SMALL_CAPABILITIES

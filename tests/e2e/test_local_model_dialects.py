@@ -85,7 +85,7 @@ async def session(client: ToolClient, tmp_path_factory: pytest.TempPathFactory) 
         if (name, job_id) != ("native", "sum")
     ],
 )
-async def test_a_demo_job_is_done_with_one_call(
+async def test_the_local_model_completes_a_demo_job_with_one_call(
     server: LocalModelServer,
     client: ToolClient,
     session: Session,
@@ -124,7 +124,7 @@ async def solve(
     return await agent.run(request_text)
 
 
-async def test_the_server_takes_a_grammar_of_every_kind_of_parameter(server: LocalModelServer) -> None:
+async def test_the_server_accepts_a_grammar_for_every_parameter_type(server: LocalModelServer) -> None:
     kinds: dict[str, dict[str, JsonValue]] = {
         "text": {"type": "string", "minLength": 1},
         "mode": {"enum": ['say "hi"', "<a\n\\", 7, None]},
@@ -144,7 +144,7 @@ async def test_the_server_takes_a_grammar_of_every_kind_of_parameter(server: Loc
     assert [chunk async for chunk in model.stream(request)]
 
 
-async def test_a_server_refuses_what_is_no_grammar(server: LocalModelServer) -> None:
+async def test_the_server_refuses_an_invalid_grammar(server: LocalModelServer) -> None:
     """This test proves that the test above can fail."""
     request = ModelRequest([{"role": "user", "content": "hi"}], extra={"grammar": "root ::= nowhere"})
     with pytest.raises(ModelUnavailable):

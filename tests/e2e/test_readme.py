@@ -81,12 +81,12 @@ def test_the_program_of_the_readme_works() -> None:
 
 
 @pytest.mark.model
-def test_the_program_of_agents_with_its_own_function_works_with_the_local_model() -> None:
+def test_the_program_of_the_agents_page_works_with_the_local_model() -> None:
     assert "22" in run_program((ROOT / "docs" / "agents.md").read_text(), 200)
 
 
 @pytest.mark.model
-def test_the_demo_answers_all_three_jobs_with_the_local_model_and_leaves_nothing() -> None:
+def test_the_demo_completes_three_jobs_with_the_local_model_and_leaves_nothing() -> None:
     engine = require_engine()
     mark = f"demo-{secrets.token_hex(4)}"
 

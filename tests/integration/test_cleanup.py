@@ -90,14 +90,14 @@ def program(footprint: Footprint) -> Iterator[Program]:
     end_process(started.process)
 
 
-def test_a_program_killed_outright_leaves_nothing_of_its_embedded_stack(program: Program) -> None:
+def test_a_killed_program_leaves_nothing_of_its_embedded_stack(program: Program) -> None:
     program.process.kill()
     program.process.wait()
 
     program.footprint.assert_nothing_left()
 
 
-def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> None:
+def test_a_killed_supervisor_ends_its_whole_stack(program: Program) -> None:
     """No process and no container is left. The program itself removes the folder at its end, because the killed
     keeper could not.
     """
@@ -109,7 +109,7 @@ def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> Non
     assert program.footprint.folders() == []
 
 
-def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_its_result(program: Program) -> None:
+def test_a_supervisor_killed_after_redis_ends_a_worker_that_cannot_store_its_result(program: Program) -> None:
     """The worker's orderly end waits for a call that tries for minutes to store its result."""
     keeper = program.info.pids["orchestrator"][0]
     os.kill(keeper, signal.SIGSTOP)  # the keeper itself would stop the stack
@@ -125,7 +125,7 @@ def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_
     program.assert_alone(20)
 
 
-def test_a_worker_instructed_to_end_finishes_its_call_however_long_after(program: Program) -> None:
+def test_a_stopped_worker_finishes_its_running_call_before_it_ends(program: Program) -> None:
     """Only the end of the keeper limits the shutdown of a worker."""
     log = Path(program.info.logs) / "worker.log"
     os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # the keeper would stop the stack after the worker
@@ -147,7 +147,7 @@ def end_commands(container: str, command: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_everything_killed_at_once_leaves_no_container(program: Program) -> None:
+def test_killing_all_processes_at_once_leaves_no_container(program: Program) -> None:
     for pid in program.footprint.processes():
         # One process may already have ended with its keeper.
         with contextlib.suppress(ProcessLookupError):
@@ -157,7 +157,7 @@ def test_everything_killed_at_once_leaves_no_container(program: Program) -> None
     wait_until(lambda: not program.footprint.containers(), 15, "the containers vanish by themselves")
 
 
-def test_a_stack_instructed_to_stop_in_a_call_stops_at_once_and_leaves_nothing(engine: APIClient) -> None:
+def test_a_stack_stopped_during_a_call_ends_at_once_and_leaves_nothing(engine: APIClient) -> None:
     with open_stack(engine) as stack:
         caller = subprocess.Popen(
             [TOOLCREW, "call", "bash_tool", "command=sleep 99", "--json"],
@@ -221,7 +221,7 @@ def assert_says(done: "subprocess.CompletedProcess[str]", *fragments: str) -> No
         assert word in lines[0], (word, lines[0])
 
 
-def test_without_an_engine_the_stack_does_not_start_and_says_what_to_do(footprint: Footprint) -> None:
+def test_a_stack_without_an_engine_does_not_start_and_reports_what_to_do(footprint: Footprint) -> None:
     done = run_toolcrew(footprint, "up", "--json", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
 
     assert_error_object(done, "the Docker engine does not answer", "start it, or check DOCKER_HOST")
@@ -238,7 +238,7 @@ def assert_error_object(done: "subprocess.CompletedProcess[str]", *fragments: st
 
 
 @pytest.mark.parametrize("command", [("up",), ("call", "bash_tool", "command=true")], ids=["up", "call"])
-def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(
+def test_a_stack_without_the_image_does_not_start_and_reports_how_to_build_it(
     footprint: Footprint, command: tuple[str, ...]
 ) -> None:
     done = run_toolcrew(footprint, *command, environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
@@ -248,7 +248,7 @@ def test_without_the_image_nothing_starts_and_it_is_said_how_to_build_it(
 
 
 @pytest.mark.parametrize("command", [("up",), ("tools", "list")], ids=["up", "tools"])
-def test_a_redis_that_does_not_answer_is_said_with_its_address_and_without_its_password(
+def test_an_unreachable_redis_is_reported_with_its_address_and_without_its_password(
     footprint: Footprint, command: tuple[str, ...]
 ) -> None:
     done = run_toolcrew(footprint, *command, environment={"TOOLCREW_REDIS_URL": "redis://:hidden-word@127.0.0.1:1/0"})
@@ -264,7 +264,7 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-def test_a_wrong_password_of_redis_is_said(footprint: Footprint, redis_server: RedisServer) -> None:
+def test_a_wrong_redis_password_is_reported(footprint: Footprint, redis_server: RedisServer) -> None:
     url = f"redis://:wrong@127.0.0.1:{redis_server.port}/0"
 
     assert_says(
@@ -275,7 +275,9 @@ def test_a_wrong_password_of_redis_is_said(footprint: Footprint, redis_server: R
     footprint.assert_nothing_left(within_s=2)
 
 
-def test_a_pool_without_a_worker_is_said_with_how_to_start_one(footprint: Footprint, redis_server: RedisServer) -> None:
+def test_a_pool_without_a_worker_is_reported_with_how_to_start_one(
+    footprint: Footprint, redis_server: RedisServer
+) -> None:
     done = run_toolcrew(
         footprint, "call", "bash_tool", "command=true", environment={"TOOLCREW_REDIS_URL": redis_server.url}
     )
@@ -283,7 +285,7 @@ def test_a_pool_without_a_worker_is_said_with_how_to_start_one(footprint: Footpr
     assert_says(done, "no worker has published its tools", "toolcrew serve worker")
 
 
-def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(
+def test_a_client_with_another_secret_is_refused_with_the_name_of_the_setting(
     stack: Stack, footprint: Footprint
 ) -> None:
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_SECRET": "another"}
@@ -296,7 +298,7 @@ def test_a_client_with_another_secret_is_refused_in_words_that_name_the_secret(
     assert_error_object(as_object, "ENVELOPE_REFUSED")
 
 
-def test_a_redis_without_a_password_needs_a_secret(footprint: Footprint) -> None:
+def test_a_redis_url_without_a_password_requires_a_signing_secret(footprint: Footprint) -> None:
     with open_redis_server(password=None) as server:
         done = run_toolcrew(footprint, "up", environment={"TOOLCREW_REDIS_URL": server.url})
 
@@ -304,7 +306,7 @@ def test_a_redis_without_a_password_needs_a_secret(footprint: Footprint) -> None
         footprint.assert_nothing_left(within_s=2)
 
 
-async def test_the_sdk_raises_the_operators_errors(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sdk_raises_operator_errors(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokerUnavailable, match="does not answer"):
         async with ToolClient.connect("redis://:x@127.0.0.1:1/0"):
             pass
@@ -323,7 +325,7 @@ async def test_the_sdk_raises_the_operators_errors(redis_server: RedisServer, mo
         assert footprint.folders() == []
 
 
-def test_folders_of_a_stack_are_the_users_own(stack: Stack) -> None:
+def test_the_folders_of_a_stack_are_private_to_the_user(stack: Stack) -> None:
     folder = os.stat(stack.info.logs)
     socket = os.stat(stack.info.sandboxd_socket)
 

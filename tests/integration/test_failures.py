@@ -54,7 +54,7 @@ async def start_call(
     return task
 
 
-async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_files(own_stack: Stack) -> None:
+async def test_a_killed_sandboxd_restarts_and_its_sessions_keep_their_files(own_stack: Stack) -> None:
     need_images()
     async with ToolClient.connect(own_stack.redis_url) as client:
         busy, idle = await client.open_session(), await client.open_session()
@@ -81,7 +81,7 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_frozen_sandbox(engine: APIClient) -> None:
+async def test_a_stack_that_stops_after_its_sandboxd_was_killed_leaves_no_frozen_sandbox(engine: APIClient) -> None:
     """A frozen guest cannot notice the loss of its sandboxd. The next sandboxd must remove the guest before the stack
     ends.
     """
@@ -96,7 +96,7 @@ async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_fr
         stack.footprint.assert_nothing_left(within_s=2)
 
 
-async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(own_stack: Stack) -> None:
+async def test_a_killed_worker_restarts_and_its_call_is_reported_as_lost(own_stack: Stack) -> None:
     killed = own_stack.pid("worker")
     pool = children_of(killed)
     async with ToolClient.connect(own_stack.redis_url) as client:
@@ -119,7 +119,7 @@ async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: Stack) -> None:
+async def test_a_stack_recovers_when_all_processes_but_the_supervisor_are_killed(own_stack: Stack) -> None:
     roles = ("redis", "sandboxd", "worker", "web")
     killed = {role: own_stack.pid(role) for role in roles}
     with own_stack.open_redis() as store:
@@ -138,7 +138,7 @@ async def test_everything_killed_at_once_but_the_keeper_comes_back(own_stack: St
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_its_last_words(
+async def test_a_repeatedly_crashing_redis_ends_the_call_and_the_stack_with_its_last_log_lines(
     own_stack: Stack,
 ) -> None:
     """The error comes long before the limit of a call's wait for a slot."""
@@ -187,7 +187,7 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis(
+async def test_every_call_in_flight_during_a_redis_outage_gets_one_result(
     engine: APIClient, redis_server: RedisServer
 ) -> None:
     """Redis is killed for five seconds. Calls end during and after the outage, and one call is sent during the
@@ -242,7 +242,7 @@ async def _call(session: Session, command: str) -> ToolResult:
     return await session.call("bash_tool", {"command": command})
 
 
-async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_bug(
+async def test_a_worker_that_redis_refuses_runs_no_call_and_reports_redis_as_the_cause(
     engine: APIClient, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker cannot mark the call as started, so it must not run the call. The operator has to fix the failure."""

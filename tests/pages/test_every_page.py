@@ -92,7 +92,7 @@ def picture(kind: str, path: str) -> str:
     return f"{kind}-{path.partition('?')[0].strip('/').replace('/', '-') or 'overview'}"
 
 
-async def test_every_page_is_whole_and_runs_nothing_that_a_stranger_wrote(world: World, visitors: Visitors) -> None:
+async def test_every_page_is_complete_and_runs_no_injected_script(world: World, visitors: Visitors) -> None:
     async with visitors.visit("admin") as visit:
         for path in PATHS:
             response = await visit.page.goto(address(path, world))
@@ -127,7 +127,7 @@ async def test_a_tenant_sees_its_own_usage_and_budgets(world: World, visitors: V
         assert await visit.page.get_by_text("98,765").count() == 0
 
 
-async def test_without_script_the_pages_say_the_same(world: World, visitors: Visitors) -> None:
+async def test_pages_show_the_same_content_without_javascript(world: World, visitors: Visitors) -> None:
     async with visitors.visit("admin", java_script_enabled=False) as visit:
         await visit.page.goto(address("/runs/RUN?of=acme", world))
         assert await visit.page.get_by_text("total 3").count()
@@ -139,9 +139,7 @@ async def test_without_script_the_pages_say_the_same(world: World, visitors: Vis
         await visit.page.get_by_role("button", name="Drain").first.wait_for()
 
 
-async def test_people_of_a_tenant_see_their_own_pages_and_not_those_of_operators(
-    world: World, visitors: Visitors
-) -> None:
+async def test_a_tenant_key_shows_its_own_pages_and_no_operator_pages(world: World, visitors: Visitors) -> None:
     async with visitors.visit("acme") as visit:
         request = visit.page.context.request
         for path in PATHS:
