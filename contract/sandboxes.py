@@ -46,6 +46,8 @@ class SandboxOptions(Record):
     secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(
         default=(),
         exclude_if=_is_empty,
+        # A strict subclass, such as a batch line, receives parsed JSON, which has lists and no tuples.
+        strict=False,
         description="Names of secrets that programs may use without reading them.",
     )
 

@@ -84,7 +84,13 @@ class GraderFields(SandboxOptions, Shape):
     timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
 
     def find_errors(self) -> Iterator[InvalidField]:
-        """Yield an error if the reward file would be among the artifacts, or cannot be read."""
+        """Yield an error if the grader could not use its secrets, or for a reward file that would be among the
+        artifacts or cannot be read.
+        """
+        if self.secrets:
+            yield InvalidField(
+                ("grader", "secrets"), "a grader runs without network, so it cannot use secrets: remove them"
+            )
         reward_file = self._reward_path()
         if reward_file is not None and f"{reward_file}/".startswith(f"{ARTIFACTS_FOLDER}/"):
             yield InvalidField(

@@ -146,6 +146,32 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_never_exposed(secre
     assert VALUE.encode() not in state
 
 
+async def test_a_line_of_a_batch_uses_the_secret_that_it_names(secret_stack: SecretStack) -> None:
+    await set_class(secret_stack)
+    secret_stack.command("set", "BATCH_TOKEN", "--host", f"localhost:{secret_stack.site.port}", text=VALUE)
+    fetch = secret_stack.fetch().replace('"TOKEN"', '"BATCH_TOKEN"')
+    before = len(secret_stack.site.requests)
+    line = {
+        "id": "a",
+        "tool": "bash_tool",
+        "arguments": {"command": fetch},
+        "secrets": ["BATCH_TOKEN"],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "in.jsonl").write_text(json.dumps(line) + "\n")
+        done = run_toolcrew(
+            secret_stack.stack.footprint,
+            *("batches", "submit", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")),
+            environment={"TOOLCREW_REDIS_URL": secret_stack.stack.redis_url, "TOOLCREW_SECRET": SECRET},
+        )
+        assert done.returncode == 0, done.stderr
+        row = json.loads((folder / "out.jsonl").read_text())
+    assert row["error"] is None, row
+    assert [f"Bearer {VALUE}".encode() in request for request in secret_stack.site.requests[before:]] == [True]
+    assert VALUE not in json.dumps(row)
+
+
 async def test_a_session_gets_only_existing_secrets_that_the_policy_allows(secret_stack: SecretStack) -> None:
     secret_stack.command("set", "GIVEN", "--host", "localhost", text=VALUE)
     async with ToolClient.connect(settings=secret_stack.settings) as client:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from contract.calls import MAX_BLOB_BYTES
 from orchestrator.batches import lines as lines_module
+from orchestrator.batches.line_shapes import GraderFields, ShortCall, ShortRun
 from orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
 from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, ItemEnvironment, RunBody, RunLimits
@@ -102,6 +104,65 @@ def test_an_openai_line_is_a_run_a_call_or_a_chat() -> None:
         limits=RunLimits(max_iterations=1),
         sampling={"max_tokens": 5},
     )
+
+
+SAMPLE_FIELDS: dict[str, Any] = {
+    "cpus": 1.5,
+    "memory_bytes": 2**28,
+    "workspace_bytes": 2**28,
+    "pids": 64,
+    "user": "root",
+    "secrets": ["TOKEN", "OTHER"],
+    "restore": "checkpoint",
+    "image": "python:3.12",
+    "network": "egress",
+    "artifacts": ["**/*.txt"],
+    "priority": 3,
+    "samples": 2,
+    "history": [{"role": "user", "content": "Hi"}],
+    "model": "gpt",
+    "dialect": "tags",
+    "profile": "small",
+    "tools": ["bash_tool"],
+    "limits": {
+        "max_iterations": 2,
+        "tool_timeout_s": 1.5,
+        "max_wall_s": 60,
+        "max_tokens": 100,
+        "max_cost": 0.5,
+    },
+    "sampling": {"temperature": 0.5, "stop": ["END"]},
+    "keep_states": True,
+    "arguments": {"command": "true"},
+    "timeout_s": 5,
+    "reward_file": "/output/reward",
+    "command": "true",
+}
+"""A JSON value of each optional field of a line or its grader, and of `command`."""
+EXCLUSIVE_FIELDS = {"input", "workspace", "files", "fork", "grader"}
+"""Fields that exclude others or name files. Other tests use them."""
+
+
+def pick_samples(shape: type[BaseModel]) -> dict[str, Any]:
+    required = {name for name, field in shape.model_fields.items() if field.is_required()} | {"instruction"}
+    names = shape.model_fields.keys() - EXCLUSIVE_FIELDS - (required - SAMPLE_FIELDS.keys())
+    return {name: SAMPLE_FIELDS[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("shape", "required"),
+    [(ShortRun, {"instruction": "Do it."}), (ShortCall, {"tool": "bash_tool"})],
+)
+def test_every_field_of_a_line_and_its_grader_is_accepted_as_json(
+    shape: type[BaseModel], required: dict[str, Any]
+) -> None:
+    grader = pick_samples(GraderFields)
+    line = {"id": "a", **required, **pick_samples(shape), "grader": grader}
+    assert read_error(json.dumps(line)).startswith("line 1: `grader.secrets`: ")
+    del grader["secrets"]
+    item = read(json.dumps(line)).items[0]
+    assert item.environment.secrets == ("TOKEN", "OTHER")
+    assert item.grader is not None
 
 
 @slow_property
