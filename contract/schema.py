@@ -2,12 +2,12 @@
 messages tell a model what to change.
 """
 
-import copy
 import difflib
 import itertools
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
-from jsonschema.validators import extend
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
+from contract.schema_fitting import STRICT_VALIDATOR, fit, properties_of
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
@@ -33,13 +33,10 @@ schema. A check compares each value with each part, and one comparison takes up 
 """
 MAX_QUICK_VALUES = 1000
 MAX_QUICK_STEPS = 10_000
-MAX_ERRORS = 5
-"""Limit of the errors that a validation collects. Each error takes kilobytes."""
 
 MAX_VALIDATORS = 256
 """Limit of cached validators. A schema that is parsed again, for example from a new catalog, gets a new validator."""
 
-Take = Callable[[Any], Any]
 Checks = Iterable[Callable[[Mapping[str, Any]], str | None]]
 
 
@@ -55,11 +52,10 @@ def prepare_arguments(
     arguments = coerce_text(spec, arguments) if text else arguments
     prepared, aliases = _facts(spec.parameters).prepare(spec.aliases, arguments), list[str]()
     if prepared is None:
-        budget = _ValueBudget(spec)
-        values, aliases = _fold_aliases(spec, budget.take(arguments))
+        values, aliases = _fold_aliases(spec, _ValueBudget(spec).take(arguments))
         _check_unknown(spec, values)
-        prepared = _fill_object(spec.parameters, values, budget.take)
-        if errors := _errors(spec, prepared):
+        prepared, errors = _fit(spec, values)
+        if errors:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: " + "; ".join(map(_sentence, errors)))
     for check in checks:
         message = check(prepared)
@@ -70,13 +66,15 @@ def prepare_arguments(
 
 def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the strings of a text dialect to the types of the schema, if the conversion is exact. Other values do not
-    change.
+    change. An empty text for an optional parameter that is no text is left out: it has no other meaning.
     """
-    properties = _properties(spec.parameters)
-    named = {name: properties.get(spec.aliases.get(name, name)) for name in arguments}
+    properties = properties_of(spec.parameters)
+    required: Any = spec.parameters.get("required", ())
+    named = {name: spec.aliases.get(name, name) for name in arguments}
     return {
-        name: _coerce(schema, value) if (schema := named[name]) is not None else value
+        name: _coerce(schema, value) if (schema := properties.get(named[name])) is not None else value
         for name, value in arguments.items()
+        if named[name] in required or not _is_empty_text(properties.get(named[name]), value)
     }
 
 
@@ -159,10 +157,10 @@ def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[st
     """Replace aliases by canonical names, also in the objects of a list for the parameters of these objects."""
     used: dict[str, None] = {}
     folded = _fold(spec.name, spec.aliases, arguments, used)
-    for name, schema in _properties(spec.parameters).items():
+    for name, schema in properties_of(spec.parameters).items():
         items = schema.get("items")
         if isinstance(items, Mapping) and isinstance(folded.get(name), list):
-            fields = _properties(items)
+            fields = properties_of(items)
             aliases = {
                 alias: canonical
                 for alias, canonical in spec.aliases.items()
@@ -176,9 +174,12 @@ def _fold_aliases(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[dict[st
 
 def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], used: dict[str, None]) -> dict[str, Any]:
     folded: dict[str, Any] = {}
-    for name, value in arguments.items():
+    # A null beside another name of the parameter means nothing.
+    for name, value in sorted(arguments.items(), key=lambda item: item[1] is None):
         canonical = aliases.get(name, name)
-        if canonical in folded or (canonical != name and canonical in arguments):
+        if canonical in folded or (canonical != name and arguments.get(canonical) is not None):
+            if value is None:
+                continue
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{tool}: '{name}' and '{canonical}' mean the same parameter; give it once"
             )
@@ -189,7 +190,7 @@ def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], u
 
 
 def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    names = list(_properties(spec.parameters))
+    names = list(properties_of(spec.parameters))
     if spec.parameters.get("additionalProperties", False) is not False:
         return
     for name in arguments:
@@ -212,13 +213,13 @@ def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
 
 
-def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
-    """Return the first errors in arguments to which the defaults were added."""
+def _fit(spec: ToolSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[ValidationError]]:
+    """Return the arguments with defaults, and the first errors in them."""
     try:
-        found = _facts(spec.parameters).validator.iter_errors(prepared)
-        return sorted(
-            itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message)
+        prepared, errors = fit(
+            _facts(spec.parameters).validator, spec.parameters, values, lambda: _ValueBudget(spec).take
         )
+        return prepared, sorted(errors, key=lambda error: (list(map(str, error.path)), error.message))
     except RecursionError as error:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep: send a flatter value"
@@ -234,46 +235,46 @@ def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
         ) from error
 
 
-def _fill(schema: Mapping[str, Any], value: Any, take: Take) -> Any:
-    """Return a copy of `value` with the defaults of its nested objects."""
-    if isinstance(value, dict):
-        return _fill_object(schema, value, take)
-    items = schema.get("items")
-    if isinstance(value, list) and isinstance(items, Mapping):
-        return [_fill(items, item, take) for item in value]
-    return value
+def _is_empty_text(schema: Mapping[str, Any] | None, value: Any) -> bool:
+    return schema is not None and isinstance(value, str) and not value.strip() and bool(_types_without_text(schema))
 
 
-def _fill_object(schema: Mapping[str, Any], values: Mapping[str, Any], take: Take) -> dict[str, Any]:
-    """Return `values` with defaults. `take` counts each default that is used, because a schema of a few hundred bytes
-    with nested defaults can expand to gigabytes.
-    """
-    filled = dict(values)
-    for name, sub in _properties(schema).items():
-        if name not in filled and "default" in sub:
-            filled[name] = copy.deepcopy(take(sub["default"]))
-        if name in filled:
-            filled[name] = _fill(sub, filled[name], take)
-    return filled
+def _types_without_text(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types of the schema; an empty list if it admits texts, or does not say its types."""
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else list(types)
+    return [] if "string" in types else types
 
 
 def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
     """Return a string as the schema's type if the conversion is exact; otherwise the unchanged value, which validation
     then checks.
     """
-    if not isinstance(value, str):
-        return value
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else list(types)
-    if "string" in types or not types:
-        return value
-    if has_more_values_in_text(value, MAX_VALUES):
+    types = _types_without_text(schema)
+    if not isinstance(value, str) or not types or has_more_values_in_text(value, MAX_VALUES):
         return value
     try:
-        parsed = json.loads(value.strip(), parse_constant=_refuse_constant)
+        parsed = json.loads(_write_as_json(value.strip()), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return value
-    return parsed if any(_is_type(parsed, kind) for kind in types) else value
+    if isinstance(parsed, float) and parsed.is_integer() and "integer" in types and "number" not in types:
+        return int(parsed)
+    # null under an optional parameter means that it is absent.
+    return parsed if parsed is None or any(_is_type(parsed, kind) for kind in types) else value
+
+
+def _write_as_json(text: str) -> str:
+    """Return the JSON notation of a number or constant in Python's notation; any other text unchanged."""
+    number = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
+    if number is None:
+        return _CONSTANTS.get(text, text)
+    sign, whole, fraction, exponent = number.groups(default="")
+    return f"{sign.replace('+', '')}{whole or '0'}{'.' + fraction if fraction else ''}{exponent}"
+
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+MAX_NUMBER_CHARS = 400
+_NUMBER = re.compile(r"(?=[+-]?[.]?[0-9])([+-]?)([0-9]*)(?:\.((?<=[0-9]\.)[0-9]*|[0-9]+))?([eE][+-]?[0-9]+)?")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -289,11 +290,6 @@ def _is_type(value: Any, kind: str) -> bool:
 
 
 _PYTHON_TYPES: dict[str, type] = {"integer": int, "object": dict, "array": list, "null": type(None), "string": str}
-
-
-def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    properties = schema.get("properties", {})
-    return {name: sub for name, sub in properties.items() if isinstance(sub, Mapping)}
 
 
 def _sentence(error: ValidationError) -> str:
@@ -315,49 +311,6 @@ def _json_type(value: Any) -> str:
         if _is_type(value, kind):
             return f"{kind} {json.dumps(value, ensure_ascii=False)[:80]}"
     return type(value).__name__
-
-
-def _is_whole(_checker: Any, instance: Any) -> bool:
-    return isinstance(instance, int) and not isinstance(instance, bool)
-
-
-def _check_unique(_validator: Any, is_unique: bool, instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    """Check `uniqueItems` in linear time. The library compares every item with every other item."""
-    if is_unique and isinstance(instance, list) and len({_canonical(item) for item in instance}) < len(instance):
-        yield ValidationError("the items must differ from each other")
-
-
-def _check_any(validator: Any, schemas: list[Any], instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    """Check `anyOf` without collecting the errors of each alternative, which the library would keep in memory."""
-    if not any(validator.evolve(schema=schema).is_valid(instance) for schema in schemas):
-        yield ValidationError("it fits none of the forms that the schema allows")
-
-
-def _check_one(validator: Any, schemas: list[Any], instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    fitting = sum(validator.evolve(schema=schema).is_valid(instance) for schema in schemas)
-    if fitting != 1:
-        yield ValidationError(f"it must fit one of the forms that the schema allows, and fits {fitting or 'none'}")
-
-
-def _canonical(value: Any) -> str:
-    """Return a text that is equal for values that are equal in JSON Schema: 1 and 1.0 are, 1 and true are not."""
-    return json.dumps(_with_whole_numbers(value), sort_keys=True)
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_whole_numbers(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(part) for part in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_STRICT = extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator,
-    {"uniqueItems": _check_unique, "anyOf": _check_any, "oneOf": _check_one},
-    # 5.0 for an integer is a type error, because tools must receive int and not float.
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),
-)
 
 
 @dataclass(frozen=True)
@@ -404,9 +357,9 @@ def _simple_parameter(schema: Any) -> _Parameter | None:
 @dataclass(frozen=True)
 class _Facts:
     """Prepared information about a schema. `parts`: the highest number of parts of the schema that the check of one
-    value reads. `simple`: its simple parameters, by name. `simple` is None if a default is a list or is invalid, or if
-    the schema has other rules than parameters and required names; then only `validator` decides. `defaults`: the
-    defaults of all parameters.
+    value reads. `simple`: its simple parameters, by name. `simple` is None if a default is a list or an object, or
+    if the schema has other rules than parameters and required names; then only `validator` decides. `defaults`: the
+    defaults that fit their own schema.
     """
 
     schema: Mapping[str, Any]
@@ -453,19 +406,18 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
         if len(_FACTS) >= MAX_VALIDATORS:
             _FACTS.clear()
         # An empty registry, so that no reference of an untrusted schema is fetched from the network.
-        validator = _STRICT(schema, registry=Registry())
+        validator = STRICT_VALIDATOR(schema, registry=Registry())
         parts = [part for part, is_repeated in itertools.islice(applied_schemas(schema), MAX_STEPS) if not is_repeated]
         count = min(MAX_STEPS, sum(map(count_parts, parts)))
         has_lists = any(isinstance(default := part.get("default"), dict | list) and default for part in parts)
-        has_sound_defaults = (
-            not has_lists
-            and count * count <= MAX_STEPS
-            and not any(error.path for error in validator.iter_errors(_fill_object(schema, {}, lambda value: value)))
-        )
-        properties = _properties(schema)
+        properties = properties_of(schema)
         defaults = {name: part["default"] for name, part in properties.items() if "default" in part}
-        is_simple = has_sound_defaults and schema.keys() <= _SIMPLE_KEYS
+        is_simple = not has_lists and count * count <= MAX_STEPS and schema.keys() <= _SIMPLE_KEYS
         is_simple = is_simple and not any(isinstance(default, dict | list) for default in defaults.values())
+        if is_simple:
+            # Without required names, so that only the defaults decide.
+            optional = {key: rule for key, rule in schema.items() if key != "required"}
+            defaults, _ = fit(validator.evolve(schema=optional), optional, {}, lambda: lambda value: value)
         parameters = {name: _simple_parameter(part) for name, part in properties.items()}
         simple = {name: parameter for name, parameter in parameters.items() if parameter is not None}
         cached = _FACTS[id(schema)] = _Facts(

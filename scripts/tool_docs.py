@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "tools.md"
 INTRO = """\
 # The built-in tools
 
-`scripts/tool_docs.py` makes this page from the specs of the tools. `toolcrew tools show NAME` prints the same for a running pool. To write your own
-tool, see [Add a tool](add-a-tool.md). `skill_tool` exists only if skills are installed: [Add a tool](add-a-tool.md#skills).
+`scripts/tool_docs.py` makes this page. `toolcrew tools show NAME` prints the same for a running pool. `skill_tool` exists only if skills are installed:
+[Add a tool](add-a-tool.md#skills).
 
 **Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. If `output` is only a part,
 `truncated` is true, and `spill` names the file in `/output` that has the whole output. After a success, a model reads the output. After a failure, it
@@ -32,14 +32,14 @@ reads `Error [CODE]: sentence`, which also says what to do next, and then the ou
 
 **Parameters.** Tools accept the parameter names of other agents and list them in `metadata.aliases_used`. An unknown name is refused, with the nearest
 valid name. Values must match the schema. In the [tags dialect](agents.md#which-dialect-should-i-use) all values are text: a text is converted to the type
-of the schema if no information is lost (`"5"` to 5).
+of the schema if no information is lost (`"5"` to 5). `null` for an optional parameter that does not admit null means absent. `5.0` and `1e3` are
+integers. A default that does not fit its schema is ignored.
 
 **Flags.** `requires_permission`: a call of a model needs [approval](approvals.md). `read_only`: the call changes nothing, and consecutive calls may run
 in parallel. `idempotent`: the call may run again after a process died.
 
 **Files.** `/workspace` belongs to the session; relative paths start there until a `cd`. `/tmp` is writable too. `/output` is read-only and contains long
-outputs and logs of background jobs. The guest opens each folder of a path in turn, starting from the folder before it, so that no link, `..` or
-concurrent change leads outside.
+outputs and logs of background jobs. No link, `..` or concurrent change leads outside.
 
 | code | meaning |
 |---|---|

@@ -45,9 +45,9 @@ VALUES = st.one_of(
 @given(st.dictionaries(st.sampled_from(list(FLAT)), VALUES), st.sets(st.sampled_from(list(FLAT))))
 def test_arguments_are_accepted_only_if_they_match_the_schema(arguments: dict[str, Any], required: set[str]) -> None:
     spec = build_spec(properties=FLAT, required=sorted(required))
-    expected = {"limit": 10, "mode": "a"} | arguments
-    has_integer_limit = not isinstance(expected["limit"], bool | float)
-    fits = has_integer_limit and Draft202012Validator(spec.parameters).is_valid(expected)
+    meant = {name: value for name, value in arguments.items() if value is not None or name in required}
+    expected = {"limit": 10, "mode": "a"} | meant
+    fits = Draft202012Validator(spec.parameters).is_valid(expected)
     try:
         accepted = prepare_arguments(spec, arguments)[0]
     except ToolFailure:
@@ -55,6 +55,7 @@ def test_arguments_are_accepted_only_if_they_match_the_schema(arguments: dict[st
     else:
         assert fits
         assert accepted == expected
+        assert type(accepted["limit"]) is int
 
 
 BOUNDS = st.fixed_dictionaries(
@@ -81,10 +82,9 @@ BOUNDS = st.fixed_dictionaries(
 )
 def test_a_value_is_accepted_only_if_it_matches_its_parameter(schema: dict[str, Any], value: Any) -> None:
     """Most schemas are checked without jsonschema."""
-    is_wrong_number = schema["type"] == "integer" and isinstance(value, float)
-    fits = not is_wrong_number and Draft202012Validator(schema).is_valid(value)
+    fits = Draft202012Validator(schema).is_valid(value)
     try:
-        prepare({"a": schema}, {"a": value})
+        prepare({"a": schema}, {"a": value}, required=["a"])
         is_accepted = True
     except ToolFailure:
         is_accepted = False
@@ -110,7 +110,7 @@ def test_defaults_are_added_to_a_copy_of_the_arguments() -> None:
     ],
 )
 def test_a_wrong_type_is_refused_with_the_expected_and_actual_type(kind: str, value: Any, given_type: str) -> None:
-    message = refusal_of({"x": {"type": kind}}, {"x": value})
+    message = refusal_of({"x": {"type": kind}}, {"x": value}, required=["x"])
     assert f"'x' must be {kind}, not {given_type} {json.dumps(value)}" in message
 
 
@@ -120,7 +120,7 @@ EDITS = {"type": "array", "items": {"type": "object", "properties": {"old": {"ty
 @pytest.mark.parametrize(
     ("properties", "arguments", "facts"),
     [
-        ({"limit": {"type": "integer", "minimum": 5, "default": 1}}, {}, ["minimum"]),
+        ({"limit": {"type": "integer", "minimum": 5, "default": 6}}, {"limit": 1}, ["minimum"]),
         pytest.param({"edits": EDITS}, {"edits": [{"old": "a"}, {"old": 1}]}, ["'edits.1.old'"], id="path of a value"),
         pytest.param({"x": {"type": ["string", "null"]}}, {"x": 1}, ["string or null"], id="several types"),
         pytest.param({"mode": {"enum": ["a", "b"]}}, {"mode": "c"}, ["['a', 'b']"], id="allowed values"),
@@ -139,6 +139,114 @@ def test_the_error_message_names_the_violated_rule(
 @pytest.mark.parametrize("arguments", [{"query": "y" * 100_000}, {"y" * 100_000: 1}], ids=["long value", "long name"])
 def test_long_arguments_are_shortened_in_the_message(arguments: dict[str, Any]) -> None:
     assert len(refusal_of({"query": {"type": "string", "maxLength": 5}}, arguments)) < 500
+
+
+# Values that mean nothing, and other notations of a value
+
+
+NODE = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": ["string", "null"]}}}
+PLAIN = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        pytest.param({"type": "string"}, None, "absent", id="optional text"),
+        pytest.param({"type": ["string", "null"]}, None, None, id="null is a value"),
+        pytest.param({}, None, None, id="any value"),
+        pytest.param({"enum": ["a", "b"]}, None, "absent", id="enum"),
+        pytest.param({"const": 1}, None, "absent", id="const"),
+        pytest.param({"anyOf": [{"type": "string"}, {"type": "integer"}]}, None, "absent", id="alternatives"),
+        pytest.param({"anyOf": [{"type": "string"}, {"type": "null"}]}, None, None, id="an alternative admits null"),
+        pytest.param({"$ref": "#/$defs/text"}, None, "absent", id="reference"),
+        pytest.param({"type": "integer", "default": 7}, None, 7, id="null means the default"),
+        pytest.param({"type": "integer", "default": None}, None, "absent", id="null is a default that does not fit"),
+        pytest.param(NODE, {"n": None, "s": None}, {"s": None}, id="nested"),
+        pytest.param({"type": "array", "items": PLAIN}, [{"n": 1, "s": None}], [{"n": 1}], id="in a list"),
+        pytest.param({"prefixItems": [NODE]}, [{"n": None}], [{}], id="in a tuple"),
+        pytest.param({"additionalProperties": NODE}, {"k": {"n": None}}, {"k": {}}, id="in a map"),
+        pytest.param({"oneOf": [{"type": "string"}, PLAIN]}, {"n": 1, "s": None}, {"n": 1}, id="in an alternative"),
+        pytest.param({"allOf": [PLAIN, {"minProperties": 1}]}, {"n": 1.0, "s": None}, {"n": 1}, id="in allOf"),
+        pytest.param({"type": "integer"}, 1.0, 1, id="whole number"),
+        pytest.param({"type": "integer"}, 1e3, 1000, id="exponent"),
+        pytest.param({"type": ["integer", "null"]}, -0.0, 0, id="negative zero"),
+        pytest.param({"type": "number"}, 2.0, 2.0, id="a number stays a number"),
+        pytest.param({"anyOf": [{"type": "string"}, {"type": "integer"}]}, 3.0, 3, id="whole number, alternatives"),
+        pytest.param({"type": "array", "items": {"type": "integer"}}, [1.0, 2, 3e0], [1, 2, 3], id="whole, list"),
+        pytest.param({"type": "integer", "minimum": 1, "maximum": 5}, 5.0, 5, id="whole number within bounds"),
+    ],
+)
+def test_a_value_that_means_the_same_in_another_notation_is_accepted(schema: Any, value: Any, expected: Any) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"text": {"type": "string"}}}
+    arguments = {"x": value}
+    before = json.dumps(arguments)
+    prepared = prepare_arguments(build_spec().model_copy(update={"parameters": parameters}), arguments)[0]
+    assert json.dumps(prepared) == json.dumps({} if expected == "absent" else {"x": expected})
+    assert json.dumps(arguments) == before, "the caller's values do not change"
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (PLAIN, {"n": None}),
+        ({"type": "array", "items": {"type": "string"}}, [None]),
+        ({"type": "integer"}, 1.5),
+        ({"type": "integer"}, 1e999),
+        ({"type": "integer"}, ""),
+        ({"type": "integer"}, "null"),
+        ({"type": "integer", "maximum": 4}, 5.0),
+        ({"allOf": [PLAIN, {"required": ["s"]}]}, {"n": 1, "s": None}),
+    ],
+)
+def test_a_value_that_could_mean_something_else_is_refused(schema: Any, value: Any) -> None:
+    refusal_of({"x": schema}, {"x": value})
+
+
+def test_null_for_a_required_parameter_is_refused_and_the_optional_null_is_not_named() -> None:
+    message = refusal_of(
+        {"q": {"type": "string"}, "path": {"type": "string"}}, {"q": None, "path": None}, required=["q"]
+    )
+    assert "'q' must be string, not null" in message
+    assert "path" not in message
+
+
+UNFIT = [{"type": "integer", "default": None}, {"type": "string", "default": 5}, {"enum": ["a"], "default": "b"}]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *UNFIT,
+        {"type": "array", "items": {"type": "string"}, "default": [1]},
+        {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}, "default": {}},
+        {"type": "object", "properties": {"n": {"minimum": 1, "default": 0}}, "minProperties": 1, "default": {}},
+        {"anyOf": [{"type": "string"}], "default": {"a": 1}},
+    ],
+)
+def test_a_default_that_does_not_fit_its_schema_is_not_filled_in(schema: Any) -> None:
+    assert prepare({"x": schema}, {}) == {}
+    nested = {"type": "array", "items": {"type": "object", "properties": {"x": schema}}}
+    assert prepare({"a": nested}, {"a": [{}, {}]}) == {"a": [{}, {}]}
+    assert "x" in refusal_of({"x": schema}, {}, required=["x"])
+
+
+def test_a_default_in_another_notation_is_filled_in_as_an_integer() -> None:
+    for more in ({}, {"y": {"anyOf": [{}]}}):
+        assert json.dumps(prepare({"x": {"type": "integer", "default": 10.0}, **more}, {})) == '{"x": 10}'
+
+
+def test_an_unfit_default_does_not_hide_an_error_of_the_caller() -> None:
+    message = refusal_of({"n": {"type": "integer", "default": None}, "q": {"type": "string"}}, {"q": 1})
+    assert "'q' must be string" in message
+    assert "'n'" not in message
+
+
+@pytest.mark.parametrize("text", ["", " ", "null", "None"])
+def test_empty_text_and_null_mean_absence_only_for_an_optional_parameter_that_is_no_text(text: str) -> None:
+    assert prepare({"x": {"type": "integer", "default": 3}}, {"x": text}, text=True) == {"x": 3}
+    assert prepare({"x": {"type": ["boolean", "array"]}}, {"x": text}, text=True) == {}
+    assert prepare({"x": {"type": "string"}}, {"x": text}, text=True) == {"x": text}
+    refusal_of({"x": {"type": "integer"}}, {"x": text}, text=True, required=["x"])
 
 
 @pytest.fixture
@@ -161,6 +269,13 @@ def test_a_parameter_with_two_names_is_refused(aliased: Any, arguments: dict[str
         prepare_arguments(aliased, arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"path": None, "file_path": "b"}, {"file_path": "b", "path": None}, {"path": "b", "filename": None}]
+)
+def test_a_null_beside_another_name_of_the_parameter_means_nothing(aliased: Any, arguments: dict[str, Any]) -> None:
+    assert prepare_arguments(aliased, arguments)[0] == {"file_path": "b"}
+
+
 COERCIONS = [
     ("integer", "5", 5),
     ("integer", " 5 ", 5),
@@ -178,6 +293,14 @@ COERCIONS = [
     (["integer", "string"], "5", "5"),
     ("boolean", "true", True),
     ("boolean", "false", False),
+    ("boolean", "True", True),
+    ("integer", "5.0", 5),
+    ("integer", "1e3", 1000),
+    ("integer", "+5", 5),
+    ("integer", "5.", 5),
+    ("number", ".5", 0.5),
+    ("number", "-.5", -0.5),
+    (["integer", "null"], "None", None),
     (["integer", "null"], "null", None),
     (["boolean", "null"], "true", True),
     # Any integer is a number, as in a native call.
@@ -194,9 +317,9 @@ def test_text_is_converted_to_the_schema_type(kind: Any, text: str, value: Any) 
 
 
 INVALID_TEXTS = {
-    "integer": ["5.0", "5.5", "five", "05", "0x10", "1_000", "٥", "", "true", "NaN"],
+    "integer": ["5.5", ".", "+", "five", "05", "0x10", "1_000", "٥", "", "true", "NaN"],
     "number": ["Infinity", "NaN", "1e999", "1,5"],
-    "boolean": ["True", "1", "yes"],
+    "boolean": ["TRUE", "1", "yes"],
     "array": ["a, b", '{"a": 1}'],
     "object": ["[1]"],
     "null": [""],
@@ -206,7 +329,7 @@ INVALID_TEXTS = {
 @pytest.mark.parametrize("kind", INVALID_TEXTS)
 def test_text_that_does_not_match_the_schema_type_is_refused(kind: str) -> None:
     for text in INVALID_TEXTS[kind]:
-        message = refusal_of({"x": {"type": kind}}, {"x": text}, text=True)
+        message = refusal_of({"x": {"type": kind}}, {"x": text}, text=True, required=["x"])
         assert f"must be {kind}, not string {json.dumps(text, ensure_ascii=False)}" in message
     refusal_of({"x": {"type": "array"}}, {"x": "[" * 100_000}, text=True)
 
@@ -218,7 +341,7 @@ def test_text_that_does_not_match_the_schema_type_is_refused(kind: str) -> None:
 )
 def test_any_text_is_converted_or_refused(kind: str, text: str) -> None:
     try:
-        value = prepare({"x": {"type": kind}}, {"x": text}, text=True)["x"]
+        value = prepare({"x": {"type": kind}}, {"x": text}, text=True, required=["x"])["x"]
     except ToolFailure:
         return
     assert isinstance(

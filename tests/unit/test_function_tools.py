@@ -175,6 +175,30 @@ def test_a_failed_validator_is_reported_as_invalid_arguments() -> None:
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
+class Window(BaseModel):
+    lines: int = None  # type: ignore[assignment]
+    title: str = ""
+
+
+def test_a_parameter_may_be_left_out_if_its_default_does_not_fit_its_type() -> None:
+    @tool
+    def find(q: str, n: int = None, mode: Literal["a"] = None, window: Window = None) -> Any:  # type: ignore[assignment]  # noqa: RUF013
+        return q, n, mode, window
+
+    assert run_tool(find, q="x") == ("x", None, None, None)
+    assert run_tool(find, q="x", n=None, mode=None, window=None) == ("x", None, None, None)
+    assert run_tool(find, q="x", n=2.0, window={"lines": None, "title": None}) == ("x", 2, None, Window())
+    assert type(run_tool(find, q="x", n=2.0)[1]) is int
+
+
+def test_null_for_an_optional_parameter_means_its_default() -> None:
+    @tool
+    def find(q: str = "all", limit: int | None = 3) -> tuple[str, int | None]:
+        return q, limit
+
+    assert run_tool(find, q=None, limit=None) == ("all", None)
+
+
 def test_a_default_that_is_not_json_is_left_to_the_function() -> None:
     marker = object()
 

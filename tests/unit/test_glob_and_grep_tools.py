@@ -36,6 +36,7 @@ def notes_of(done: dict[str, Any], **arguments: Any) -> list[str]:
         ({"context": 1, "before": 4}, {"before": 4, "after": 1}),
         ({"-A": 2, "-B": 1, "-i": True}, {"before": 1, "after": 2, "ignore_case": True}),
         ({"-C": 2}, {"before": 2, "after": 2}),
+        ({"-C": 2.0, "path": None, "include": None, "-i": None}, {"before": 2, "path": "."}),
         ({"glob": "*.py", "head_limit": 7}, {"include": "*.py", "limit": 7}),
         ({"include_pattern": "*.js", "dir_path": "src"}, {"include": "*.js", "path": "src"}),
         ({"output_mode": "files", "max_per_file": 2, "type": "py"}, {"mode": "files", "max_per_file": 2, "type": "py"}),

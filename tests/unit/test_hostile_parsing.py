@@ -109,6 +109,17 @@ def test_unique_items_are_compared_in_linear_time() -> None:
         prepare_arguments(spec, arguments)
 
 
+def nested_forms(depth: int) -> dict[str, Any]:
+    """Return alternatives in alternatives, whose last one fits after a change."""
+    inner = nested_forms(depth - 1) if depth else {"type": "integer"}
+    form = {"type": "object", "required": ["y"], "properties": {"x": {"type": "string"}, "y": inner}}
+    return {"anyOf": [{"type": "null"}, {"type": "boolean"}, form]}
+
+
+def nested_value(depth: int) -> Any:
+    return {"x": None, "y": nested_value(depth - 1)} if depth else 1.0
+
+
 SCHEMA_FORMS = [*[{"type": "null"}] * 300, {"type": "integer"}]
 FOREIGN_SCHEMAS: dict[str, tuple[dict[str, Any], Any]] = {
     "many forms for many items": ({"items": {"anyOf": SCHEMA_FORMS}}, [0] * MANY),
@@ -117,6 +128,12 @@ FOREIGN_SCHEMAS: dict[str, tuple[dict[str, Any], Any]] = {
     "many forms for a long text": ({"anyOf": SCHEMA_FORMS}, "x" * 16_000_000),
     "a long enum for many items": ({"items": {"enum": list(range(1500))}}, [1499] * MANY),
     "a large default for many items": ({"items": {"properties": {"b": {"default": [0] * 1000}}}}, [{}] * MANY),
+    "forms in forms with nulls": ({"items": nested_forms(4)}, [{"x": None, "y": nested_value(4)}] * (MANY // 16)),
+    "a null in every item": ({"items": {"properties": {"b": {"type": "string"}}}}, [{"b": None}] * (MANY // 2)),
+    "defaults that do not fit": (
+        {"items": {"properties": {"b": {"type": "string", "default": 1}}}},
+        [{}] * (MANY // 2),
+    ),
     "defaults in defaults": (
         {
             "default": [{}] * 400,
