@@ -80,6 +80,15 @@ def test_the_program_of_the_readme_works() -> None:
     assert run_program(README, 120).startswith("True 7\n")
 
 
+def test_the_program_of_the_page_of_names_works() -> None:
+    require_engine()
+
+    tools, required, line = run_program((ROOT / "docs" / "names.md").read_text(), 120).splitlines()[:3]
+    assert "'read_tool'" in tools
+    assert required == "['file_path']"
+    assert (ROOT / "examples" / "tutorial" / "names.txt").read_text().splitlines()[0] in line
+
+
 @pytest.mark.model
 def test_the_program_of_the_agents_page_works_with_the_local_model() -> None:
     assert "22" in run_program((ROOT / "docs" / "agents.md").read_text(), 200)

@@ -3,6 +3,7 @@ S4-12 to S4-31).
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,12 @@ NAMES = [
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_every_documented_name_is_importable(module: str, name: str) -> None:
     assert getattr(import_module(module), name) is not None
+
+
+def test_the_page_of_names_explains_every_documented_name() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "names.md").read_text()
+    own_page = {"TOOL_DECISION_SCHEMA", "ToolDecisionOutput", "ToolCall", "ToolResult", "ModelAdapter"}
+    assert {name for _, name in NAMES if f"`{name}`" not in page} - own_page == set()
 
 
 @pytest.mark.parametrize(("alias", "name"), TOOLS.items())
