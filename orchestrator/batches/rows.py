@@ -153,6 +153,7 @@ def build_run_body(
         "run": result.run,
         "answer": result.answer,
         "stop_reason": result.stop_reason.value,
+        "finish_reason": result.finish_reason,
         "steps": result.steps,
         "usage": {name: count for name, count in asdict(result.usage).items() if name != "cost"},
         "cost": result.cost,
@@ -178,7 +179,7 @@ def build_call_body(
 
 def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[str, JsonValue]:
     """Return the body of a row of /v1/chat/completions: a `chat.completion`. `created`: Unix seconds."""
-    usage = result.usage
+    usage, is_refusal = result.usage, result.stop_reason is StopReason.REFUSED
     return {
         "id": f"chatcmpl-{result.run}",
         "object": "chat.completion",
@@ -187,9 +188,13 @@ def build_chat_body(result: RunResult, *, model: str, created: float) -> dict[st
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": result.answer, "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": None if is_refusal else result.answer,
+                    "refusal": result.answer if is_refusal else None,
+                },
                 "logprobs": None,
-                "finish_reason": "length" if result.stop_reason in _CUT else "stop",
+                "finish_reason": result.finish_reason or ("length" if result.stop_reason in _CUT else "stop"),
             }
         ],
         "usage": {

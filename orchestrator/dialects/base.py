@@ -6,6 +6,7 @@ from typing import Protocol
 
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
+from orchestrator.dialects.finish_reasons import ReplyEnding
 from orchestrator.dialects.model import Chunk, Message, ModelRequest, TokenUsage
 from orchestrator.dialects.tag_events import Text
 
@@ -46,12 +47,13 @@ Event = Text | CallRequested | MalformedCall
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """The end of a reply. `message` is the assistant message for the transcript."""
+    """The end of a reply. `message` is the assistant message for the transcript. `finish_reason`: the server's word."""
 
     message: Message
     text: str
     finish_reason: str | None
     usage: TokenUsage
+    ending: ReplyEnding = ReplyEnding.NORMAL
 
 
 class ReplyReader(Protocol):
@@ -62,9 +64,9 @@ class ReplyReader(Protocol):
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
-        """Return the last events and the end of the reply. If the server cut the reply because of its length, the last
-        call is returned as a MalformedCall, even if it is complete. If the stream broke off (`is_broken`), so is every
-        call that was not yet returned.
+        """Return the last events and the end of the reply. If the reply did not end normally (cut, filtered, failed),
+        the last call is returned as a MalformedCall, even if it is complete. If the stream broke off (`is_broken`), so
+        is every call that was not yet returned.
         """
         ...
 

@@ -1,6 +1,7 @@
 """The json dialect: tools described in the system prompt, one JSON decision per reply, results as user messages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from contract.calls import ToolResult
 from contract.specs import ToolSpec
@@ -18,7 +19,7 @@ from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages, is_failure
 from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
-from orchestrator.dialects.reader import BROKEN, CUT, StreamReader, build_call_event
+from orchestrator.dialects.reader import BROKEN, StreamReader, build_call_event, explain_unrun
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 
@@ -122,10 +123,10 @@ class DecisionReader:
             return [*([Text(raw)] if raw else []), *native], end
         if not raw.strip():
             return [], end
-        events = self._decide(raw, BROKEN if is_broken else CUT if end.finish_reason == "length" else None)
+        events = self._decide(raw, BROKEN if is_broken else explain_unrun(end.ending, end.finish_reason))
         visible_text = "".join(event.text for event in events if isinstance(event, Text))
         malformed = any(isinstance(event, MalformedCall) for event in events)
-        return events, ReplyEnd(end.message, raw if malformed else visible_text, end.finish_reason, end.usage)
+        return events, replace(end, text=raw if malformed else visible_text)
 
     def _decide(self, raw: str, cut: str | None) -> list[Event]:
         try:

@@ -8,20 +8,23 @@
 - No id, or the id of an earlier call: an id is made of run, step and position.
 - Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: accepted.
 - Invalid JSON, two joined objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
-- Any finish_reason with calls: reported, but it does not decide whether there are calls. With `length` the last native
-  call never runs. Chunks without choices or delta: skipped.
+- Any finish_reason with calls: reported, but it does not decide whether there are calls. After an abnormal end the last
+  native call never runs. Chunks without choices or delta: skipped.
+- Other fields of the message and of each call (reasoning, signatures): merged and kept (reply_fields.py).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ModelRefused
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.call_ids import build_missing_id
+from orchestrator.dialects.finish_reasons import as_reason
 from orchestrator.dialects.json_objects import parse_json_object
 from orchestrator.dialects.model import Chunk
 from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
+from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN, FieldCollector
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
 MAX_REPLY_CHARS = 128 * 1024 * 1024
@@ -47,6 +50,8 @@ class NativeCall:
     arguments: dict[str, Any]
     raw: str
     position: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the entry; those of its function are in `function`."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,21 @@ class MalformedNativeCall:
     raw: str
     reason: str
     position: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class NativeReply:
-    """A whole reply. `finish_reason` is the server's value and does not decide whether the reply has calls."""
+    """A whole reply. `finish_reason` is the server's value and does not decide whether the reply has calls. `refusal`:
+    the model refused to answer, and the text is its explanation. `fields`: other fields of the message.
+    """
 
     text: str
     calls: list[NativeCall]
     finish_reason: str | None
     malformed: list[MalformedNativeCall]
+    refusal: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def in_order(self) -> list[NativeCall | MalformedNativeCall]:
         return sorted([*self.calls, *self.malformed], key=lambda call: call.position)
@@ -84,6 +94,9 @@ class NativeCallAssembler:
         self._surrogates = SurrogateJoiner()
         self._finish_reason: str | None = None
         self._chars = 0
+        self._fields = FieldCollector()
+        self._origin: str | None = None
+        self._is_refusal = False
         self.has_calls = False
 
     def feed(self, chunk: Chunk) -> list[Text]:
@@ -96,11 +109,15 @@ class NativeCallAssembler:
         if choice is None:
             return []
         reason = choice.get("finish_reason")
-        if isinstance(reason, str) and reason:
-            self._finish_reason = join_surrogates(reason)
+        if reason:
+            self._finish_reason = join_surrogates(as_reason(reason))
         delta = choice.get("delta")
         if not isinstance(delta, dict):
             return []
+        if isinstance(origin := chunk.get(ORIGIN), str):
+            self._origin = origin
+        self._fields.add(delta, MESSAGE_FIELDS)
+        self._is_refusal = self._is_refusal or bool(delta.get("refusal"))
         entries = delta.get("tool_calls")
         if isinstance(entries, list):
             self._add_fragments(entries)
@@ -124,7 +141,7 @@ class NativeCallAssembler:
         list all malformed calls.
         """
         self.flush()
-        reply = NativeReply("".join(self._text), [], self._finish_reason, [])
+        reply = NativeReply("".join(self._text), [], self._finish_reason, [], self._is_refusal, self._fields.build())
         used: set[str] = set()
         for position, call in enumerate(self._slots.in_order()):
             call_id = join_surrogates(call.id)
@@ -138,6 +155,8 @@ class NativeCallAssembler:
                 raise ValueError(f"tool call {item.name or '(no name)'}: {item.reason}; raw arguments: {item.raw}")
             else:
                 reply.malformed.append(item)
+        if self._origin is not None and (reply.fields or any(call.fields for call in reply.in_order())):
+            reply.fields[ORIGIN] = self._origin
         return reply
 
     def _add_text(self, content: str) -> list[Text]:
@@ -156,6 +175,9 @@ class NativeCallAssembler:
             call = self._slots.assign(fragment)
             text = _argument_text(fragment.arguments)
             self._count_chars(FRAGMENT_CHARS + len(text) + len(fragment.id or ""))
+            if fragment.fields:
+                call.fields = call.fields or FieldCollector(self._fields)
+                call.fields.add(fragment.fields, frozenset())
             if text and not (isinstance(fragment.arguments, dict) and call.fragments == [text]):
                 call.fragments.append(text)
             self.has_calls = self.has_calls or not call.is_phantom()
@@ -194,12 +216,13 @@ def _argument_text(arguments: Any) -> str:
 def _finish_call(call: PartialCall, call_id: str, position: int) -> NativeCall | MalformedNativeCall:
     raw = join_surrogates("".join(call.fragments))
     name = join_surrogates(call.name)
+    fields = call.fields.build() if call.fields is not None else {}
     if not name:
-        return MalformedNativeCall(call_id, name, raw, NO_NAME, position)
+        return MalformedNativeCall(call_id, name, raw, NO_NAME, position, fields)
     try:
-        return NativeCall(call_id, name, parse_arguments(raw), raw, position)
+        return NativeCall(call_id, name, parse_arguments(raw), raw, position, fields)
     except ValueError as error:
-        return MalformedNativeCall(call_id, name, raw, str(error), position)
+        return MalformedNativeCall(call_id, name, raw, str(error), position, fields)
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.dialects.reply_fields import CALL_FIELDS, FUNCTION_FIELDS, FieldCollector
+
 LONGEST_NAME = 256
 """Limit of the characters of a call's name, more than any tool name has. Further fragments are dropped: appending
 without a limit would take quadratic time.
@@ -21,6 +23,8 @@ class PartialCall:
     id: str = ""
     name: str = ""
     fragments: list[str] = field(default_factory=list)
+    fields: FieldCollector | None = None
+    """Other fields of the call, such as a signature; those of its function are in `function`."""
 
     def is_phantom(self) -> bool:
         """Return whether the call has only an index, and neither id, name nor arguments."""
@@ -35,6 +39,7 @@ class Fragment:
     id: str | None
     name: str | None
     arguments: Any
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_fragment(entry: Any) -> Fragment | None:
@@ -48,7 +53,15 @@ def parse_fragment(entry: Any) -> Fragment | None:
         _parse_text(entry.get("id")),
         _parse_text(function.get("name")),
         function.get("arguments"),
+        _find_fields(entry, function),
     )
+
+
+def _find_fields(entry: dict[str, Any], function: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the entry that the chat format does not define."""
+    fields = {key: value for key, value in entry.items() if key not in CALL_FIELDS}
+    of_function = {key: value for key, value in function.items() if key not in FUNCTION_FIELDS}
+    return {**fields, "function": of_function} if of_function else fields
 
 
 def _parse_index(value: Any) -> int | None:

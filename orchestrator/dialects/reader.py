@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from contract.calls import ToolCall
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
+from orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending, explain_ending
 from orchestrator.dialects.model import Chunk, Message, TokenUsage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import TagCall, TagEvent
@@ -43,8 +44,8 @@ class StreamReader:
     `provisional`: the request contained native tools, so tag calls wait for the end of the reply. If a native call
     comes, tags are text. Otherwise a tag call is returned as soon as it is complete.
 
-    A complete tag counts even in a reply cut by `length`, because its closing tag proves that it is whole. The last
-    native call of such a reply does not count.
+    A complete tag counts even in a reply that was cut, because its closing tag proves that it is whole. The last native
+    call of a reply that did not end normally does not count.
     """
 
     def __init__(
@@ -73,23 +74,26 @@ class StreamReader:
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
         events = [event for text in self._assembler.flush() for event in self._read_text(text)]
         reply = self._assembler.finish(strict=False)
+        ending = classify_ending(reply.finish_reason, is_refusal=reply.refusal)
         if self._tags is not None:
             waiting = [*self._waiting, *self._tags.finish()]
-            events += [self._convert_tag_event(event, reply.finish_reason) for event in waiting]
+            events += [self._convert_tag_event(event, ending) for event in waiting]
         # Keep one call more than the limit, so that the model gets an error for it. The rest of the reply is dropped.
         natives = reply.in_order()[: MAX_CALLS + 1]
         entries = []
         for position, native in enumerate(natives):
-            cut = CUT if reply.finish_reason == "length" and native is natives[-1] else None
+            cut = explain_unrun(ending, reply.finish_reason) if native is natives[-1] else None
             cut = BROKEN if is_broken else TOO_MANY_CALLS if position == MAX_CALLS else cut
             event = self._convert_native_call(native, cut, is_parallel=len(natives) > 1)
             entries.append(_build_message_entry(native, event.model_id))
             events.append(event)
-        message: Message = {"role": "assistant", "content": reply.text or (None if entries else "")}
+        if ending is ReplyEnding.BAD_CALL and not any(not isinstance(event, Text) for event in events):
+            events.append(MalformedCall(self._next_id(), None, f"{explain_unrun(ending, None)}. {NATIVE_HINT}", ""))
+        message: Message = {"role": "assistant", "content": reply.text or (None if entries else ""), **reply.fields}
         if entries:
             message["tool_calls"] = entries
         self._record_texts(events)
-        return events, ReplyEnd(message, "".join(self._texts), reply.finish_reason, self._usage)
+        return events, ReplyEnd(message, "".join(self._texts), reply.finish_reason, self._usage, ending)
 
     def _read_text(self, text: Text) -> list[Event]:
         if self._tags is None:
@@ -123,7 +127,7 @@ class StreamReader:
         texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
         return [Text(text) for text in texts if text]
 
-    def _convert_tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
+    def _convert_tag_event(self, event: TagEvent, ending: ReplyEnding = ReplyEnding.NORMAL) -> Event:
         if isinstance(event, Text):
             return event
         if self._index > MAX_CALLS:
@@ -135,7 +139,7 @@ class StreamReader:
             return build_call_event(call_id, event.name, event.arguments, event.raw, is_text=True)
         cut = (
             ", since the reply was cut at the token limit"
-            if finish_reason == "length" and event.reason == "unclosed"
+            if ending is ReplyEnding.CUT and event.reason == "unclosed"
             else ""
         )
         about = f" ({event.name})" if event.name else ""
@@ -189,11 +193,19 @@ def _build_message_entry(native: NativeCall | MalformedNativeCall, model_id: str
     Servers reject invalid names and arguments, and templates parse the arguments, so both are replaced by valid ones.
     """
     arguments = native.raw if isinstance(native, NativeCall) and native.raw.strip().startswith("{") else "{}"
-    return {
-        "id": model_id,
-        "type": "function",
-        "function": {"name": build_wire_name(native.name), "arguments": arguments},
-    }
+    function = {**native.fields.get("function", {}), "name": build_wire_name(native.name), "arguments": arguments}
+    return {**native.fields, "id": model_id, "type": "function", "function": function}
+
+
+def explain_unrun(ending: ReplyEnding, finish_reason: str | None) -> str | None:
+    """Return why the last call of a reply with that ending did not run; None if it runs. An unknown finish_reason says
+    nothing against a complete call.
+    """
+    if ending in (ReplyEnding.NORMAL, ReplyEnding.UNKNOWN):
+        return None
+    if ending is ReplyEnding.CUT:
+        return CUT
+    return f"{explain_ending(ending, finish_reason)}, so this call was not run; write it again if it is still needed"
 
 
 def build_wire_name(name: str) -> str:

@@ -36,6 +36,7 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
 from orchestrator.dialects.call_ids import build_call_id
 from orchestrator.dialects.fences import find_command
+from orchestrator.dialects.finish_reasons import ReplyEnding, explain_ending
 from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dialects.thinking import strip_thinking
@@ -62,7 +63,8 @@ class RunResult:
     """The result of a run. `answer` is the last text of the model, also when a limit stopped the run.
 
     `clocks` and `call_usage` are the sums over the calls. `usage` has the tokens that the server counted. `cost` is
-    None without prices, and an estimate if the server does not count tokens.
+    None without prices, and an estimate if the server does not count tokens. `finish_reason`: the server's word for the
+    end of the last reply; None if it sent none.
     """
 
     answer: str
@@ -74,6 +76,7 @@ class RunResult:
     run: str = ""
     cost: float | None = None
     call_usage: CallUsage = field(default_factory=CallUsage)
+    finish_reason: str | None = None
 
 
 @dataclass
@@ -124,6 +127,14 @@ class Agent:
         return await _Run(self, request, history).execute()
 
 
+_UNFINISHED = {
+    ReplyEnding.CUT: StopReason.CUT_REPLY,
+    ReplyEnding.FILTERED: StopReason.CONTENT_FILTER,
+    ReplyEnding.REFUSED: StopReason.REFUSED,
+    ReplyEnding.FAILED: StopReason.FAILED_REPLY,
+    ReplyEnding.UNKNOWN: StopReason.UNKNOWN_END,
+}
+"""The end of a run whose last reply has no calls and did not end normally."""
 ReActStrategy = Agent
 """The documented name of Agent."""
 
@@ -183,6 +194,7 @@ class _Run:
             {"role": "user", "content": _add_files(request, agent.files)},
         )
         self._answer = ""
+        self._finish_reason: str | None = None
         self._calls_itself = self._is_reminded = False
         self._shortened = 0
         self._current: _Reply | None = None
@@ -228,6 +240,7 @@ class _Run:
             self._id,
             spending.cost,
             self._call_usage,
+            self._finish_reason,
         )
 
     async def _run_steps(self) -> StopReason:
@@ -260,7 +273,7 @@ class _Run:
         self._emit(StepStarted(run=self._id, step=spending.steps))
         reply = await self._request_reply()
         end = self._record(reply)
-        self._answer = strip_thinking(end.text)
+        self._answer, self._finish_reason = strip_thinking(end.text), end.finish_reason
         spending.malformed_replies = spending.malformed_replies + 1 if reply.has_only_malformed_calls() else 0
         model_s = max(0.0, time.monotonic() - started - reply.tools_s)
         self._emit(StepFinished(run=self._id, step=spending.steps, model_s=model_s, usage=end.usage))
@@ -297,9 +310,9 @@ class _Run:
 
     def _find_stop_reason(self, reply: _Reply, end: ReplyEnd) -> StopReason | None:
         if not reply.observed:
-            if end.finish_reason == "length":
-                self._warn("the reply was cut at the model's token limit; the answer is incomplete")
-                return StopReason.CUT_REPLY
+            if (unfinished := _UNFINISHED.get(end.ending)) is not None:
+                self._warn(f"{explain_ending(end.ending, end.finish_reason)}; the answer is incomplete")
+                return unfinished
             if not self._answer.strip():
                 self._warn("the model sent an empty answer")
                 return StopReason.EMPTY_REPLY
@@ -316,13 +329,13 @@ class _Run:
         if failures is not None and self._calls.most_equal_failures >= failures:
             self._warn(f"stopped because exactly the same call failed {failures} times; the last reply is returned")
             return StopReason.REPEATED_FAILURE
-        reason = self._spending.find_exhausted()
-        if reason is not None:
+        exhausted = self._spending.find_exhausted()
+        if exhausted is not None:
             self._warn(
-                f"stopped by the limit {reason.value} after {self._spending.steps} steps while the model still called "
-                "tools; the last reply is returned"
+                f"stopped by the limit {exhausted.value} after {self._spending.steps} steps while the model still "
+                "called tools; the last reply is returned"
             )
-        return reason
+        return exhausted
 
     def _remind(self) -> bool:
         """Remind a model that has answered without any call. Return whether a reminder was added. A run has at most one
@@ -415,7 +428,7 @@ class _Run:
 
     def _find_calls_in_code(self, end: ReplyEnd) -> list[CallRequested]:
         """Return the call of the command in the reply's code block, if there is one."""
-        command = find_command(end.text) if end.finish_reason != "length" else None
+        command = find_command(end.text) if end.ending is ReplyEnding.NORMAL else None
         if command is None or not any(spec.name == SHELL_TOOL for spec in self._agent.specs):
             return []
         self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="code_block"))

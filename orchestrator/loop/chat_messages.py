@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from orchestrator.dialects.model import Message, TokenUsage
 from orchestrator.dialects.reader import build_wire_name
+from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class HumanMessage:
 @dataclass(frozen=True)
 class AIMessage:
     """A reply. `tool_calls`: dicts with id, name, type "tool_call", and the parsed arguments as both `arguments` and
-    `args`.
+    `args`. `additional_kwargs`: other fields of the reply (reasoning, signatures), which its server needs back; a call
+    with such fields has the same key.
     """
 
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     usage: TokenUsage = field(default_factory=TokenUsage)
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,13 @@ _ROLES = {
 }
 
 
-def build_tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of `AIMessage.tool_calls`."""
+def build_tool_call(
+    call_id: str, name: str, arguments: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an entry of `AIMessage.tool_calls`. `fields`: other fields of the call."""
     parsed = dict(arguments)
-    return {"id": call_id, "name": name, "arguments": parsed, "args": parsed, "type": "tool_call"}
+    call = {"id": call_id, "name": name, "arguments": parsed, "args": parsed, "type": "tool_call"}
+    return {**call, "additional_kwargs": dict(fields)} if fields else call
 
 
 def convert_to_wire(message: Any) -> Message:
@@ -76,6 +82,8 @@ def convert_to_wire(message: Any) -> Message:
         return dict(message)
     role = _find_role(message)
     wire: Message = {"role": role, "content": message.content}
+    if role == "assistant" and isinstance(fields := getattr(message, "additional_kwargs", None), Mapping):
+        wire |= {name: value for name, value in fields.items() if name == ORIGIN or name not in MESSAGE_FIELDS}
     if role == "tool":
         wire["tool_call_id"] = message.tool_call_id
     calls: Sequence[Mapping[str, Any]] = getattr(message, "tool_calls", None) or ()
@@ -97,5 +105,6 @@ def _find_role(message: Any) -> str:
 
 def _build_entry(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call["arguments"] if "arguments" in call else call.get("args", {})
+    fields = call.get("additional_kwargs") or {}
     function = {"name": build_wire_name(call["name"]), "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": call["id"], "type": "function", "function": function}
+    return {**fields, "id": call["id"], "type": "function", "function": {**fields.get("function", {}), **function}}

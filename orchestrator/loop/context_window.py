@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from orchestrator.dialects.model import Message, TokenUsage
+from orchestrator.dialects.reply_fields import ORIGIN
 
 BYTES_PER_TOKEN = 3.5
 """Estimate of the bytes per token, until the server reports the tokens of a request."""
@@ -17,6 +18,7 @@ keeps at least this number.
 NOTE_CHARS = 160
 """Characters that are reserved for the note in the middle of a shortened result."""
 MAX_RESERVE_TOKENS = 4096
+_UNSIZED = frozenset({"role", "content", "name", "tool_call_id", ORIGIN})
 
 
 class ContextWindow:
@@ -109,5 +111,6 @@ def _text_bytes(text: str) -> int:
 
 def _size(message: Message) -> int:
     content = message.get("content")
-    calls = message.get("tool_calls")
-    return (_text_bytes(content) if isinstance(content, str) else 0) + 16 + (len(json.dumps(calls)) if calls else 0)
+    other_fields = [value for key, value in message.items() if key not in _UNSIZED and value]
+    size = _text_bytes(content) if isinstance(content, str) else 0
+    return size + 16 + sum(len(json.dumps(value, ensure_ascii=False)) for value in other_fields)

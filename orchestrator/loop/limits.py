@@ -23,6 +23,10 @@ class StopReason(StrEnum):
     MALFORMED_REPLY = "malformed_reply"
     EMPTY_REPLY = "empty_reply"
     CUT_REPLY = "cut_reply"
+    CONTENT_FILTER = "content_filter"
+    REFUSED = "refused"
+    FAILED_REPLY = "failed_reply"
+    UNKNOWN_END = "unknown_end"
     REPEATED_FAILURE = "repeated_failure"
     BUDGET_EXCEEDED = "budget_exceeded"
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract.errors import ContextWindowExceeded, ModelRefused
+from orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending
 from orchestrator.dialects.model import Model, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from orchestrator.dialects.thinking import THINK
@@ -156,7 +157,7 @@ class _Prober:
         reply = await self._send_once(prompt, tools, extra)
         # A small model that repeats itself writes text to any limit, which takes minutes.
         is_reasoning = not reply.text.strip() or reply.text.startswith(THINK)
-        is_cut = reply.finish_reason == "length" and is_reasoning and not reply.calls
+        is_cut = classify_ending(reply.finish_reason) is ReplyEnding.CUT and is_reasoning and not reply.calls
         if is_cut and self._max_tokens == REPLY_TOKENS and self.remaining > 0:
             self._max_tokens = THINKING_TOKENS
             reply = await self._send_once(prompt, tools, extra)

@@ -5,7 +5,7 @@ from typing import Any
 
 from orchestrator.dialects.model import Chunk
 
-_CONTENT_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning")
+_CONTENT_FIELDS = ("content", "refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details")
 
 
 def normalize(chunk: Chunk) -> Chunk:
@@ -13,7 +13,7 @@ def normalize(chunk: Chunk) -> Chunk:
     choices = chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         delta = choice.get("delta") if isinstance(choice, dict) else None
-        if isinstance(delta, dict) and not isinstance(delta.get("content"), str):
+        if isinstance(delta, dict) and not (isinstance(content := delta.get("content"), str) and content):
             _normalize_delta(delta)
     return chunk
 
@@ -43,12 +43,18 @@ def is_end(chunk: Chunk) -> bool:
 
 
 def split_reply(reply: Any) -> Iterator[Chunk] | None:
-    """Return the chunks of a `chat.completion`: its message, finish_reason and usage. None for any other value."""
+    """Return the chunks of a `chat.completion`: its message, finish_reason and usage. None for any other value.
+
+    A counted reply without a choice, and a choice without a message, are empty: providers send them if they withhold a
+    reply.
+    """
     choices = reply.get("choices") if isinstance(reply, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+    if not isinstance(choices, list) or not (choices or reply.get("usage")):
         return None
-    return _split(reply, choice, choice["message"])
+    choice = choices[0] if choices else {}
+    if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict | None):
+        return None
+    return _split(reply, choice, choice.get("message") or {})
 
 
 def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any]) -> Iterator[Chunk]:
@@ -74,7 +80,7 @@ def _normalize_delta(delta: dict[str, Any]) -> None:
     content, refusal = delta.get("content"), delta.get("refusal")
     if isinstance(content, list):
         delta["content"] = "".join(_part_text(part) for part in content)
-    elif content is None and isinstance(refusal, str) and refusal:
+    elif not content and isinstance(refusal, str) and refusal:
         delta["content"] = refusal
 
 

@@ -15,8 +15,10 @@ from openai import AsyncOpenAI, AsyncStream
 
 from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
 from contract.model_endpoints import EndpointBlocked, ModelEndpoint, RequestLease
+from orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classify_ending
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.reader import read_usage
+from orchestrator.dialects.reply_fields import build_origin, has_fields, mark_origin, select_fields
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.failures import (
@@ -25,6 +27,7 @@ from orchestrator.models.failures import (
     build_error,
     build_interruption,
     is_rate_limit,
+    is_too_long,
     is_transient,
 )
 from orchestrator.models.notices import notify_of_wait
@@ -39,6 +42,7 @@ NO_KEY = "no-key"
 """API key for servers that need none, because OpenAI's SDK requires a key."""
 CONNECT_TIMEOUT_S = 10.0
 CHARS_PER_TOKEN = 4
+_USAGE_FIELD, _NEW_LIMIT = "stream_options", "max_completion_tokens"
 # In addition to the SDK's errors: version 2 does not wrap errors that break a stream.
 _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
@@ -69,8 +73,7 @@ class OpenAIModel:
         self._extra = dict(extra or {})
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
-        self._requests_usage = True
-        self._limit_name = "max_tokens"
+        self._form = _Form()
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key or NO_KEY, timeout=timeout, max_retries=0)
         self.limits: RequestLimits = LocalLimits(self._policy.sleep)
@@ -87,6 +90,10 @@ class OpenAIModel:
     @property
     def name(self) -> str:
         return self._endpoint.model
+
+    @property
+    def _origin(self) -> str:
+        return build_origin(self.address, self.name)
 
     @property
     def address(self) -> str:
@@ -204,12 +211,12 @@ class OpenAIModel:
                 async for chunk in stream:
                     if not isinstance(chunk, dict):
                         continue
+                    _raise_embedded_error(chunk)
                     has_ended = has_ended or is_end(chunk)
-                    normalize(chunk)
+                    mark_origin(normalize(chunk), self._origin)
                     if pending is None:
                         yield chunk
                         continue
-                    _raise_embedded_error(chunk)
                     pending.append(chunk)
                     if has_content(chunk):
                         for pending_chunk in pending:
@@ -232,18 +239,34 @@ class OpenAIModel:
         if chunks is None:
             raise _AttemptFailed(AttemptFailure("no_chat"))
         for chunk in chunks:
+            mark_origin(chunk, self._origin)
             yield chunk
 
     async def _open(self, request: ModelRequest) -> Any:
-        """Return the open stream, or the whole reply. Optional fields that the server rejects are
-        omitted from then on.
+        """Return the open stream, or the whole reply. If the server rejects an optional part of the request, send the
+        request again without that part.
+
+        Later requests, also those of other tenants, omit the part too if the cause is certain: the shorter request
+        succeeded, and the rejection cannot quote the content of this request.
         """
+        form, is_certain, first_error = self._form, True, None
         while True:
             try:
-                return await self._post(self._build_body(request))
+                reply = await self._post(self._build_body(request, form))
             except openai.APIStatusError as error:
-                if not self._adapt(error):
-                    raise
+                shorter = self._shorten(form, error, request) if error.status_code in (400, 422) else None
+                if shorter is None:
+                    # Without the fields of earlier replies, the server may only miss them.
+                    raise first_error or error from None
+                if not shorter.returns_fields:
+                    first_error = error
+                is_certain = is_certain and shorter.returns_fields and not self._may_quote(request)
+                form = shorter
+            else:
+                if form != self._form and is_certain:
+                    log.info("model_form_learned", model=self.name, usage=form.requests_usage, limit=form.limit_name)
+                    self._form = form
+                return reply
 
     async def _post(self, body: dict[str, Any]) -> Any:
         # The SDK's generic method returns chunks as parsed JSON. Its typed method builds a model of each chunk, which
@@ -254,31 +277,50 @@ class OpenAIModel:
             "/chat/completions", cast_to=object, body=body, stream=True, stream_cls=AsyncStream[object]
         )
 
-    def _adapt(self, error: openai.APIStatusError) -> bool:
-        """Return whether the request was changed to suit the server. Each change happens once per model, so retries
-        end.
+    def _shorten(self, form: "_Form", error: openai.APIStatusError, request: ModelRequest) -> "_Form | None":
+        """Return a form without the part that the server rejects; None if it names none. Each part is omitted once, so
+        the attempts end.
         """
-        if error.status_code not in (400, 422):
-            return False
-        body_text = str(error.body)
-        if self._streaming and self._requests_usage and "stream_options" in body_text:
-            self._requests_usage = False
-            return True
-        if self._limit_name == "max_tokens" and "max_completion_tokens" in body_text:
-            self._limit_name = "max_completion_tokens"
-            return True
-        return False
+        text = str(error.body)
+        if self._streaming and form.requests_usage and _USAGE_FIELD in text:
+            return replace(form, requests_usage=False)
+        if form.limit_name != _NEW_LIMIT and _NEW_LIMIT in text:
+            return replace(form, limit_name=_NEW_LIMIT)
+        is_shortest = not form.returns_fields or not any(has_fields(message) for message in request.messages)
+        return None if is_shortest or is_too_long(_classify_error(error)) else replace(form, returns_fields=False)
 
-    def _build_body(self, request: ModelRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.name, "messages": request.messages, "stream": self._streaming}
-        if self._streaming and self._requests_usage:
-            body["stream_options"] = {"include_usage": True}
+    def _may_quote(self, request: ModelRequest) -> bool:
+        """Return whether an error message that names an optional part may only quote this request. Its content comes
+        from a tenant.
+        """
+        content = json.dumps(
+            [self.name, request.messages, request.tools, request.extra], ensure_ascii=False, default=str
+        )
+        return any(name in content.lower() for name in (_USAGE_FIELD, _NEW_LIMIT))
+
+    def _build_body(self, request: ModelRequest, form: "_Form") -> dict[str, Any]:
+        origin = self._origin if form.returns_fields else None
+        messages = [select_fields(message, origin) for message in request.messages]
+        body: dict[str, Any] = {"model": self.name, "messages": messages, "stream": self._streaming}
+        if self._streaming and form.requests_usage:
+            body[_USAGE_FIELD] = {"include_usage": True}
         if request.tools:
             body["tools"] = request.tools
         body |= {**self._extra, **request.extra}
-        if self._limit_name != "max_tokens" and "max_tokens" in body:
-            body[self._limit_name] = body.pop("max_tokens")
+        if form.limit_name != "max_tokens" and "max_tokens" in body:
+            body[form.limit_name] = body.pop("max_tokens")
         return body
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The optional parts of a request. `returns_fields`: earlier replies of the endpoint are sent with their other
+    fields (reply_fields.py).
+    """
+
+    requests_usage: bool = True
+    limit_name: str = "max_tokens"
+    returns_fields: bool = True
 
 
 @dataclass
@@ -327,10 +369,17 @@ def _estimate_tokens(request: ModelRequest) -> int:
 
 
 def _raise_embedded_error(reply: dict[str, Any]) -> None:
-    """Raise for an error object that a server sent with status 200 in place of a reply or a chunk."""
-    if "choices" in reply or not (reply.get("error") or reply.get("object") == "error"):
+    """Raise for an error object that a server sent with status 200: in place of a reply or a chunk, or in one that did
+    not end normally. Gateways send one if their server fails during a reply.
+    """
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    reason = choice.get("finish_reason")
+    if reason and classify_ending(as_reason(reason)) is ReplyEnding.NORMAL:
         return
-    raise _AttemptFailed(AttemptFailure("in_reply", body=_as_error_object(reply.get("error") or reply)))
+    error = reply.get("error") or choice.get("error") or (reply if reply.get("object") == "error" else None)
+    if error:
+        raise _AttemptFailed(AttemptFailure("in_reply", body=_as_error_object(error)))
 
 
 def _as_error_object(body: object) -> object:

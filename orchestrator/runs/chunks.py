@@ -1,20 +1,66 @@
 """Joins adjacent chunks of a reply. A log then stores one reply and not each token separately."""
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.dialects.model import Chunk
+from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, FieldCollector
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+_TEXTS = ("content", "refusal")
 
 
 def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return the same reply in fewer chunks.
 
-    Adjacent pieces of one text, and adjacent pieces of one call's arguments, become one chunk. All other chunks stay
-    unchanged.
+    Adjacent pieces of one text, adjacent pieces of one call's arguments, and adjacent deltas of other fields (such as
+    reasoning) become one chunk. All other chunks stay unchanged.
     """
+    joined: list[Chunk] = []
+    for frame, adjacent in itertools.groupby(chunks, _find_frame):
+        if frame is None or frame[0] != _FIELDS:
+            joined += _join_pieces(adjacent)
+        else:
+            joined += _join_fields(list(adjacent))
+    return joined
+
+
+_FIELDS = ("other fields",)
+
+
+def _find_frame(chunk: Chunk) -> tuple[Any, Any] | None:
+    """Return what a chunk contains a piece of, and everything around it. None for a chunk that is not joined."""
+    if (delta := _find_field_delta(chunk)) is not None:
+        return _FIELDS, (delta.get("role"), _get_other_fields(chunk))
+    return None
+
+
+def _find_field_delta(chunk: Chunk) -> dict[str, Any] | None:
+    """Return the delta of a chunk that contains only other fields; None for any other chunk."""
+    match chunk:
+        case {"choices": [{"delta": dict(delta)} as choice]} if chunk.get("usage") is None:
+            more = {name for name, value in choice.items() if value is not None} - {"index", "delta"}
+        case _:
+            return None
+    has_message = any(delta.get(name) for name in MESSAGE_FIELDS - {"role"})
+    has_fields = any(value is not None for name, value in delta.items() if name not in MESSAGE_FIELDS)
+    return delta if has_fields and not has_message and not more else None
+
+
+def _join_fields(chunks: list[Chunk]) -> list[Chunk]:
+    """Return adjacent deltas of other fields as one chunk; unchanged if they exceed a limit."""
+    collector = FieldCollector()
+    for chunk in chunks:
+        collector.add(chunk["choices"][0]["delta"], MESSAGE_FIELDS)
+    if collector.is_too_large or len(chunks) == 1:
+        return copy.deepcopy(chunks)
+    joined = copy.deepcopy(chunks[0])
+    joined["choices"][0]["delta"] |= collector.build()
+    return [joined]
+
+
+def _join_pieces(chunks: Iterable[Chunk]) -> list[Chunk]:
     joined: list[Chunk] = []
     pieces: list[str] = []
     last_frame: Any = None

@@ -65,7 +65,13 @@ _STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.MALFORMED_REPLY: "the model wrote calls that could not be read, several times",
     StopReason.EMPTY_REPLY: "the model sent an empty answer",
     StopReason.CUT_REPLY: "the answer was cut at the model's token limit",
+    StopReason.CONTENT_FILTER: "a content filter stopped the answer",
+    StopReason.REFUSED: "the model refused the request",
+    StopReason.FAILED_REPLY: "the model server failed during the answer",
+    StopReason.UNKNOWN_END: "the answer ended in an unknown way, so it may be incomplete",
 }
+_NAMED = (StopReason.CONTENT_FILTER, StopReason.FAILED_REPLY, StopReason.UNKNOWN_END)
+"""Stop reasons whose message names the server's word, which says more than ours."""
 _BUDGET_MESSAGE = "a budget of the tenant is used up: retry after its reset, which `toolcrew tenants usage` shows"
 
 
@@ -75,7 +81,9 @@ def judge_run(result: RunResult) -> Failure | None:
         return None
     if result.stop_reason is StopReason.BUDGET_EXCEEDED:
         return Failure(kind=FailureKind.INFRASTRUCTURE, code=ErrorCode.BUDGET_EXCEEDED.value, message=_BUDGET_MESSAGE)
-    return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=_STOP_MESSAGES[result.stop_reason])
+    message, word = _STOP_MESSAGES[result.stop_reason], result.finish_reason
+    named = f" (finish_reason {word})" if word and result.stop_reason in _NAMED else ""
+    return Failure(kind=FailureKind.MODEL, code=result.stop_reason.value, message=f"{message}{named}")
 
 
 def judge_call(result: ToolResult) -> Failure | None:

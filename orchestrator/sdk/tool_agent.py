@@ -11,11 +11,13 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.base import CallRequested, MalformedCall, Text
+from orchestrator.dialects.finish_reasons import classify_ending
 from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.native import NativeCallAssembler
 from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
 from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.reader import CUT, build_call_event, read_usage
+from orchestrator.dialects.reader import build_call_event, explain_unrun, read_usage
+from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
 from orchestrator.functions.function_tools import as_tool, convert_to_openai_tool
 from orchestrator.loop.call_runner import CallRunner, Requested
 from orchestrator.loop.chat_messages import (
@@ -93,8 +95,8 @@ class ToolAgent:
             assembler.feed(chunk)
             usage = read_usage(chunk) or usage
         reply = assembler.finish()
-        calls = [build_tool_call(call.id, call.name, call.arguments) for call in reply.calls]
-        return AIMessage(reply.text, calls, reply.finish_reason, usage)
+        calls = [build_tool_call(call.id, call.name, call.arguments, call.fields) for call in reply.calls]
+        return AIMessage(reply.text, calls, reply.finish_reason, usage, reply.fields)
 
     async def _generate_from_text(self, wire: list[Message], dialect: PromptJsonDialect) -> AIMessage:
         specs = [as_tool(tool).spec for tool in self.tools]
@@ -113,9 +115,9 @@ class ToolAgent:
             event.text if isinstance(event, Text) else "" if isinstance(event, CallRequested) else event.raw
             for event in events
         )
-        return AIMessage(
-            text, [build_tool_call(call.id, call.name, call.arguments) for call in calls], end.finish_reason, end.usage
-        )
+        fields = {name: end.message[name] for name in end.message if name == ORIGIN or name not in MESSAGE_FIELDS}
+        tool_calls = [build_tool_call(call.id, call.name, call.arguments) for call in calls]
+        return AIMessage(text, tool_calls, end.finish_reason, end.usage, fields)
 
 
 class CustomAgent:
@@ -178,9 +180,10 @@ def _requests(reply: AIMessage, step: int) -> list[Requested]:
     calls = [
         _build_request(call, f"{step}-{number}-{secrets.token_hex(8)}") for number, call in enumerate(reply.tool_calls)
     ]
-    if calls and reply.finish_reason == "length":
+    reason = explain_unrun(classify_ending(reply.finish_reason), reply.finish_reason)
+    if calls and reason is not None:
         last = reply.tool_calls[-1]
-        calls[-1] = MalformedCall(f"{step}-cut-{secrets.token_hex(8)}", last["name"], CUT, "", last["id"])
+        calls[-1] = MalformedCall(f"{step}-cut-{secrets.token_hex(8)}", last["name"], reason, "", last["id"])
     return calls
 
 

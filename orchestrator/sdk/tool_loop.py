@@ -14,6 +14,7 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
 from orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
 from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
+from orchestrator.dialects.reply_fields import MESSAGE_FIELDS
 from orchestrator.functions.function_tools import LocalTool
 from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import ReActOptions, StopReason
@@ -184,10 +185,20 @@ class _ChatModel:
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         content = self._chat(request.messages)
         content = await content if inspect.isawaitable(content) else content
-        yield {"choices": [{"index": 0, "delta": {"content": _read_content(content)}, "finish_reason": "stop"}]}
+        delta = {**_read_fields(content), "content": _read_content(content)}
+        yield {"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}
 
     async def aclose(self) -> None:
         """Do nothing: a chat function has no resources."""
+
+
+def _read_fields(reply: Any) -> dict[str, Any]:
+    """Return the other fields of a reply, such as its reasoning: of a mapping, or of a message object of OpenAI's SDK
+    (`model_extra`) or LangChain (`additional_kwargs`).
+    """
+    objects = (getattr(reply, "model_extra", None), getattr(reply, "additional_kwargs", None))
+    sources = [reply] if isinstance(reply, Mapping) else [fields for fields in objects if isinstance(fields, Mapping)]
+    return {name: value for fields in sources for name, value in fields.items() if name not in MESSAGE_FIELDS}
 
 
 def _read_content(reply: Any) -> str:

@@ -135,6 +135,7 @@ def test_the_body_of_a_run_contains_only_the_requested_fields() -> None:
         "run": "r1",
         "answer": "42",
         "stop_reason": "answered",
+        "finish_reason": None,
         "steps": 2,
         "usage": {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 0},
         "cost": 0.25,
