@@ -29,6 +29,8 @@ version is ignored.
 """
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
+MAX_ENTRIES = 2000
+"""Limit of the models that a cache holds in memory."""
 LIST_TIMEOUT_S = 10.0
 """Seconds that a run waits for its server's list of models."""
 REPLY_TOKENS = 256
@@ -283,12 +285,20 @@ class CapabilityCache:
         self._facts: dict[tuple[str, str], ModelFacts] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
+    def _lock(self, key: str) -> asyncio.Lock:
+        """Return the lock of an entry. At MAX_ENTRIES, forget everything: tenants may name any number of models."""
+        if key not in self._locks and len(self._locks) >= MAX_ENTRIES:
+            self._locks = {name: lock for name, lock in self._locks.items() if lock.locked()}
+            self._entries.clear()
+            self._facts.clear()
+        return self._locks.setdefault(key, asyncio.Lock())
+
     async def describe(self, model: HasEndpoint, name: str) -> ModelFacts:
         """Return the facts about a model from its server's list of models, which is read once. Returns no facts while
         the server does not answer.
         """
         key = (model.address, name)
-        async with self._locks.setdefault(f"facts of {key}", asyncio.Lock()):
+        async with self._lock(f"facts of {key}"):
             if key not in self._facts:
                 try:
                     async with asyncio.timeout(LIST_TIMEOUT_S):
@@ -306,7 +316,7 @@ class CapabilityCache:
         Concurrent callers share one probe. An exception of the probe is raised and not cached.
         """
         key = hashlib.sha256(f"{address}\n{model}".encode()).hexdigest()
-        async with self._locks.setdefault(key, asyncio.Lock()):
+        async with self._lock(key):
             entry = self._entries.get(key) or await asyncio.to_thread(self._load, key)
             if entry is None or not self._is_fresh(entry):
                 calls_tools = await probe_model()

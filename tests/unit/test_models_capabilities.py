@@ -13,6 +13,7 @@ import pytest
 
 from contract.errors import ContextWindowExceeded, ModelRefused
 from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.models import capabilities
 from orchestrator.models.capabilities import (
     LIFETIME_S,
     MAX_REQUESTS,
@@ -247,3 +248,12 @@ async def test_probe_result_of_an_endpoint_is_cached(tmp_path: Path) -> None:
             assert await find_capabilities(model, CapabilityCache(tmp_path)) == NOTHING
             await model.aclose()
         assert len(server.bodies) == 2
+
+
+async def test_a_cache_holds_a_limited_number_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "MAX_ENTRIES", 10)
+    cache, probe = CapabilityCache(None), Probe()
+    for number in range(100):
+        await find(cache, probe, f"model-{number}")
+        assert len(cache._entries) <= 11
+    assert len(cache._locks) <= 10
