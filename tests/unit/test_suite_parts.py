@@ -17,10 +17,13 @@ PASSES = "def test_good(): pass\n"
 FAILS = "def test_bad():\n    print('what it said')\n    assert 1 == 2\n"
 DIES = "import os\ndef test_first(): pass\ndef test_deadly(): os.abort()\n"
 FAILS_ONCE = """
-def test_race(request):
+import pytest
+@pytest.mark.parametrize("way", ["a-b"])
+def test_race(request, way):
     first = request.config.rootpath / "first"
     if not first.exists():
         first.write_text("")
+        print("what it said")
         assert 1 == 2
 def test_other(request):
     with (request.config.rootpath / "runs").open("a") as runs:
@@ -38,7 +41,7 @@ def test_long(harness, request):
 """
 
 
-def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
+def start(root: Path, *, ci: str = "", **parts: str) -> "subprocess.Popen[str]":
     for name, source in parts.items():
         folder = root / "tests" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,15 +49,15 @@ def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
     (root / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(root)],
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CI": ci},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def run(root: Path, **parts: str) -> tuple[int, str]:
-    process = start(root, **parts)
+def run(root: Path, *, ci: str = "", **parts: str) -> tuple[int, str]:
+    process = start(root, ci=ci, **parts)
     output, _ = process.communicate(timeout=100)
     return process.returncode, output
 
@@ -77,12 +80,39 @@ def test_failed_and_killed_parts_are_reported_last(tmp_path: Path) -> None:
     ]
 
 
-def test_failed_test_is_rerun_alone_and_reported_as_flaky(tmp_path: Path) -> None:
+def test_test_that_fails_once_fails_the_suite(tmp_path: Path) -> None:
     status, output = run(tmp_path, good=PASSES, race=FAILS_ONCE)
 
+    assert status == 1, output
+    assert "FLAKY" not in output
+    assert output.rpartition("test: failed:\n")[2].startswith("FAILED tests/race/test_race.py::test_race")
+
+
+def test_test_that_fails_once_is_printed_as_flaky_with_its_first_failure_in_ci(tmp_path: Path) -> None:
+    status, output = run(tmp_path, ci="true", good=PASSES, race=FAILS_ONCE)
+
     assert status == 0, output
-    assert "test: flaky, passed when run alone:\nFAILED tests/race/test_race.py::test_race" in output
+    flaky = output.partition("test: FLAKY ")[2]
+    assert flaky.startswith("tests/race/test_race.py::test_race[a-b]: ")
+    assert "assert 1 == 2" in flaky
+    assert "what it said" in flaky
     assert (tmp_path / "runs").read_text() == "once "  # what passed does not run again
+
+
+def test_flaky_test_next_to_a_failed_one_is_named_in_ci(tmp_path: Path) -> None:
+    status, output = run(tmp_path, ci="1", race=FAILS_ONCE + FAILS)
+
+    assert status == 1, output
+    assert "test: FLAKY tests/race/test_race.py::test_race[a-b]: " in output
+    assert "test: FLAKY tests/race/test_race.py::test_bad" not in output
+    assert output.rpartition("test: failed:\n")[2].startswith("FAILED tests/race/test_race.py::test_bad")
+
+
+def test_more_than_five_failures_are_not_repeated_in_ci(tmp_path: Path) -> None:
+    status, output = run(tmp_path, ci="true", race="\n".join(FAILS.replace("bad", f"bad_{at}") for at in range(6)))
+
+    assert status == 1, output
+    assert "again, alone" not in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
