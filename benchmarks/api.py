@@ -8,7 +8,6 @@ with httpx, which spends most of its time in httpx itself.
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
 from orchestrator.dispatch.sessions import Session
+from orchestrator.operations.ports import reserve_port
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import load_settings
 from store.api_keys import ApiKeys
@@ -160,9 +160,7 @@ async def _open_line(port: int, key: str) -> AsyncIterator[_Line]:
 
 @contextlib.asynccontextmanager
 async def _serving(broker: BrokerSettings, key: str) -> AsyncIterator[_Api]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = reserve_port()
     argv = [sys.executable, "-m", "orchestrator", "serve", "api", "--port", str(port), "--concurrency", "0"]
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from store.slots import SlotRequest
 
@@ -247,9 +247,7 @@ async def open_pool() -> AsyncIterator[SimulatedPool]:
 def open_server() -> Iterator[str]:
     """Start an empty Redis server and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = reserve_port()
         config = write_redis_config(Path(folder), port, "bench")
         server = subprocess.Popen(
             [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

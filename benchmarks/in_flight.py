@@ -7,7 +7,6 @@ The pool answers every call immediately.
 import asyncio
 import contextlib
 import secrets
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from benchmarks.sizes import size
 from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from store.call_messages import ResultHub
 from store.connection import check_redis, open_redis
@@ -42,11 +42,9 @@ FLAT = 1.5
 @contextlib.asynccontextmanager
 async def open_broker() -> AsyncIterator[BrokerSettings]:
     """Start a Redis server and yield its settings when the server answers."""
-    with contextlib.ExitStack() as stack, socket.socket() as probe:
+    with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
-        probe.bind(("127.0.0.1", 0))
-        port, password = probe.getsockname()[1], secrets.token_hex(8)
-        probe.close()
+        port, password = reserve_port(), secrets.token_hex(8)
         config = write_redis_config(folder, port, password)
         stack.enter_context(child_process([find_redis_server(), str(config)], {}, folder / "redis.log"))
         broker = BrokerSettings(redis_url=SecretStr(f"redis://:{password}@127.0.0.1:{port}/0"))

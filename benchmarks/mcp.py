@@ -7,7 +7,6 @@ calls with the client of the MCP package.
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -25,6 +24,7 @@ from benchmarks.whole_path import awaited, whole_call
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator import ToolClient
+from orchestrator.operations.ports import reserve_port
 from orchestrator.settings import load_settings
 from store.api_keys import ApiKeys
 from store.connection import open_redis
@@ -125,9 +125,7 @@ async def _sdk_client(port: int, session: str, key: str) -> AsyncIterator[Client
 
 @contextlib.asynccontextmanager
 async def _serving(broker: BrokerSettings) -> AsyncIterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = reserve_port()
     argv = [sys.executable, "-m", "orchestrator", "serve", "mcp", "--http", str(port)]
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),

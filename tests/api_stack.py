@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 from docker import APIClient
 
+from orchestrator.operations.ports import reserve_port
 from tests.api_harness import make_keys
 from tests.model_server.running import ModelServer, running_model_server
 from tests.service_process import ApiProcess, open_api_process
-from tests.stack import Stack, free_port, open_stack
+from tests.stack import Stack, open_stack
 from tests.waiting import wait_until_async
 
 STEPS = 4
@@ -96,7 +97,7 @@ def open_api_stack(
     rules of the model that come before SCRIPT.
     """
     environment = {"TOOLCREW_REDIS_URL": redis_url} if redis_url is not None else {}
-    hook_port = free_port()
+    hook_port = reserve_port()
     with (
         tempfile.TemporaryDirectory() as folder,
         open_stack(engine, {**environment, **store_settings(Path(folder)), **allow_hosts(hook_port)}) as stack,

@@ -22,9 +22,10 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.redis_harness import answers
-from tests.stack import Footprint, Stack, free_port, open_footprint, open_stack, require_engine, require_redis_server
+from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine, require_redis_server
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class RedisProcess:
 @pytest.fixture(scope="session")
 def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
     require_redis_server()
-    server = RedisProcess(tmp_path_factory.mktemp("redis"), free_port(), secrets.token_hex(16))
+    server = RedisProcess(tmp_path_factory.mktemp("redis"), reserve_port(), secrets.token_hex(16))
     server.start()
     yield server
     server.stop()

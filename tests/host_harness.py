@@ -22,9 +22,10 @@ from docker import APIClient
 
 from contract.names import hosts_key
 from contract.settings import BrokerSettings
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.redis_harness import answers
-from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, free_port, open_footprint
+from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, open_footprint
 from tests.waiting import wait_until
 
 PAUSES_S = (0.0, 0.3, 1.0)
@@ -171,7 +172,7 @@ class Harness:
         self.tally = self.folder / "tally"
         self.tally.mkdir()
         self.tally.chmod(0o777)  # the sandboxes run as another user
-        self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{free_port()}/0"
+        self.redis_url = f"redis://:{PASSWORD}@127.0.0.1:{reserve_port()}/0"
         self.has_orphans = False
         """True after an orchestrator was killed here. Records that only this orchestrator would have updated stay
         unchanged.

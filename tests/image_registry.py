@@ -15,8 +15,9 @@ from typing import Any
 import docker.errors
 from docker import APIClient
 
+from orchestrator.operations.ports import reserve_port
 from tests.archives import build_tar
-from tests.stack import end_process, free_port, missing
+from tests.stack import end_process, missing
 from tests.waiting import wait_until
 
 USER, PASSWORD = "robot", "a-test-password"
@@ -35,7 +36,7 @@ class ImageRegistry:
         self._api = api
         self._login = {"username": USER, "password": PASSWORD} if needs_login else None
         self._log = folder / "registry.log"
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{reserve_port()}"
         self.repository = f"{self.address}/team-{secrets.token_hex(4)}"
         """Begin of the names of this test's images. The engine keeps images between tests."""
         config: dict[str, Any] = {

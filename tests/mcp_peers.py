@@ -14,7 +14,7 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ImageContent, TextContent, ToolAnnotations
 
-from tests.stack import free_port
+from orchestrator.operations.ports import reserve_port
 from tests.web_servers import SYSTEM_TLS, StubResolver, WebServer, answer, open_web_server
 from workers.mcp.http_server import HttpServer
 from workers.mcp.settings import HttpEntry
@@ -53,7 +53,7 @@ def build_peer() -> MCPServer:
 @contextmanager
 def open_sdk_peer(*, json_response: bool = False) -> Iterator[str]:
     """Run the server in a thread and yield its address."""
-    port = free_port()
+    port = reserve_port()
     config = uvicorn.Config(
         build_peer().streamable_http_app(json_response=json_response), port=port, log_level="error", lifespan="on"
     )

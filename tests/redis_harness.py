@@ -16,10 +16,11 @@ import redis
 
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import write_redis_config
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from tests.service_process import run_program
-from tests.stack import Footprint, free_port, open_footprint, require_redis_server
+from tests.stack import Footprint, open_footprint, require_redis_server
 from tests.waiting import wait_until
 
 SECRET = "a-secret-of-the-test"
@@ -57,7 +58,7 @@ def open_server(*rules: str, users: bool = False, password: str = "") -> Iterato
     users and no default user.
     """
     folder = Path(tempfile.mkdtemp(prefix="tct-redis-", dir="/tmp"))
-    port, password = free_port(), password or secrets.token_hex(16)
+    port, password = reserve_port(), password or secrets.token_hex(16)
     passwords = {role: secrets.token_hex(16) for role in ROLES} if users else {}
     config = write_redis_config(folder, port, password)
     lines = [*config.read_text().splitlines(), *rules]
@@ -91,7 +92,7 @@ def open_sentinel(master: Server, name: str) -> Iterator[int]:
     second without an answer.
     """
     folder = Path(tempfile.mkdtemp(prefix="tct-sentinel-", dir="/tmp"))
-    port = free_port()
+    port = reserve_port()
     rules = (
         "bind 127.0.0.1",
         f"port {port}",

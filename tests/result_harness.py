@@ -9,10 +9,10 @@ from typing import Any
 
 import redis.asyncio
 
+from orchestrator.operations.ports import reserve_port
 from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.stack import free_port
 
 SOON_S = 15.0
 
@@ -48,7 +48,7 @@ class SilentRelay:
 
     def __init__(self, server: RedisProcess) -> None:
         self._server = server
-        self._port = free_port()
+        self._port = reserve_port()
         self.url = f"redis://:{server.password}@127.0.0.1:{self._port}/0"
         self.swallow = False
         self.connections = 0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.operations.ports import reserve_port
 from tests.processes import read_proc
-from tests.stack import ROOT, TOOLCREW, Footprint, end_process, free_port
+from tests.stack import ROOT, TOOLCREW, Footprint, end_process
 from tests.waiting import wait_until
 
 START_S = 60.0
@@ -72,7 +73,7 @@ def open_service(
     """Run `toolcrew serve` with these arguments and a port, and end it on exit. Returns after the log has the event and
     reports the connection to Redis.
     """
-    port = free_port()
+    port = reserve_port()
     with run_program(footprint, f"service-{port}", [TOOLCREW, "serve", *arguments, str(port)], settings) as process:
         opened = ApiProcess(process, port, footprint.folder / f"service-{port}.log")
         for wanted in (event, "api_connected"):

@@ -32,6 +32,7 @@ from contract.errors import BrokerUnavailable, ConfigError, OperatorError, Sandb
 from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.tenancy import DEFAULT_TENANT
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.operations.stack_data import StackData, open_stack_data
 from orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
@@ -184,7 +185,7 @@ class LocalStack:
         }
         await self._start_python("web", "workers", {**shared, **web})
         if not self._workers_only:
-            self._api = await LocalApi.prepare(broker, self._port or _free_port())
+            self._api = await LocalApi.prepare(broker, self._port or reserve_port())
             await self._supervisor.start(self._api.plan(shared))
         await self._wait_for_workers(broker)
         flower_url = None if self._workers_only else await self._start_flower(redis_url)
@@ -262,7 +263,7 @@ class LocalStack:
             broker = self._settings.broker()
             await _ping(broker)
             return broker.redis_url.get_secret_value()
-        data, port = self._data, _free_port()
+        data, port = self._data, reserve_port()
         password = data.redis_password if data is not None else secrets.token_urlsafe(24)
         config = write_redis_config(self._folder, port, password, data.redis if data is not None else None)
         await self._supervisor.start(ChildPlan("redis", (find_redis_server(), str(config)), {}, signal.SIGKILL))
@@ -286,7 +287,7 @@ class LocalStack:
         return sockets
 
     async def _start_flower(self, redis_url: str) -> str:
-        port, password = _free_port(), secrets.token_urlsafe(12)
+        port, password = reserve_port(), secrets.token_urlsafe(12)
         environment = {
             **self._settings.for_children(),
             "TOOLCREW_REDIS_URL": redis_url,
@@ -385,12 +386,6 @@ def _is_port_open(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _ping(broker: BrokerSettings) -> None:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from orchestrator.operations.ports import reserve_port
 from tests.api_stack import SOON_S, ApiStack
-from tests.stack import free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.stack
@@ -73,7 +73,7 @@ async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
 
 
 async def test_no_webhook_is_sent_to_a_private_address(api_stack: ApiStack) -> None:
-    port = free_port()
+    port = reserve_port()
     async with api_stack.client() as client, open_receiver(port, 204) as received:
         url = f"http://127.0.0.1:{port}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})

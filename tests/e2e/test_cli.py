@@ -14,8 +14,9 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from orchestrator.operations.local_stack import StackInfo
+from orchestrator.operations.ports import reserve_port
 from tests.command_server import run_toolcrew
-from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, free_port, open_stack, read_line
+from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
@@ -242,7 +243,7 @@ def test_up_prints_its_addresses_on_one_line_and_stops_everything_on_a_signal(en
 
 
 def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: APIClient, tmp_path: Path) -> None:
-    port = free_port()
+    port = reserve_port()
     options = ["--data", str(tmp_path / "data"), "--port", str(port)]
     with open_stack(engine, options=options, workers_only=False) as stack:
         api = httpx.Client(

@@ -22,10 +22,11 @@ import httpx
 import pytest
 import yaml
 
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
-from tests.stack import free_port, missing, require_engine
+from tests.stack import missing, require_engine
 from tests.waiting import wait_until
 from workers.sandboxd.runtime.cgroups import Cgroups
 from workers.sandboxd.runtime.id_ranges import FIRST_ID
@@ -109,8 +110,8 @@ class ComposeStack:
 
     def __init__(self, compose: list[str], folder: Path) -> None:
         self.name = f"tctest{secrets.token_hex(4)}"
-        self.flower_port = free_port()
-        self.api_port = free_port()
+        self.flower_port = reserve_port()
+        self.api_port = reserve_port()
         self.flower_password = secrets.token_hex(16)
         values = {
             "COMPOSE_PROJECT_NAME": self.name,

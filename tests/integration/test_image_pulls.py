@@ -15,10 +15,11 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxPolicy
+from orchestrator.operations.ports import reserve_port
 from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
-from tests.stack import Stack, free_port, open_stack
+from tests.stack import Stack, open_stack
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
@@ -106,7 +107,7 @@ def test_an_image_that_does_not_exist_is_refused_with_what_to_do(daemons: Daemon
 
 
 def test_a_registry_that_does_not_answer_is_named(daemons: Daemons, registry: ImageRegistry) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{reserve_port()}"
     daemon = start(daemons, registry, sandbox_images_allowed=json.dumps([f"{address}/*"]))
     with (
         daemon.client() as client,

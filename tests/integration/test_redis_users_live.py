@@ -29,6 +29,7 @@ from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from orchestrator.operations.ports import reserve_port
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
@@ -38,7 +39,7 @@ from store.hosts import HostStore
 from store.tenants import RedisTenants
 from tests.host_harness import Harness, HarnessProcess
 from tests.redis_harness import SECRET, Server, open_server
-from tests.stack import UP_S, free_port, open_footprint
+from tests.stack import UP_S, open_footprint
 from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
 
@@ -155,7 +156,7 @@ def _open_pool(harness: Harness, server: Server, site: WebServer) -> PoolHarness
         tool_modules='["redis_probe_tools"]',
         webfetch_allow_hosts=json.dumps([f"127.0.0.1:{site.port}"]),
     )
-    port = free_port()
+    port = reserve_port()
     variables = {
         "TOOLCREW_REDIS_URL": server.url("flower"),
         "FLOWER_ADDRESS": "127.0.0.1",

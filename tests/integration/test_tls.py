@@ -19,9 +19,10 @@ from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
+from orchestrator.operations.ports import reserve_port
 from store.connection import check_connection, check_redis, open_redis
 from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
-from tests.stack import free_port, missing
+from tests.stack import missing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,7 +65,7 @@ class TlsRelay:
     """
 
     def __init__(self, pair: Pair, to_port: int, client_ca: Path | None = None) -> None:
-        self.port = free_port()
+        self.port = reserve_port()
         self._to_port = to_port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(pair.certificate, pair.key)

@@ -12,9 +12,9 @@ from contract.names import session_state_key
 from contract.settings import BrokerSettings
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
+from orchestrator.operations.ports import reserve_port
 from store.tool_state import STATE_TTL_S, RedisState, StateStore
 from tests.conftest import RedisProcess
-from tests.stack import free_port
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_every_access_extends_the_time_to_live(redis_server: RedisProcess,
 
 
 async def test_state_without_redis_fails_with_an_unknown_outcome() -> None:
-    settings = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
+    settings = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{reserve_port()}/0"})
     state = StateStore.of(settings).open("acme", "s1")
     for use in (state.get("a"), state.set("a", 1), state.items(), state.update("a", lambda a: a)):
         with pytest.raises(ToolFailure, match=r"Redis does not answer.*earlier effects remain") as failed:

@@ -31,6 +31,7 @@ from orchestrator.operations.doctor_deep import examine_hosts, judge_clock
 from orchestrator.operations.doctor_pool import examine_pool
 from orchestrator.operations.doctor_redis import examine_redis
 from orchestrator.operations.findings import CheckResult, Report
+from orchestrator.operations.ports import reserve_port
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.approvals import approvals_key
@@ -41,7 +42,6 @@ from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.redis_harness import broker_for, open_server
-from tests.stack import free_port
 from workers.tools.builtin import build_registry
 
 D = "default"
@@ -188,7 +188,7 @@ async def test_a_redis_replica_or_unreachable_redis_is_reported() -> None:
         settings = OrchestratorSettings.model_validate({"redis_url": replica.url()})
         report = await examine(settings, "deployment")
     assert any("replica" in finding.text and finding.needed for finding in findings_of(report, "redis"))
-    settings = OrchestratorSettings.model_validate({"redis_url": f"redis://:x@127.0.0.1:{free_port()}/0"})
+    settings = OrchestratorSettings.model_validate({"redis_url": f"redis://:x@127.0.0.1:{reserve_port()}/0"})
     report = await examine(settings, "deployment")
     assert [finding.is_good for finding in findings_of(report, "redis")] == [False]
     assert not report.is_healthy

@@ -16,11 +16,11 @@ import redis.asyncio
 from contract.model_endpoints import ModelEndpoint
 from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
 from orchestrator.operations.findings import Report
+from orchestrator.operations.ports import reserve_port
 from orchestrator.settings import OrchestratorSettings
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from tests.builders import KEY
-from tests.stack import free_port
 
 
 @contextmanager
@@ -115,7 +115,7 @@ async def test_every_configured_model_endpoint_is_reported(client: "redis.asynci
     with serve_reply(200, MODEL_LIST) as (url, requests):
         endpoint = ModelEndpoint(base_url=f"{url}/v1", model="m1", secret="MODEL_KEY")
         await endpoints.set("a", endpoint)
-        await endpoints.set("b", endpoint.model_copy(update={"base_url": f"http://127.0.0.1:{free_port()}/v1"}))
+        await endpoints.set("b", endpoint.model_copy(update={"base_url": f"http://127.0.0.1:{reserve_port()}/v1"}))
         await endpoints.set("c", endpoint.model_copy(update={"secret": "MISSING"}), "acme")
         await examine_model_endpoints(client, "d", KEY, report)
 
@@ -134,7 +134,7 @@ async def test_every_configured_model_endpoint_is_reported(client: "redis.asynci
 async def test_model_secrets_are_not_reported_or_sent_to_a_redirect_target() -> None:
     report = Report()
     with serve_reply(200) as (other, requests), serve_reply(307, location=f"{other}/v1/models") as (url, _):
-        for base in (url, f"http://user:geheim@127.0.0.1:{free_port()}"):
+        for base in (url, f"http://user:geheim@127.0.0.1:{reserve_port()}"):
             settings = settings_of(OPENAI_BASE_URL=f"{base}/v1", OPENAI_API_KEY="key-of-the-model", model="m1")
             await examine_model(settings, report)
 
@@ -153,7 +153,7 @@ async def test_an_unreachable_collector_and_an_invalid_tracing_setting_are_repor
     with serve_reply(200) as (url, _):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         await examine_tracing(settings_of(traces=tmp_path), good)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{reserve_port()}")
     await examine_tracing(settings_of(traces=tmp_path / "not" / "yet"), report)
     monkeypatch.setenv("TOOLCREW_TRACING", "on")
     wrong_setting = Report()

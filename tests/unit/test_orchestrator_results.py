@@ -10,12 +10,12 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
+from orchestrator.operations.ports import reserve_port
 from store import call_messages as results
 from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, build_stored_result, open_hub, publish, receive
-from tests.stack import free_port
 from tests.waiting import until, wait_until_async
 
 
@@ -231,7 +231,7 @@ async def test_start_fails_when_redis_does_not_answer(monkeypatch: pytest.Monkey
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     timeout = asyncio.timeout
     monkeypatch.setattr(results.asyncio, "timeout", lambda _: timeout(0.2))
-    client = redis.asyncio.Redis(port=free_port())
+    client = redis.asyncio.Redis(port=reserve_port())
     with pytest.raises(BrokerUnavailable, match="subscription"):
         await ResultHub(client).start()
     await client.aclose()

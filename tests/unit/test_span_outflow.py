@@ -18,13 +18,13 @@ from contract.envelope import decode_call, encode_call
 from contract.errors import ConfigError
 from contract.masking import Masker
 from contract.traceparent import SpanRef, attempt_span_id, call_span_id, parse_traceparent, run_span_id, trace_id_of
+from orchestrator.operations.ports import reserve_port
 from telemetry import names, otlp
 from telemetry.otlp import CLOSE_S, MAX_WAITING, LossReport, _Otel, open_tracer
 from telemetry.settings import TracingSettings, load_tracing_settings
 from telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
 from tests.builders import KEY, build_call
 from tests.otlp_collector import open_collector
-from tests.stack import free_port
 
 WAIT_S = 20.0
 OTEL = _Otel("test", print)
@@ -63,7 +63,7 @@ def test_failing_collector_delays_close_only_up_to_its_limit(
 ) -> None:
     warnings: list[str] = []
     with open_collector() as collector:
-        url = f"http://127.0.0.1:{free_port()}" if failure == "dead" else collector.url
+        url = f"http://127.0.0.1:{reserve_port()}" if failure == "dead" else collector.url
         if failure.isdigit():
             collector.status = int(failure)
         if failure == "slow":
@@ -111,7 +111,7 @@ def test_forked_process_sends_only_its_own_spans(monkeypatch: pytest.MonkeyPatch
 
 def test_tracer_without_spans_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
-    tracer = open_test_tracer(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
+    tracer = open_test_tracer(monkeypatch, f"http://127.0.0.1:{reserve_port()}", [])
     tracer.close()
     assert threading.active_count() == before
 

@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from contract.errors import ErrorCode, ToolFailure
+from orchestrator.operations.ports import reserve_port
 from store.web_pages import (
     FRESH_S,
     MAX_ENTRIES,
@@ -27,7 +28,6 @@ from store.web_pages import (
     validator,
 )
 from tests.conftest import RedisProcess
-from tests.stack import free_port
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, SHORT_LIMITS, Reply, Web, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.fetcher import FetchedPage
@@ -567,7 +567,7 @@ def test_invalid_cached_data_is_ignored(client: "redis.Redis", cache: PageCache,
 
 
 def test_page_cache_without_redis_stores_nothing() -> None:
-    cache = PageCache(redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0)), "test")
+    cache = PageCache(redis.Redis(port=reserve_port(), retry=Retry(NoBackoff(), 0)), "test")
     assert cache.take("acme", "http://a.example/") is None
     assert cache.keep("acme", build_page()) is False
     assert cache.count("acme") == 0

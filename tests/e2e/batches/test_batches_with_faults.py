@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.operations.ports import reserve_port
 from tests.command_server import run_toolcrew
 from tests.e2e.batches.test_batches import SCRIPT, Shell, answers, expected
 from tests.model_server.running import running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing
+from tests.stack import TOOLCREW, Footprint, Stack, missing
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
@@ -195,7 +196,7 @@ def test_a_batch_waits_while_its_model_is_unavailable_and_repeats_no_reply(
 
 
 def test_a_batch_whose_model_is_unreachable_can_be_interrupted_and_resumed(shell: CommandShell) -> None:
-    port = free_port()
+    port = reserve_port()
     shell.environment["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
     text = RunningCommand(
         shell, "batches", "submit", str(shell.write(6)), "--output", shell.out, "--id", "gone", "--concurrency", "3"
