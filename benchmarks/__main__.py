@@ -1,6 +1,7 @@
 """Run benchmarks: `python -m benchmarks [NAME ...] [--runs N] [--smallest] [--json] [--check]`. The default is all.
 
-With --check the exit status is 1 if a target is missed. With --smallest the figures only show that a benchmark runs.
+The exit status is 1 if a benchmark fails, and with --check also if a target is missed. With --smallest the figures only
+show that a benchmark runs.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,17 +70,25 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        reports = [_run(name, options, quiet=options.json) for name in names]
+        reports = [report for name in names if (report := _try_run(name, options)) is not None]
     except KeyboardInterrupt:
         sys.stderr.write("bench: interrupted; everything it started has been taken down\n")
         return 130
-    except (ToolcrewError, OSError) as error:
-        sys.stderr.write(f"bench: {error}\n")
-        return 1
     if options.json:
         print(json.dumps({"load_average": os.getloadavg(), **{report.name: report.as_json() for report in reports}}))
     missed = [figure.key for report in reports for figure in report.figures if figure.met is False]
-    return 1 if missed and options.check else 0
+    return 1 if len(reports) < len(names) or (missed and options.check) else 0
+
+
+def _try_run(name: str, options: argparse.Namespace) -> Report | None:
+    """Run the benchmark and return its report; None if it failed. The others then still run."""
+    try:
+        return _run(name, options, quiet=options.json)
+    except (ToolcrewError, OSError) as error:
+        sys.stderr.write(f"bench: {name}: {error}\n")
+    except Exception:  # noqa: BLE001  # a defect of one benchmark must not hide the figures of the others
+        sys.stderr.write(f"bench: {name}: {traceback.format_exc()}\n")
+    return None
 
 
 def _run(name: str, options: argparse.Namespace, *, quiet: bool) -> Report:

@@ -7,7 +7,10 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import secrets
+import select
+import signal
 import sys
 import tarfile
 import time
@@ -23,7 +26,7 @@ import requests.exceptions
 from docker import APIClient
 
 from benchmarks.engine_peer import open_api
-from benchmarks.processes import START_LIMIT_S, child_process, running_sandboxd
+from benchmarks.processes import START_LIMIT_S, STOP_LIMIT_S, child_process, running_sandboxd
 from contract.errors import SandboxUnavailable
 from workers.settings import SandboxdSettings
 
@@ -62,7 +65,9 @@ def running_host(name: str, folder: Path, shared: Mapping[str, str], own: Mappin
 
 @contextlib.contextmanager
 def running_engine(folder: Path) -> Iterator[APIClient]:
-    """Start a Docker engine without networks, and yield a client of it. Raises SandboxUnavailable with its output."""
+    """Start a Docker engine without networks, and yield a client of it. The engine mounts its data folder on itself, so
+    `folder` must be in a `temporary_folder`. Raises SandboxUnavailable with its output.
+    """
     socket, log = folder / "engine.sock", folder / "engine.log"
     # This engine must not read the configuration of the machine's own engine.
     (folder / "engine.json").write_text("{}")
@@ -71,7 +76,9 @@ def running_engine(folder: Path) -> Iterator[APIClient]:
         *("--data-root", str(folder / "data"), "--exec-root", str(folder / "exec"), "--pidfile", str(folder / "pid")),
         *("--iptables=false", "--ip-forward=false", "--ip-masq=false", "--log-level", "warn"),
     ]
-    with child_process(argv, {}, log) as child, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        after_engine = stack.enter_context(contextlib.ExitStack())
+        child = stack.enter_context(child_process(argv, {}, log))
         until = time.monotonic() + START_LIMIT_S
         while True:
             try:
@@ -82,7 +89,18 @@ def running_engine(folder: Path) -> Iterator[APIClient]:
                     raise SandboxUnavailable(log.read_text(errors="replace") or "dockerd did not start") from None
                 time.sleep(0.1)
         stack.callback(api.close)
+        # The containerd of an engine that was killed still writes into the folder.
+        containerd = int((folder / "exec" / "containerd" / "containerd.pid").read_text())
+        after_engine.callback(_end, os.pidfd_open(containerd))
         yield api
+
+
+def _end(program: int) -> None:
+    """Kill a program, by its pidfd, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(program, signal.SIGKILL)
+    select.select([program], [], [], STOP_LIMIT_S)
+    os.close(program)
 
 
 def _copy_image(image: str, into: APIClient) -> None:

@@ -11,7 +11,6 @@ import json
 import random
 import secrets
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks.engine_peer import open_api
 from benchmarks.image_hosts import new_deployment, push_image, running_host
 from benchmarks.in_flight import open_broker
+from benchmarks.processes import temporary_folder
 from benchmarks.report import Report
 from benchmarks.sizes import size
 from contract.errors import SandboxUnavailable
@@ -67,7 +67,7 @@ def run() -> Report:
             raise SandboxUnavailable(f"this benchmark needs {program}: apt-get install docker.io docker-registry")
     with contextlib.ExitStack() as stack:
         # The data is in memory: a disk that discards freed blocks takes minutes to remove the layers of the engines.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-", dir="/dev/shm")))
+        folder = stack.enter_context(temporary_folder("/dev/shm"))
         api = open_api()
         stack.callback(api.close)
         registry = stack.enter_context(open_registry(api, folder))

@@ -28,6 +28,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.disks.image import TEMPLATES
 from workers.sandboxd.frames import MAX_DOWN, encode_frame
+from workers.sandboxd.runtime.mounts import list_mounts
 from workers.sandboxd.runtime.oci import FOLDER
 
 ROUNDS = size(1000, 10)
@@ -81,7 +82,9 @@ class Traces:
             "runtime records": [name for name in self.ids if (STATES / name).exists()],
             "control groups": [str(group) for group in list_groups() if group.name in self.ids],
             "mounts": [
-                point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)
+                point
+                for point in map(str, list_mounts())
+                if point in self.mounts or self._is_ours(point, sandboxd.state)
             ],
             "loop devices": [file for file in loop_files() if file.startswith(f"{sandboxd.state}/")],
             "processes": [line for line in _process_lines() if any(name in line for name in self.ids)],
@@ -169,11 +172,6 @@ class Rounds:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.connect(str(self._sandboxd.socket))
             asking.sendall(encode_frame(header, b"", max_total=MAX_DOWN))
-
-
-def mount_points() -> list[str]:
-    """Return the mount points of this process's mount namespace."""
-    return [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
 
 
 def loop_files() -> list[str]:

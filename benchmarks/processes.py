@@ -1,6 +1,7 @@
 """Processes that a benchmark starts: a sandboxd, or the guest alone.
 
-Each process has its own folder, which is removed when the process ends.
+Each process has its own folder, which is removed when the process ends. Engines and sandboxd mount file systems in
+their folders. A killed one leaves its mounts, and the kernel refuses to remove a folder with a mount.
 """
 
 import contextlib
@@ -19,11 +20,31 @@ from pathlib import Path
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import STOP_AND_REMOVE
+from workers.sandboxd.disks.loop_mounts import unmount
+from workers.sandboxd.runtime.mounts import list_mounts
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
 _PR_SET_PDEATHSIG = 1
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str | None = None) -> Iterator[Path]:
+    """Yield a new folder. Remove it at the end, with everything that is mounted in it."""
+    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-", dir=parent) as name:
+        folder = Path(name)
+        try:
+            yield folder
+        finally:
+            unmount_below(folder)
+
+
+def unmount_below(folder: Path) -> None:
+    """Remove all mounts in a folder, also those that another process has left."""
+    for place in reversed(list_mounts()):
+        if place.is_relative_to(folder):
+            unmount(place)
 
 
 @dataclass(frozen=True)
@@ -75,8 +96,7 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
     start, with the end of its output.
     """
     name = f"bench-{secrets.token_hex(4)}"
-    with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as place:
-        folder = Path(place)
+    with temporary_folder() as folder:
         environment = {
             "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
             "TOOLCREW_SANDBOXD_NAME": name,

@@ -10,7 +10,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,10 +23,12 @@ import pytest
 import redis
 from docker import APIClient
 
+from benchmarks.processes import unmount_below
 from benchmarks.sandboxes import list_containers, list_folders, list_pins
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from orchestrator.operations.local_stack import StackInfo, read_stack
+from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
@@ -64,12 +65,6 @@ def require_redis_server() -> str:
         return find_redis_server()
     except ConfigError as error:
         missing(str(error))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- Processes and containers
@@ -215,6 +210,8 @@ class Footprint:
         for volume in self.volumes():
             with contextlib.suppress(Exception):
                 self._api.remove_volume(volume)  # type: ignore[union-attr]
+        # A killed sandboxd leaves the mounts of its workspaces, and a folder with a mount cannot be removed.
+        unmount_below(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _lives_in_folder(self, pid: int) -> bool:
@@ -365,7 +362,7 @@ class RedisServer:
 
     def __init__(self, folder: Path, *, password: str | None) -> None:
         self._folder = folder
-        self.port = free_port()
+        self.port = reserve_port()
         self.url = f"redis://:{password}@127.0.0.1:{self.port}/0" if password else f"redis://127.0.0.1:{self.port}/0"
         self._config = write_redis_config(folder, self.port, password or "x")
         if password is None:

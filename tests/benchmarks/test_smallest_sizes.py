@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,17 @@ PLAYED = ({"kind": "rule", "when": {}, "reply": {"text": "It is done."}},)
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(LIMIT_S + 30)]
 
 
+@dataclass(frozen=True)
+class Run:
+    """One run of all benchmarks. `reports`: of those that did not fail. `errors`: its stderr output."""
+
+    reports: Mapping[str, Any]
+    errors: str
+
+
 @pytest.fixture(scope="module")
-def reports() -> Mapping[str, Any]:
-    """Return the reports of one run of all benchmarks, as `scripts/bench` runs them without a name."""
+def run() -> Run:
+    """Run all benchmarks, as `scripts/bench` does without a name."""
     require_engine()
     if shutil.which("docker-registry") is None:
         missing("no docker-registry: apt-get install docker-registry")
@@ -47,12 +56,15 @@ def reports() -> Mapping[str, Any]:
             timeout=LIMIT_S,
             check=False,
         )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    assert ran.stdout, ran.stderr
+    reports = json.loads(ran.stdout)
+    assert (ran.returncode == 0) == (set(NAMES) <= set(reports)), ran.stderr
+    return Run(reports, ran.stderr)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_runs_at_its_smallest_size(reports: Mapping[str, Any], name: str) -> None:
-    figures = {key: value for key, value in reports[name].items() if key not in ("targets", "notes")}
+def test_a_benchmark_runs_at_its_smallest_size(run: Run, name: str) -> None:
+    assert name in run.reports, run.errors
+    figures = {key: value for key, value in run.reports[name].items() if key not in ("targets", "notes")}
     assert figures
     assert all(math.isfinite(value) for value in figures.values()), figures

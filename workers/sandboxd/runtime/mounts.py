@@ -104,7 +104,7 @@ def enter_private_namespace(needed: Sequence[Path]) -> None:
     """
     check(LIBC.unshare(_CLONE_NEWNS), "unshare")
     check(LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "/")
-    for place in reversed(_list_mounts()):
+    for place in reversed(list_mounts()):
         is_needed = any(path == place or place in path.parents for path in (*needed, *_KERNEL_FOLDERS))
         if not is_needed and not any(place.is_relative_to(folder) for folder in _WHOLE_FOLDERS):
             LIBC.umount2(os.fsencode(place), _MNT_DETACH)
@@ -120,7 +120,8 @@ _WHOLE_FOLDERS = (Path("/dev"), Path("/sys/fs/cgroup"))
 _KERNEL_FOLDERS = (Path("/proc"), Path("/sys"), *_WHOLE_FOLDERS)
 
 
-def _list_mounts() -> list[Path]:
+def list_mounts() -> list[Path]:
+    """Return the mount points that this thread sees, in the order in which they were mounted."""
     lines = Path("/proc/thread-self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     # The kernel writes spaces and some other characters as octal numbers.
     return [Path(line.split(" ")[4].encode().decode("unicode_escape")) for line in lines]
