@@ -9,7 +9,7 @@ from workers.tools.base import OnData
 
 
 def build_glob_done(**fields: Any) -> dict[str, Any]:
-    plain = {"total": 0, "shown": 0, "cut": False, "ignored": 0, "unreadable": 0, "partial": False}
+    plain = {"total": 0, "shown": 0, "cut": False, "ignored": 0, "unreadable": 0, "partial": False, "hints": []}
     return {**plain, **fields}
 
 
@@ -26,7 +26,7 @@ def build_grep_done(**fields: Any) -> dict[str, Any]:
         "binary",
         "unreadable",
     )
-    names = ("large_names", "binary_names", "unreadable_names")
+    names = ("large_names", "binary_names", "unreadable_names", "hints")
     plain = {
         **dict.fromkeys(counts, 0),
         **{name: [] for name in names},

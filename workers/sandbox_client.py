@@ -627,6 +627,7 @@ class _Glob(_Shape):
     ignored: _Count
     unreadable: _Count
     partial: bool
+    hints: _Names
 
 
 class _Grep(_Shape):
@@ -646,6 +647,7 @@ class _Grep(_Shape):
     unreadable: _Count
     unreadable_names: _Names
     partial: bool
+    hints: _Names
 
 
 _SHAPES: dict[str, type[_Shape]] = {

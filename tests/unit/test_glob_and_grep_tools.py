@@ -177,6 +177,12 @@ def test_paths_omitted_by_a_glob_are_reported(fields: dict[str, Any], arguments:
     assert str(outcome.output).splitlines() == ["[0 of 0; newest first]", note]
 
 
+@pytest.mark.parametrize(("run", "done"), [(run_grep, build_grep_done), (run_glob, build_glob_done)])
+def test_the_hints_of_the_guest_are_shown(run: Callable[..., Outcome], done: Callable[..., dict[str, Any]]) -> None:
+    outcome = run(ScriptedBench(b"", done(hints=["first hint", "second"])))
+    assert str(outcome.output).splitlines()[-2:] == ["[first hint]", "[second]"]
+
+
 def test_a_limited_or_full_glob_output_is_reported() -> None:
     limited = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7, shown=1)), limit=1)
     assert str(limited.output).endswith("[1 of 7; newest first; raise limit (at most 2000) or narrow the pattern]")

@@ -43,7 +43,7 @@ def name_some(total: int, names: list[str]) -> str:
 
 
 def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
-    """Return notes on paths that ignore rules hide, and on an incomplete search.
+    """Return notes on paths that ignore rules hide, on an incomplete search, and the guest's hints.
 
     `arguments`: the names of the arguments with which a caller can limit a search.
     """
@@ -54,4 +54,4 @@ def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
         notes.append(
             f"[partial: the search reached its limit of time or memory, and there may be more; narrow {arguments}]"
         )
-    return notes
+    return notes + [f"[{hint}]" for hint in done["hints"]]

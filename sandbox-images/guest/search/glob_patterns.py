@@ -1,7 +1,8 @@
 """Match paths with glob patterns.
 
 `*`, `?` and `[...]` match within one part of a path. `**` as a part matches any number of parts. `{a,b}` is expanded
-first. A pattern without a slash applies to names at any depth, as in a gitignore file.
+first. `[abc]` and `{abc}` also match the names that are written so. A pattern without a slash applies to names at any
+depth, as in a gitignore file.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ class Globs:
     if every path matches.
     """
 
-    def __init__(self, texts: list[str], subject: str) -> None:
+    def __init__(self, texts: list[str], subject: str, flags: int = 0) -> None:
         """Compile the patterns. `subject`: what error messages call them. Raises RequestFailure."""
+        self._texts = texts
+        self._subject = subject
+        self.has_folders = any("/" in text for text in texts)
         self.names: list[str] = []
         self.accept_all = False
         regexes = []
@@ -48,12 +52,16 @@ class Globs:
                     self.names.append(parts[-1])
                     self.accept_all = self.accept_all or parts in (["**", "**"], ["**", "*"])
                     regexes.append(_join(parts))
-                self._match: Callable[[str], object] = re.compile("|".join(regexes), re.DOTALL).fullmatch
+                self._match: Callable[[str], object] = re.compile("|".join(regexes), re.DOTALL | flags).fullmatch
             except (re.error, RecursionError, OverflowError) as error:
                 raise RequestFailure(INVALID_PATTERN, f"{subject} '{_shorten(text)}': {error}") from None
 
     def match(self, path: str) -> bool:
         return self._match(path) is not None
+
+    def ignoring_case(self) -> Globs:
+        """Return the same patterns, which match in any case."""
+        return Globs(self._texts, self._subject, re.IGNORECASE)
 
 
 def has_magic(text: str) -> bool:
@@ -76,7 +84,11 @@ def _expand_braces(pattern: str) -> list[str]:
             done.append(text)
         else:
             head, tail = text[: braces.start()], text[braces.end() :]
-            pending += [head + option + tail for option in _COMMA.split(braces[1])]
+            options = _COMMA.split(braces[1])
+            pending += [head + option + tail for option in options]
+            if len(options) == 1:
+                # Braces around one name, such as `{slug}`, are usually the name of a folder.
+                pending.append(f"{head}\\{{{braces[1]}\\}}{tail}")
         count = len(done) + len(pending)
         if count > _MAX_ALTERNATIVES or (count > 1 and count * len(text) > _MAX_EXPANDED_CHARS):
             raise re.error("too many alternatives in braces")
@@ -122,7 +134,9 @@ def _translate(part: str) -> str:
             pieces[-1] += re.escape(token["escaped"])
         elif token["members"] is not None:
             members = _OF_CLASS.sub(r"\\\g<0>", token["members"])
-            pieces[-1] += f"[^/{members}]" if token["negated"] else f"[{members}]"
+            # The text in brackets also matches itself, because many projects name folders like `[slug]`.
+            one_char = f"[^/{members}]" if token["negated"] else f"[{members}]"
+            pieces[-1] += f"(?:{one_char}|{re.escape(token[0])})"
         elif token["other"] == "*":
             pieces.append("")
         elif token["other"] in ("[", "{", "\\"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -20,8 +21,11 @@ from guest.fields import escaped
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic
+from guest.search.hints import NearMisses, explain_pattern
+from guest.search.readings import shorten_hints
 from guest.search.ripgrep import FileSelection, list_files
 from guest.search.start import Start, open_folder
+from guest.search.suggestions import missing_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,6 +51,19 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     if ".." in text.split("/"):
         raise RequestFailure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
     finder = _Finder(request, clock, paths)
+    _search(text, request, paths, finder)
+    if finder.is_empty and "\\" in text:
+        other = _Finder(request, clock, paths)
+        with contextlib.suppress(RequestFailure):
+            _search(text.replace("\\", "/"), request, paths, other)
+        if not other.is_empty:
+            other.hints = ["nothing matches the pattern as it is written. These paths match it with / for \\"]
+            finder = other
+    return finder.send(request, context.writer)
+
+
+def _search(text: str, request: GlobRequest, paths: GuestPaths, finder: _Finder) -> None:
+    """Search for a pattern, and if nothing matches, find out why. Raises RequestFailure."""
     is_absolute = text.startswith("/")
     *folders, name = [part for part in text.split("/") if part not in ("", ".")] or ["**"]
     # Start the search in the folder that the first parts of the pattern name, if these parts have no special
@@ -56,8 +73,12 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
         start: Start | None = open_folder("/" + "/".join(literal), paths)
     else:
         start = _open_below(open_folder(request.path, paths), request.path, literal, paths)
+    if start is None and _repeats_path(request.path, literal):
+        start = _open_below(open_folder(".", paths), ".", literal, paths)
+        finder.hints.append("path was not used: the pattern begins with it")
     if start is None:
-        return finder.send(request, context.writer)
+        finder.hints.append(str(missing_file("/".join((request.path, *literal)), paths)))
+        return
     # A pattern that is the path of an existing file matches this file, even if the path contains special characters or
     # an ignore rule hides it.
     rest = folders[len(literal) :]
@@ -69,7 +90,14 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
             raise
     else:
         finder.search(start, globs)
-    return finder.send(request, context.writer)
+        if finder.is_empty:
+            finder.explain(start, globs, text)
+
+
+def _repeats_path(path: str, literal: list[str]) -> bool:
+    """Return whether a pattern for a folder begins with the path of this folder."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    return bool(parts) and literal[: len(parts)] == parts
 
 
 def _open_below(start: Start, path: str, parts: list[str], paths: GuestPaths) -> Start | None:
@@ -107,6 +135,11 @@ class _Finder:
         self._ignored = 0
         self._unreadable = 0
         self._is_partial = False
+        self.hints: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._matches
 
     @property
     def has_literal(self) -> bool:
@@ -191,6 +224,13 @@ class _Finder:
     def _is_wanted(self, status: os.stat_result) -> bool:
         return self._kind == "any" or stat.S_IFMT(status.st_mode) in _KINDS[self._kind]
 
+    def explain(self, start: Start, globs: Globs, pattern: str) -> None:
+        """Add hints on what a search that found nothing has left out."""
+        near = NearMisses(globs, self._kind)
+        for path in self._walk(FileSelection(start, self._paths, False), set()):
+            near.add(path, start.shown + path)
+        self.hints += [*near.hints(), *explain_pattern(pattern)]
+
     def send(self, request: GlobRequest, writer: ReportWriter) -> dict[str, object]:
         """Send the first matches. Returns the fields of the done event."""
         lines, remaining_bytes = [], request.max_bytes
@@ -208,4 +248,5 @@ class _Finder:
             "ignored": self._ignored,
             "unreadable": self._unreadable,
             "partial": self._is_partial,
+            "hints": shorten_hints(self.hints),
         }

@@ -10,6 +10,7 @@ import re
 
 from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, RequestFailure
 from guest.fields import escaped
+from guest.search.readings import accept_escapes
 
 MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""
@@ -31,7 +32,9 @@ class GrepPattern:
     """A checked pattern. The constructor raises RequestFailure if no line can match it."""
 
     def __init__(self, text: str, fixed_strings: bool, ignore_case: bool, multiline: bool) -> None:
-        self.text = text
+        # What ripgrep searches for. Messages show `written`.
+        self.text = text if fixed_strings else accept_escapes(text)
+        self.written = text
         self.fixed_strings = fixed_strings
         self.ignore_case = ignore_case
         self.multiline = multiline
@@ -87,16 +90,16 @@ class GrepPattern:
         return self._build_failure(reason_text[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
 
     def _build_failure(self, reason: str, position: int | None) -> RequestFailure:
-        where = f" at character {position}" if position is not None else ""
-        message = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.text)}"
-        if not self.fixed_strings and not _OPERATORS.search(self.text):
+        where = f" at character {position}" if position is not None and self.text == self.written else ""
+        message = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.written)}"
+        if not self.fixed_strings and not _OPERATORS.search(self.written):
             message += "; if it is meant literally, retry with fixed_strings=true"
         return RequestFailure(INVALID_PATTERN, message)
 
     def _spans_lines(self) -> RequestFailure:
         message = (
             "the pattern has a line end, and no single line matches it: set multiline=true; it was "
-            f"{_shorten(self.text)}"
+            f"{_shorten(self.written)}"
         )
         return RequestFailure(INVALID_PATTERN, message)
 

@@ -27,13 +27,15 @@ from guest.search.grep_files import (
 from guest.search.grep_lines import FilePrinter, MatchPage, MatchPosition, find_offsets
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_records import group_positions
+from guest.search.hints import EXPLAIN_GLOBS, explain_links, find_links
 from guest.search.names import build_names
+from guest.search.readings import Reading, build_readings, shorten_hints
 from guest.search.ripgrep import FileSelection, NameFilter, Ripgrep, list_files
 from guest.search.start import Start, open_start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
@@ -61,21 +63,62 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     """
     clock = Clock(context.watch, request.timeout_s)
     pattern = GrepPattern(request.pattern, request.fixed_strings, request.ignore_case, request.multiline)
-    names = NameFilter(request.include, request.exclude, request.type)
     start = open_start(request.path, context.paths)
+    names = NameFilter(request.include, request.exclude, request.type, start)
     # ripgrep runs in this directory, and its output has names relative to the directory.
     try:
         os.fchdir(start.fd)
     except OSError as error:
         raise describe_os_error(error, start.show(b"")) from None
-    search = _Search(request, pattern, start, context, clock)
+    search = _find(pattern, names, lambda pattern: _Search(request, pattern, start, context, clock))
+    search.send()
+    return search.fields()
+
+
+def _find(pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPattern], _Search]) -> _Search:
+    """Return the search with its matching files. If nothing matches, the pattern may mean something else to its writer:
+    the first other reading that matches is used, and the hints name it.
+    """
+    search = _find_as_read(pattern, names, open_search)
+    if search.has_matches or search.is_partial:
+        return search
+    readings = build_readings(pattern.written, fixed=pattern.fixed_strings, ignore_case=pattern.ignore_case)
+    with contextlib.suppress(RequestFailure):
+        # One search for all readings, because most patterns that match nothing match nothing in any reading.
+        if readings and _find_as_read(_join_readings(readings, pattern), names, open_search).has_matches:
+            for reading in readings:
+                with contextlib.suppress(RequestFailure):
+                    other = _find_as_read(_read_as(reading, pattern), names, open_search)
+                    if other.has_matches:
+                        return _use_reading(search, other, reading)
+    return search
+
+
+def _find_as_read(pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPattern], _Search]) -> _Search:
+    search = open_search(pattern)
     try:
         search.find(names)
     except _NeedsPcreError:
-        search = _Search(request, pattern, start, context, clock)
+        search = open_search(pattern)
         search.find(names)
-    search.send()
-    return search.fields()
+    return search
+
+
+def _use_reading(search: _Search, other: _Search, reading: Reading) -> _Search:
+    if reading.is_shown:
+        other.hints.append(f"nothing matches the pattern as it is written. These lines match it {reading.hint}")
+        return other
+    search.hints.append(f"{other.count_files()} {reading.hint}")
+    return search
+
+
+def _read_as(reading: Reading, pattern: GrepPattern) -> GrepPattern:
+    return GrepPattern(reading.text, reading.fixed, reading.ignore_case or pattern.ignore_case, pattern.multiline)
+
+
+def _join_readings(readings: list[Reading], pattern: GrepPattern) -> GrepPattern:
+    valid = "|".join(reading.as_regex() for reading in readings)
+    return GrepPattern(valid, False, pattern.ignore_case, pattern.multiline)
 
 
 class _Search:
@@ -103,9 +146,17 @@ class _Search:
         # Number of files that the filters `include`, `exclude` and `type` select. It is counted only if no file
         # matches.
         self._searched: int | None = None
-        self._is_partial = self._was_killed = False
+        self.is_partial = self._was_killed = False
+        self.hints: list[str] = []
         self._shown = self._shown_files = 0
         self._ripgrep = Ripgrep(self._paths.ripgrep, pattern)
+
+    @property
+    def has_matches(self) -> bool:
+        return bool(self._matches)
+
+    def count_files(self) -> str:
+        return "1 file would" if len(self._matches) == 1 else f"{len(self._matches)} files would"
 
     # --- which files --------------------------------------------------------------------------------------------------
 
@@ -220,7 +271,7 @@ class _Search:
             if not skips_large and not child.was_late:
                 # ripgrep may have failed because a line of a large file needed too much memory.
                 raise _LargeFileError
-            self._is_partial = True
+            self.is_partial = True
             self._was_killed = not child.was_late
         if child.has_refused:
             if self._pattern.turn_to_pcre(child.left_out.text):
@@ -229,7 +280,7 @@ class _Search:
 
     def _check_partial(self) -> None:
         """Raise RequestFailure if the search ended early and has found nothing."""
-        if not self._is_partial or self._matches:
+        if not self.is_partial or self._matches:
             return
         if self._was_killed:
             raise RequestFailure(
@@ -286,7 +337,7 @@ class _Search:
             remaining -= self._send_files(paths, remaining)
             batch = _LAST_BATCH
             if self._clock.is_over:
-                self._is_partial = self._is_partial or (remaining > 0 and bool(self._matches))
+                self.is_partial = self.is_partial or (remaining > 0 and bool(self._matches))
                 return
 
     def _send_files(self, paths: list[bytes], limit: int) -> int:
@@ -314,7 +365,7 @@ class _Search:
                 if shown >= limit or self._page.is_full:
                     return shown
             if child.was_cut_off:
-                self._is_partial = True
+                self.is_partial = True
         return shown
 
     def _send_file(self, path: bytes, fd: int, positions: Iterable[MatchPosition]) -> int:
@@ -345,8 +396,17 @@ class _Search:
             "binary_names": build_names(map(self._named, sorted(self._binary))),
             "unreadable": len(self._unreadable),
             "unreadable_names": build_names(map(self._named, sorted(self._unreadable))),
-            "partial": self._is_partial,
+            "partial": self.is_partial,
+            "hints": shorten_hints([*self.hints, *self._explain_nothing()]),
         }
+
+    def _explain_nothing(self) -> Iterator[str]:
+        """Yield what a search that found nothing has not read, and how to search it."""
+        if self._matches or self._start.file is not None:
+            return
+        if self._searched == 0:
+            yield EXPLAIN_GLOBS.format("include, exclude and type select no file")
+        yield from explain_links([self._named(path) for path in find_links(lambda: self._clock.is_over)])
 
     def _named(self, path: bytes) -> bytes:
         return self._start.shown + path

@@ -72,8 +72,9 @@ _OTHER_TYPES = {
 class NameFilter:
     """The files that the filters `include`, `exclude` and `type` of a request select."""
 
-    def __init__(self, include: str | None, exclude: str | None, type_name: str | None) -> None:
+    def __init__(self, include: str | None, exclude: str | None, type_name: str | None, start: Start) -> None:
         """Compile the globs. Raises RequestFailure for an invalid glob."""
+        self._start = start
         globs = _read_globs(include, "include")
         self.excluded = [glob.removeprefix("!") for glob in globs if glob.startswith("!")]
         self.excluded += _read_globs(exclude, "exclude")
@@ -82,7 +83,13 @@ class NameFilter:
         self.type_name = type_name.strip().removeprefix(".").lower() if type_name is not None else None
 
     def takes(self, path: bytes) -> bool:
-        return self.included is None or self.included.match(os.fsdecode(path))
+        """Return whether a path below the start is selected. A glob with folders may begin at the start of the search,
+        at the working folder or at the root.
+        """
+        if self.included is None or self.included.match(os.fsdecode(path)):
+            return True
+        bases = (self._start.shown, self._start.real[1:] + b"/") if self.included.has_folders else ()
+        return any(self.included.match(os.fsdecode(base + path)) for base in bases)
 
     @property
     def is_empty(self) -> bool:
