@@ -8,6 +8,7 @@
     |   +-- ConfigError            a setting is missing or wrong
     |   |   +-- RecordRefused          a stored record is not signed with this deployment's secret
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses the credentials
+    |   |   +-- BrokerFull             Redis answers, but its memory is full
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model server cannot be reached, or refuses the request
     |       +-- ModelBlocked           its rate limit asks for a longer wait than the caller allows
@@ -55,6 +56,7 @@ class ErrorCode(StrEnum):
     SESSION_BUSY = "SESSION_BUSY"
     SANDBOX_UNAVAILABLE = "SANDBOX_UNAVAILABLE"
     BROKER_UNAVAILABLE = "BROKER_UNAVAILABLE"
+    BROKER_FULL = "BROKER_FULL"
     UNKNOWN_TENANT = "UNKNOWN_TENANT"
     UNAUTHENTICATED = "UNAUTHENTICATED"
     RATE_LIMITED = "RATE_LIMITED"
@@ -70,6 +72,7 @@ OPERATOR_CODES = frozenset(
     {
         ErrorCode.SANDBOX_UNAVAILABLE,
         ErrorCode.BROKER_UNAVAILABLE,
+        ErrorCode.BROKER_FULL,
         ErrorCode.HOST_LOST,
         ErrorCode.OUTCOME_UNKNOWN,
         ErrorCode.ENVELOPE_REFUSED,
@@ -82,6 +85,10 @@ OPERATOR_CODES = frozenset(
 A call that ends with one of these codes is a FAILURE in Celery, so Flower shows it in red. All other codes are answers
 that the model reads, and their Celery state is SUCCESS. Infrastructure failures are never shown as command output.
 """
+
+
+BROKER_CODES = frozenset({ErrorCode.BROKER_UNAVAILABLE, ErrorCode.BROKER_FULL})
+"""Codes of calls that failed because Redis did not answer or took no data."""
 
 
 class ToolcrewError(Exception):
@@ -124,6 +131,12 @@ class BrokerUnavailable(OperatorError):
     """Redis cannot be reached, or refuses the credentials."""
 
     code = ErrorCode.BROKER_UNAVAILABLE
+
+
+class BrokerFull(BrokerUnavailable):
+    """Redis answers, but refuses writes, because its memory is full."""
+
+    code = ErrorCode.BROKER_FULL
 
 
 class SandboxUnavailable(OperatorError):

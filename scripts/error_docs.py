@@ -65,6 +65,10 @@ DO = {
         "run `toolcrew hosts list`, then `toolcrew doctor` on the host; read the log of sandboxd"
     ),
     ErrorCode.BROKER_UNAVAILABLE: "check that Redis is up: `toolcrew doctor`",
+    ErrorCode.BROKER_FULL: (
+        "delete ended batches, or raise `maxmemory`; `toolcrew doctor` shows how much is used "
+        "([Operations](operations.md))"
+    ),
     ErrorCode.UNKNOWN_TENANT: "check the name (`toolcrew tenants list`), or register the tenant",
     ErrorCode.UNAUTHENTICATED: "create a new key: `toolcrew keys create TENANT`",
     ErrorCode.RATE_LIMITED: "wait for `retry_after_s`, raise the tenant's rate, or add workers",

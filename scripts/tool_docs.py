@@ -85,13 +85,14 @@ MEANINGS = {
         "no sandbox is available, or the sandbox died; a lost sandbox is reported once and then replaced"
     ),
     ErrorCode.BROKER_UNAVAILABLE: "Redis does not answer",
+    ErrorCode.BROKER_FULL: "the memory of Redis is full",
     ErrorCode.UNKNOWN_TENANT: "no tenant of that name is registered",
     ErrorCode.UNAUTHENTICATED: "the API key is unknown, revoked or expired",
     ErrorCode.RATE_LIMITED: (
         "too many calls of the tenant wait, or no slot became free in time; `metadata.retry_after_s` says when to "
         "try again"
     ),
-    ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy, or Redis is three quarters full",
+    ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy, or its part of the memory of Redis",
     ErrorCode.BUDGET_EXCEEDED: "a budget of the tenant is used up; `metadata.resets_at` says when it resets",
     ErrorCode.HOST_LOST: "the session's host was lost, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may have run or not",

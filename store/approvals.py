@@ -22,6 +22,7 @@ from contract.names import audit_key, deployment_key, tenant_key
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text
 from store.connection import RedisClient, broker_errors, read_clock
+from store.memory import MEMORY_LUA, account_key, no_memory
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -71,9 +72,10 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 _ASK = (
     _NOW
+    + MEMORY_LUA
     + """
--- KEYS: question, answer, all questions, the tenant's. ARGV: id, question, digest, asker, waiting time in ms, lifetime
--- of the record in ms, max questions of a tenant.
+-- KEYS: question, answer, all questions, the tenant's, memory of the tenant. ARGV: id, question, digest, asker,
+-- waiting time in ms, lifetime of the record in ms, max questions of a tenant.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
@@ -81,10 +83,12 @@ redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
 if not redis.call('ZSCORE', KEYS[4], ARGV[1]) and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[7]) then
   return {'full'}
 end
+if redis.call('EXISTS', KEYS[1]) == 0 and not has_room(KEYS[5], now / 1000, RUNNING_WORK) then return {'memory'} end
 local expires_at = now + ARGV[5]
 redis.call('HSETNX', KEYS[1], 'created_at', now)
 redis.call('HSET', KEYS[1], 'question', ARGV[2], 'digest', ARGV[3], 'asker', ARGV[4], 'expires_at', expires_at)
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
+set_bytes(KEYS[5], now / 1000, KEYS[1], 'bytes', #ARGV[2] + RECORD_BYTES, (now + ARGV[6]) / 1000)
 for at = 3, 4 do
   redis.call('ZADD', KEYS[at], expires_at, ARGV[1])
   redis.call('PEXPIRE', KEYS[at], math.max(redis.call('PTTL', KEYS[at]), ARGV[6]))
@@ -107,9 +111,10 @@ return 1
 _ANSWER = (
     AUDIT_LUA
     + _NOW
+    + MEMORY_LUA
     + """
--- KEYS: question, answer, all questions, the tenant's, audit. ARGV: id, digest, answer, lifetime of the answer
--- in ms, entry.
+-- KEYS: question, answer, all questions, the tenant's, audit, memory of the tenant. ARGV: id, digest, answer, lifetime
+-- of the answer in ms, entry.
 local answer = redis.call('GET', KEYS[2])
 if answer then return {'answered', answer} end
 local stored = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
@@ -118,6 +123,8 @@ if stored[1] ~= ARGV[2] then return {'other'} end
 if tonumber(stored[2]) <= now then return {'over', stored[2]} end
 audit(KEYS[5], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
+add_bytes(KEYS[6], now / 1000, #ARGV[3] + ENTRY_BYTES, (now + ARGV[4]) / 1000)
+set_bytes(KEYS[6], now / 1000, KEYS[1], 'bytes', 0)
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
@@ -271,7 +278,10 @@ class ApprovalQueue:
             wait_ms + int(CLOSED_QUESTION_TTL_S * 1000),
             MAX_PENDING,
         ]
-        reply = await self._run(self._ask_script, [*self._keys_of(question.id), *self._sets(question.tenant)], args)
+        keys = [*self._keys_of(question.id), *self._sets(question.tenant), self._account(question.tenant)]
+        reply = await self._run(self._ask_script, keys, args)
+        if reply[0] == b"memory":
+            raise no_memory("the call needs approval, and the question was not stored")
         if reply[0] == b"full":
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
@@ -374,6 +384,7 @@ class ApprovalQueue:
         action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
         keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
+        keys.append(self._account(question.tenant))
         args = [id_, digest, seal(self._keys, answer), int(ANSWER_TTL_S * 1000), entry_text(entry)]
         # The script checks digest and expiry again: another process may have changed the question since `get`.
         reply = await self._run(self._answer_script, keys, args)
@@ -447,6 +458,9 @@ class ApprovalQueue:
             raise UnknownQuestion(id_)
         key = approval_key(self._deployment, id_)
         return key, f"{key}:decision"
+
+    def _account(self, tenant: str) -> str:
+        return account_key(self._deployment, tenant)
 
     def _sets(self, tenant: str) -> tuple[str, str]:
         return approvals_key(self._deployment), tenant_approvals_key(self._deployment, tenant)

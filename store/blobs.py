@@ -17,6 +17,7 @@ from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import BlobPool, blob_key, is_blob_of
 from store.connection import RedisClient, SyncRedis, broker_errors
+from store.memory import MEMORY_LUA
 from store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
@@ -41,12 +42,17 @@ waits for the result.
 """
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
-# KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of
-# the sizes. Returns 1 if there is room; the size of the blob is then added. Returns 0 if there is no room; the blob is
-# then deleted.
-ROOM_LUA = """
+# KEYS: sizes of the tenant's blobs. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size,
+# the limit, lifetime of the sizes. Returns 1 if there is room; the size of the blob is then added. Returns 0 if there
+# is no room; the blob is then deleted.
+ROOM_LUA = (
+    MEMORY_LUA
+    + """
 local size, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)
+-- Blobs live for seconds, and running calls need them: they may use memory that longer lived records may not.
+local free = free_bytes(CALLS_SHARE)
+if free then max_bytes = math.min(max_bytes, RUNNING_WORK * free) end
 if total + size > max_bytes then
   local sizes = redis.call('HGETALL', KEYS[1])
   total = 0
@@ -71,6 +77,7 @@ if ARGV[2] ~= '' then
 end
 return 1
 """
+)
 
 
 class Blobs:
@@ -250,5 +257,6 @@ def blob_limit_error(tenant: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
         f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, "
-        "which is the limit of a tenant: wait until some calls have ended, then send the call again",
+        "which is the limit of a tenant, or Redis is nearly full: wait until some calls have ended, then send the call "
+        "again",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable
 from contract.names import (
     call_key,
     host_key,
@@ -26,7 +26,17 @@ from contract.names import (
     tenant_sessions_key,
 )
 from store.calls import PUBLISH
-from store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, SharedClock, broker_errors
+from store.connection import (
+    CLOSED,
+    LuaScript,
+    RedisClient,
+    ReplyMissing,
+    ScriptConnection,
+    SharedClock,
+    broker_error,
+    broker_errors,
+)
+from store.memory import account_key
 from store.slots import held_slots_key
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -95,9 +105,9 @@ class Publisher:
     async def publish(self, call: CallMessage) -> None:
         """Put a call into its queue.
 
-        Raises NotSent. Raises BrokerUnavailable: Redis refuses the call, or does not answer for SEND_WAIT_S. If the
-        call may have been sent, the method waits for certainty, or until the deadline of the call. Until then, the
-        call may still start.
+        Raises NotSent. Raises BrokerFull: Redis is nearly full. Raises BrokerUnavailable:
+        Redis refuses the call, or does not answer for SEND_WAIT_S. If the call may have been sent, the method waits
+        for certainty, or until the deadline of the call. Until then, the call may still start.
         """
         keys, arguments = self._invocation(call)
         began = asyncio.get_running_loop().time()
@@ -120,15 +130,21 @@ class Publisher:
             except RedisError as error:
                 # This error is about the repetition only. The first publish may already have pushed the message.
                 if not may_be_sent:
+                    if isinstance(full := broker_error("the call was not sent", error), BrokerFull):
+                        raise full from error
                     raise BrokerUnavailable(
-                        f"the call was not sent: Redis refuses it ({error}). Check its user "
-                        f"and its memory (`toolcrew doctor`)"
+                        f"the call was not sent: Redis refuses it ({error}). Check its user (`toolcrew doctor`)"
                     ) from error
                 log.warning("publish_outcome_unknown", call=call.call_id, error=str(error))
             if may_be_sent and self._clock() > call.start_by:
                 return  # the caller now forbids the call or receives its result
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
+        if outcome == "memory":
+            raise BrokerFull(
+                "the call was not sent: the memory of Redis is nearly full (`maxmemory`). Delete ended batches, or "
+                "raise `maxmemory`; `toolcrew doctor` shows how much is used"
+            )
         if outcome != "sent":
             raise NotSent(outcome)
 
@@ -139,6 +155,7 @@ class Publisher:
             call.queue,
             held_slots_key(self._deployment),
             tenant_calls_key(self._deployment, call.tenant),
+            account_key(self._deployment, call.tenant),
         ]
         # The nonce must be unique, but need not be unpredictable.
         nonce = f"{call.attempt}:{random.getrandbits(64):x}"

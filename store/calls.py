@@ -63,6 +63,7 @@ from contract.session_locations import LOCATION_MARGIN_S
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA
 from store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, broker_errors
+from store.memory import MEMORY_LUA
 from store.usage import USAGE_LUA, CallEnding
 from telemetry.logs import get_logger
 
@@ -203,12 +204,13 @@ MAX_REASON_CHARS = 500
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
-# KEYS: call, queue, held slots, calls of the tenant; for the call of a session also its location, the host of the
-# queue, and the sessions of the tenant. ARGV: attempt, nonce, tool, message, task, ticket, slot, call id; for the call
-# of a session also session, fence, and the seconds by which it may run longer than MAX_TIMEOUT_S. Returns the outcome
-# and Redis's time, in one line.
+# KEYS: call, queue, held slots, calls of the tenant, memory of the tenant; for the call of a session also its location,
+# the host of the queue, and the sessions of the tenant. ARGV: attempt, nonce, tool, message, task, ticket, slot, call
+# id; for the call of a session also session, fence, and the seconds by which it may run longer than MAX_TIMEOUT_S.
+# Returns the outcome and Redis's time, in one line.
 PUBLISH = (
-    """
+    MEMORY_LUA
+    + """
 local time = redis.call('TIME')
 local function reply(outcome) return {ok = outcome .. ' ' .. time[1] .. ' ' .. time[2]} end
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
@@ -216,11 +218,11 @@ local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'nonce')
 if record[3] == ARGV[2] then return reply('sent') end
 if ARGV[7] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[7]) == 0 then return reply('no_slot') end
 local location
-if KEYS[5] then
-  location = redis.call('HMGET', KEYS[5], 'state', 'queue', 'fence', 'ttl_s')
+if KEYS[6] then
+  location = redis.call('HMGET', KEYS[6], 'state', 'queue', 'fence', 'ttl_s')
   local is_there = location[1] == 'open' or location[1] == 'moving'
   if not is_there or location[2] ~= KEYS[2] or location[3] ~= ARGV[10] then return reply('moved') end
-  if redis.call('EXISTS', KEYS[6]) == 0 then return reply('host_lost') end
+  if redis.call('EXISTS', KEYS[7]) == 0 then return reply('host_lost') end
 end
 local first = ARGV[1] == '1'
 -- Also after the call has ended: a second run could act twice.
@@ -229,7 +231,10 @@ if not first then
   -- Only `renew` writes `queued` with an attempt that no nonce names. Otherwise another process sent or ended it.
   local was_sent = record[3] and string.match(record[3], '^%d+') == ARGV[1]
   if record[1] ~= 'queued' or record[2] ~= ARGV[1] or was_sent then return reply('duplicate') end
+elseif ARGV[3] ~= 'session.close' and not has_room(KEYS[5], time[1], RUNNING_WORK, CALLS_SHARE) then
+  return reply('memory')
 end
+add_bytes(KEYS[5], time[1], first and RECORD_BYTES or 0, time[1] + CALL_TTL_S)
 redis.call('LPUSH', KEYS[2], ARGV[4])
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[3], 'session', ARGV[9] or '',
@@ -244,8 +249,8 @@ end
 if location then
   -- The location must live as long as this call, and as an earlier, longer one that still runs.
   local ttl_s = math.ceil(tonumber(location[4]) or 0) + LOCATION_MARGIN_S + tonumber(ARGV[11])
-  if redis.call('TTL', KEYS[5]) < ttl_s then redis.call('EXPIRE', KEYS[5], ttl_s) end
-  if redis.call('TTL', KEYS[7]) < ttl_s then redis.call('EXPIRE', KEYS[7], ttl_s) end
+  if redis.call('TTL', KEYS[6]) < ttl_s then redis.call('EXPIRE', KEYS[6], ttl_s) end
+  if redis.call('TTL', KEYS[8]) < ttl_s then redis.call('EXPIRE', KEYS[8], ttl_s) end
 end
 return reply('sent')
 """.replace("CALL_TTL_S", str(CALL_TTL_S))

@@ -2,7 +2,7 @@
 limits.
 
 Only this package and `workers/celery_edge` import redis. Every store wraps its commands in `broker_errors`, so its
-callers see only BrokerUnavailable.
+callers see only BrokerUnavailable and BrokerFull.
 """
 
 import asyncio
@@ -33,14 +33,21 @@ from redis.connection import Connection as SyncConnection
 from redis.connection import ConnectionPool as SyncPool
 from redis.connection import DefaultParser
 from redis.connection import SSLConnection as SyncTlsConnection
-from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, NoScriptError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    RedisError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 from redis.sentinel import Sentinel as SyncSentinel
 from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
-from contract.errors import BrokerUnavailable, OperatorError
+from contract.errors import BrokerFull, BrokerUnavailable, OperatorError
 from contract.names import deployment_key
 from contract.settings import BrokerSettings
 from store.tasks import begin_shared, cancel_all
@@ -91,13 +98,24 @@ class RedisAccessDenied(OperatorError):
 
 @contextlib.contextmanager
 def broker_errors(failure: str) -> Iterator[None]:
-    """Raise BrokerUnavailable in place of the errors of the Redis client. `failure`: a clause that says what failed,
-    for example "the policy was not read".
+    """Raise BrokerUnavailable or BrokerFull in place of the errors of the Redis client. `failure`: a clause that says
+    what failed, for example "the policy was not read".
     """
     try:
         yield
     except _REDIS_ERRORS as error:
-        raise BrokerUnavailable(f"{failure}: Redis does not answer ({error}). Check that Redis is running") from error
+        raise broker_error(failure, error) from error
+
+
+def broker_error(failure: str, error: Exception) -> BrokerUnavailable:
+    """Return the error for an error of the Redis client."""
+    # In a script, Redis 6 puts the code of a command's error into the middle of the script's error.
+    if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error):
+        return BrokerFull(
+            f"{failure}: the memory of Redis is full (`maxmemory`). Delete ended batches, or raise `maxmemory`; "
+            "`toolcrew doctor` shows how much is used"
+        )
+    return BrokerUnavailable(f"{failure}: Redis does not answer ({error}). Check that Redis is running")
 
 
 def open_redis(broker: BrokerSettings) -> "redis.asyncio.Redis":

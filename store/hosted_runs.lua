@@ -5,7 +5,7 @@
 function publish_end(tenant, run, ended)
   local key = run_key(tenant, run)
   local id = redis.call('XADD', key .. ':events', '*', 'e', ended)
-  redis.call('EXPIRE', key .. ':events', 86400)
+  redis.call('EXPIRE', key .. ':events', EVENTS_TTL)
   redis.call('ZREM', runs .. 'cancels', tenant .. '|' .. run)
   return id
 end
@@ -27,6 +27,7 @@ function end_hosted_run(tenant, run, failure, ended, transcript)
   redis.call('ZADD', batch_key(tenant, HOSTED_BATCH) .. ':' .. state, redis.call('HGET', key, 'line') or '0', run)
   ended = ended or build_end_event(run, failure, 'CANCELLED', 'the run was cancelled')
   redis.call('HSET', key, 'end', ended, 'last_event', publish_end(tenant, run, ended))
+  count_run(tenant, run, 'stream_bytes', counted_bytes(key, 'stream_bytes') + #ended + ENTRY_BYTES, EVENTS_TTL)
 end
 
 local function delete_oldest(tenant, max_count)
@@ -61,7 +62,7 @@ function steps.start_run()
   local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
   local existing = redis.call('HMGET', key, 'batch', 'digest')
   if existing[1] then return {existing[1] == HOSTED_BATCH and existing[2] == digest and 'known' or 'other'} end
-  if is_full(tenant) then return {'memory'} end
+  if not may_start(tenant) then return {'memory'} end
   local token = ARGV[16]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
   if token == '' and waiting >= tonumber(ARGV[12]) then return {'full'} end
@@ -80,7 +81,7 @@ function steps.start_run()
   redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
   redis.call('HSET', key, 'webhook', ARGV[15])
-  count_stored(tenant, HOSTED_BATCH, run, RUN_BYTES + #ARGV[6])
+  count_texts(tenant, HOSTED_BATCH, run)
   redis.call('ZADD', index, line, run)
   if ARGV[19] ~= '' then
     local forks = run_key(tenant, ARGV[19]) .. ':forks'

@@ -14,6 +14,7 @@ from contract.errors import EnvelopeRefused, ErrorCode, RecordRefused, ToolFailu
 from contract.names import deployment_key
 from contract.signing import SigningKeys
 from store.connection import RedisClient, broker_errors
+from store.memory import MEMORY_LUA, account_key, no_memory
 
 KEEP_S = 24 * 3600
 PENDING_S = 900
@@ -31,22 +32,34 @@ FULL = (
 # Every script is repeatable after a lost reply. A repeated claim recognizes the first one, and a response is stored
 # only once. A claim may also arrive after the release of the same claim, from a connection that was given up. No
 # process reads the reply to such a claim, so the script must not take the slot.
-_CLAIM = """
+_CLAIM = (
+    MEMORY_LUA
+    + """
+-- KEYS: slot, mark of a release, memory of the tenant. ARGV: claim, its lifetime, 'full' if the account is full.
 if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
 local found = redis.call('GET', KEYS[1])
 if found and found ~= ARGV[1] then return found end
 if ARGV[3] == 'full' then return ARGV[3] end
+if not found and not has_room(KEYS[3], read_time(), RUNNING_WORK) then return 'memory' end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 return false
 """
-_KEEP = """
+)
+_KEEP = (
+    MEMORY_LUA
+    + """
+-- KEYS: slot, bytes of the account in this hour, memory of the tenant. ARGV: claim, response, its lifetime, its bytes,
+-- lifetime of the count.
 local found = redis.call('GET', KEYS[1])
 if found and found ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
 redis.call('INCRBY', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
+local now = read_time()
+add_bytes(KEYS[3], now, tonumber(ARGV[4]), now + ARGV[3])
 return 1
 """
+)
 _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 redis.call('SET', KEYS[2], '', 'EX', ARGV[2])
@@ -57,13 +70,15 @@ return 0
 @dataclass(frozen=True)
 class SlotClaim:
     """The claim of a request to its slot. `pending`: the content of the slot while the request runs, unique for each
-    request. `released`: the Redis key that exists if the claim was released before Redis received the claim itself.
+    request. `tenant`: the tenant for whose memory the response counts. `released`: the Redis key that exists if the
+    claim was released before Redis received the claim itself.
     """
 
     slot: str
     released: str
     account: str
     pending: str
+    tenant: str
 
 
 class IdempotencyStore:
@@ -74,12 +89,12 @@ class IdempotencyStore:
     def __init__(
         self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
-        self._signing = signing
+        self._signing, self._deployment = signing, deployment
         self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
         self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
         self._release = client.register_script(_RELEASE)
 
-    def name(self, account: str, name: str, digest: str, token: str) -> SlotClaim:
+    def name(self, account: str, name: str, digest: str, token: str, tenant: str) -> SlotClaim:
         """Return the claim of a request. `name`: its Idempotency-Key. `digest`: the digest of its content. `token`: a
         random text, new for each request.
         """
@@ -88,6 +103,7 @@ class IdempotencyStore:
             f"{self._prefix}:released:{token}",
             account,
             json.dumps({"digest": digest, "pending": True, "by": token}),
+            tenant,
         )
 
     async def claim(self, claim: SlotClaim) -> dict[str, Any] | None:
@@ -98,8 +114,11 @@ class IdempotencyStore:
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > MAX_STORED_BYTES
             content: Any = await self._claim(
-                [claim.slot, claim.released], [claim.pending, PENDING_S, "full" if is_full else ""]
+                [claim.slot, claim.released, account_key(self._deployment, claim.tenant)],
+                [claim.pending, PENDING_S, "full" if is_full else ""],
             )
+        if content == b"memory":
+            raise no_memory("the request was not started, because its response could not be stored")
         if content == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
         return self._open(claim.slot, content) if content is not None else None
@@ -113,7 +132,10 @@ class IdempotencyStore:
         record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
         await self._settle(
-            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEEP_S, size, KEEP_S + 3600])
+            self._keep(
+                [claim.slot, self._hour(claim.account), account_key(self._deployment, claim.tenant)],
+                [claim.pending, record, KEEP_S, size, KEEP_S + 3600],
+            )
         )
 
     def _open(self, slot: str, content: bytes) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from contract.names import tenant_key
 from contract.run_events import EventsMissed, RunEnded, RunEvent
 from store.batches import HOSTED_BATCH, RUN_TTL_S, batch_key, parse_batch_event
 from store.connection import broker_errors
+from store.memory import MEMORY_LUA, account_key
 from store.run_log import run_key
 from store.tasks import begin_shared, cancel_all, check_cancelled
 from telemetry.logs import get_logger
@@ -38,49 +39,93 @@ PAGE, BATCH_PAGE = 16, 1000
 START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
-# KEYS: run, events. ARGV: claim, number of the first event, the last step with complete events ('' for no further
-# step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `published`;
-# or `taken` if another process owns the run, or if the run has ended.
-_APPEND = """
+LEAST_STREAM_BYTES = 64 * 1024
+"""Limit of a stream whose tenant may store no more, in bytes."""
+_TRIM_LUA = (
+    MEMORY_LUA
+    + """
+-- Deletes the oldest events of a stream above these limits. Returns the remaining bytes, and the id of the last deleted
+-- event, nil for none.
+local function trim(key, bytes, max_count, max_bytes)
+  local count, trimmed = redis.call('XLEN', key), nil
+  while count > max_count or bytes > max_bytes do
+    local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 20)
+    -- Redis has lost the stream, so its counters start again.
+    if #oldest == 0 then return 0, trimmed end
+    for _, one in ipairs(oldest) do
+      if count > max_count or bytes > max_bytes then
+        bytes, count, trimmed = bytes - #one[2][2], count - 1, one[1]
+        redis.call('XDEL', key, trimmed)
+      end
+    end
+  end
+  return bytes, trimmed
+end
+
+-- Returns the limit of a stream that has grown to this size. Asks for the memory only once in LEAST_STREAM_BYTES.
+local function limit_bytes(account, now, before, after, max_bytes)
+  local least = tonumber(LEAST_STREAM_BYTES)
+  local is_due = math.floor(before / least) < math.floor(after / least)
+  if is_due and not has_room(account, now, RUNNING_WORK) then return least end
+  return max_bytes
+end
+""".replace("LEAST_STREAM_BYTES)", f"{LEAST_STREAM_BYTES})")
+)
+# KEYS: run, events, memory of the tenant. ARGV: claim, number of the first event, the last step with complete events
+# ('' for no further step), number of open questions, time to live, limit of events, limit of bytes, then the events.
+# Returns `published`; or `taken` if another process owns the run, or if the run has ended.
+_APPEND = (
+    _TRIM_LUA
+    + """
 local run = redis.call('HMGET', KEYS[1], 'claim', 'event_count', 'event_bytes')
 if run[1] ~= ARGV[1] then return 'taken' end
-local first, bytes = tonumber(ARGV[2]), tonumber(run[3] or '0')
-local stored_events = tonumber(run[2] or '0')
+local first, before = tonumber(ARGV[2]), tonumber(run[3] or '0')
+local stored_events, bytes, now = tonumber(run[2] or '0'), before, read_time()
 for at = 8, #ARGV do
   if first + at - 8 >= stored_events then
     redis.call('XADD', KEYS[2], '*', 'e', ARGV[at])
     bytes = bytes + #ARGV[at]
   end
 end
-local count, trimmed = redis.call('XLEN', KEYS[2]), nil
-while count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) do
-  local oldest = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 20)
-  if #oldest == 0 then
-    -- Redis has lost the stream, so its counters start again.
-    bytes = 0
-    break
-  end
-  for _, one in ipairs(oldest) do
-    if count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) then
-      bytes, count, trimmed = bytes - #one[2][2], count - 1, one[1]
-      redis.call('XDEL', KEYS[2], trimmed)
-    end
-  end
-end
+local trimmed
+local max_bytes = limit_bytes(KEYS[3], now, before, bytes, tonumber(ARGV[7]))
+bytes, trimmed = trim(KEYS[2], bytes, tonumber(ARGV[6]), max_bytes)
 if trimmed then redis.call('HSET', KEYS[1], 'trimmed', trimmed) end
 redis.call('HSET', KEYS[1], 'event_count', first + #ARGV - 7, 'event_bytes', bytes, 'asking', ARGV[4])
+local size = bytes + ENTRY_BYTES * redis.call('XLEN', KEYS[2])
+set_bytes(KEYS[3], now, KEYS[1], 'stream_bytes', size, now + ARGV[5])
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'published_step', ARGV[3]) end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'published'
 """
+)
+# KEYS: batch, events, memory of the tenant. ARGV: time to live, limit of events, limit of bytes, then the events.
+# Events of a batch that was deleted are dropped.
+_APPEND_PROGRESS = (
+    _TRIM_LUA
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return end
+local before, now = tonumber(redis.call('HGET', KEYS[1], 'event_bytes') or '0'), read_time()
+local bytes = before
+for at = 4, #ARGV do
+  redis.call('XADD', KEYS[2], '*', 'h', ARGV[at])
+  bytes = bytes + #ARGV[at]
+end
+bytes = trim(KEYS[2], bytes, tonumber(ARGV[2]), limit_bytes(KEYS[3], now, before, bytes, tonumber(ARGV[3])))
+redis.call('HSET', KEYS[1], 'event_bytes', bytes)
+local size = bytes + ENTRY_BYTES * redis.call('XLEN', KEYS[2])
+set_bytes(KEYS[3], now, KEYS[1], 'stream_bytes', size, now + ARGV[1])
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+"""
+)
 StoredEvent = tuple[str, str]
 """The id and the JSON of an event."""
 ProgressEvent = tuple[str, str, RunEvent]
 """The tenant, the batch and one of PROGRESS_EVENTS."""
-MAX_PROGRESS = 20_000
-"""Limit of events in the stream of a batch. A reader that is further behind misses events, but no outcome: the records
-of the runs contain the outcomes.
+MAX_PROGRESS, MAX_PROGRESS_BYTES = 20_000, 8 * 1024 * 1024
+"""Limits of the stream of a batch: number of events, and their size in bytes. A reader that is further behind misses
+events, but no outcome: the records of the runs contain the outcomes.
 """
 
 
@@ -118,6 +163,7 @@ class RunEventStore:
         self._client = client
         self._deployment = deployment
         self._append = client.register_script(_APPEND)
+        self._append_progress = client.register_script(_APPEND_PROGRESS)
 
     def key(self, tenant: str, run: str) -> str:
         return run_events_key(self._deployment, tenant, run)
@@ -136,7 +182,11 @@ class RunEventStore:
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
-            keys = [run_key(self._deployment, batch.tenant, batch.run), self.key(batch.tenant, batch.run)]
+            keys = [
+                run_key(self._deployment, batch.tenant, batch.run),
+                self.key(batch.tenant, batch.run),
+                account_key(self._deployment, batch.tenant),
+            ]
             step = "" if batch.last_step is None else batch.last_step
             args = [
                 batch.claim,
@@ -149,11 +199,14 @@ class RunEventStore:
                 *batch.events,
             ]
             await self._append(keys=keys, args=args, client=pipe)
-        for tenant, batch_id, event in progress:
-            key = _progress_key(self._deployment, tenant, batch_id)
-            pipe.xadd(key, {"h": _dump(event.to_json())}, maxlen=MAX_PROGRESS, approximate=True)
-        for key in {_progress_key(self._deployment, tenant, batch_id) for tenant, batch_id, _ in progress}:
-            pipe.expire(key, RUN_TTL_S)
+        for (tenant, batch_id), texts in _group_progress(progress).items():
+            keys = [
+                batch_key(self._deployment, tenant, batch_id),
+                _progress_key(self._deployment, tenant, batch_id),
+                account_key(self._deployment, tenant),
+            ]
+            args = [RUN_TTL_S, MAX_PROGRESS, MAX_PROGRESS_BYTES, *texts]
+            await self._append_progress(keys=keys, args=args, client=pipe)
         replies = await self._ask(pipe.execute()) if batches or progress else []
         return [reply == b"published" for reply in replies[: len(batches)]]
 
@@ -191,6 +244,14 @@ class RunEventStore:
     async def _ask(self, command: Awaitable[Any]) -> Any:
         with broker_errors("the events of the run were not read or written"):
             return await command
+
+
+def _group_progress(progress: Sequence[ProgressEvent]) -> dict[tuple[str, str], list[str]]:
+    """Return the texts of the events of each batch, in their order."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    for tenant, batch, event in progress:
+        texts.setdefault((tenant, batch), []).append(_dump(event.to_json()))
+    return texts
 
 
 def _progress_key(deployment: str, tenant: str, batch: str) -> str:

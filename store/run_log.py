@@ -12,6 +12,7 @@ shown, so it is not signed.
 
 import asyncio
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Any
 import redis.asyncio
 from pydantic import JsonValue
 
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from contract.json_limits import has_more_values_in_text
 from contract.names import tenant_key
 from contract.run_events import (
@@ -40,6 +41,7 @@ from contract.run_events import (
 from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
 from store.connection import SharedClock, broker_errors
+from store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
 from store.sessions import SessionStore
 from store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from telemetry.logs import get_logger
@@ -91,25 +93,50 @@ def parse_entry(text: str | bytes) -> RunEvent:
 PAGE = 64
 """Number of entries of a log that one command reads."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# KEYS: run, log, sessions, usage of the run's session. ARGV: claim, index, entry, signed session of the entry ('' for
-# none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days, whether there is a session,
-# tokens and cost, '1' if the run keeps states. Returns
-# `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process owns the run); or
-# the number of entries, if Redis has lost the last entries.
+FULL_S = 30.0
+"""Time for which a run waits while Redis has no memory, in seconds. Then the run fails."""
+# KEYS: run, log, sessions, usage of the run's session, memory of the tenant. ARGV: claim, index, entry, signed session
+# of the entry ('' for none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days,
+# whether there is a session, tokens and cost, '1' if the run keeps states. Returns
+# `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process owns the run);
+# `full` (the tenant may store no more); or the number of entries, if Redis has lost the last entries.
 _APPEND = (
     USAGE_LUA
+    + MEMORY_LUA
     + """
 if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
 if length > index then return 'there' end
 if length < index then return tostring(length) end
+local now = read_time()
+-- The model has sent its reply: it costs the tenant, whether the reply can be stored or not.
+count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
+if not has_room(KEYS[5], now, RUNNING_WORK) then return 'full' end
 redis.call('RPUSH', KEYS[2], ARGV[3])
 if ARGV[4] ~= '' then redis.call('SADD', KEYS[3], ARGV[4]) end
-count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
+grow_bytes(KEYS[5], now, KEYS[1], 'log_bytes', #ARGV[3] + #ARGV[4] + ENTRY_BYTES, now + ARGV[5])
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
 if ARGV[13] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
 for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
 return 'added'
+"""
+)
+# KEYS: run, artifacts, memory of the tenant. ARGV: claim, archive ('' to delete it), time to live. Returns 1; 0 if the
+# tenant may store no more. Another owner of the run decides itself about the archive.
+_KEEP_ARTIFACTS = (
+    MEMORY_LUA
+    + """
+if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 1 end
+local now = read_time()
+if ARGV[2] == '' then
+  redis.call('DEL', KEYS[2])
+elseif has_room(KEYS[3], now, RUNNING_WORK) then
+  redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
+else
+  return 0
+end
+set_bytes(KEYS[3], now, KEYS[1], 'artifact_bytes', #ARGV[2], now + ARGV[3])
+return 1
 """
 )
 
@@ -147,6 +174,7 @@ class RunLog:
         self.clock = clock
         self._client = client
         self._append = client.register_script(_APPEND)
+        self._keep_artifacts = client.register_script(_KEEP_ARTIFACTS)
         self._artifacts_key = run_artifacts_key(deployment, attempt.tenant, attempt.run)
         self._deployment, self._keys, self._attempt = deployment, keys, attempt
         self.run = attempt.run
@@ -197,13 +225,21 @@ class RunLog:
             # Add the entry in memory first. If this task is cancelled below, the next append writes this entry too,
             # unless Redis has it already.
             self.entries.append(entry)
-            index, failures = len(self.entries) - 1, 0
+            index, failures, full_since = len(self.entries) - 1, 0, 0.0
             if spending is not None:
                 self._spending[index] = spending
             while index < len(self.entries):
                 try:
                     with broker_errors("the entry was not added"):
                         reply = await self._add(index)
+                except BrokerFull as error:
+                    # Waiting longer would hide the cause, and only an operator or the end of runs frees memory.
+                    log.error("run_log_without_memory", run=self._attempt.run, error=str(error))
+                    full_since = full_since or time.monotonic()
+                    if time.monotonic() - full_since > FULL_S:
+                        raise
+                    await asyncio.sleep(RETRY_S[-1])
+                    continue
                 except BrokerUnavailable as error:
                     log.warning("run_log_unanswered", run=self._attempt.run, error=str(error))
                     await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
@@ -213,16 +249,20 @@ class RunLog:
                 # an effect.
                 if reply == "taken":
                     raise RunTaken(self._attempt.run)
+                if reply == "full":
+                    self._spending.pop(index, None)  # counted already
+                    raise TenantMemoryUsed(describe_no_memory("the run was ended, because its log cannot grow"))
                 # If Redis has lost entries, the owner adds them again from memory.
                 index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def keep_artifacts(self, archive: bytes) -> None:
         """Store the archive of artifacts that waits for the grader, with the lifetime of the log. Raises
-        BrokerUnavailable.
+        TenantMemoryUsed. Raises BrokerUnavailable.
         """
         # The archive is not signed, because the signed log entry contains its hash.
         with broker_errors("the artifacts were not stored"):
-            await self._client.set(self._artifacts_key, archive, ex=RUN_TTL_S)
+            if not await self._change_artifacts(archive):
+                raise TenantMemoryUsed(describe_no_memory("the item was not graded, because its artifacts need memory"))
 
     async def load_artifacts(self) -> bytes | None:
         """Return the archive; None if it is no longer stored. The caller checks its hash. Raises BrokerUnavailable."""
@@ -233,7 +273,12 @@ class RunLog:
     async def drop_artifacts(self) -> None:
         """Delete the archive. If Redis does not answer, it expires with the log."""
         with suppress(BrokerUnavailable), broker_errors("the artifacts were not deleted"):
-            await self._client.delete(self._artifacts_key)
+            await self._change_artifacts(b"")
+
+    async def _change_artifacts(self, archive: bytes) -> int:
+        names = (self._deployment, self._attempt.tenant, self._attempt.run)
+        keys = [run_key(*names), self._artifacts_key, account_key(*names[:2])]
+        return int(await self._keep_artifacts(keys=keys, args=[self._attempt.claim, archive, RUN_TTL_S]))
 
     async def _add(self, index: int) -> str:
         attempt, event = self._attempt, self.entries[index]
@@ -249,7 +294,7 @@ class RunLog:
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
         session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
         reply = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_sessions_key(*names), session],
+            keys=[run_key(*names), run_log_key(*names), run_sessions_key(*names), session, account_key(*names[:2])],
             args=[
                 attempt.claim,
                 index,

@@ -62,6 +62,7 @@ class RunRecord(Record):
 _HOSTED_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "event_count", "published_step", "asking",
     "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
+    "run_bytes", "log_bytes", "artifact_bytes", "stream_bytes",
 ))  # fmt: skip
 """Additional fields in the hash of a durable run."""
 

@@ -7,13 +7,8 @@ local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
 -- The batch of the runs that programs start one by one (hosted_runs.lua).
 local HOSTED_BATCH = '@runs'
--- Shares of Redis's memory. Above the first, only tenants that store less than their part of it add runs. Above the second, no tenant does: all tenants
--- share the rest, because a full Redis would stop every call of the deployment.
-local RUNS_SHARE, LAST_SHARE = 0.75, 0.85
--- Memory of a run in addition to its texts, in bytes.
-local RUN_BYTES = 1024
--- Lifetime of the counts of stored bytes: that of runs, in days.
-local STORED_DAYS = 30
+-- Lifetimes after the end of a run, in seconds: of its events, of its log, and of its log if the run has kept states.
+local EVENTS_TTL, LOG_TTL, STATES_TTL = 86400, 3600, 86400
 -- How many due notices of webhooks one step reads to find those of other tenants.
 local WEBHOOK_LOOKS = 5000
 
@@ -25,7 +20,7 @@ end
 local function run_key(tenant, run) return deployment .. 't:' .. tenant .. ':run.' .. run end
 local function batch_key(tenant, batch) return deployment .. 't:' .. tenant .. ':batch.' .. batch end
 local function batches_key(tenant) return deployment .. 't:' .. tenant .. ':batch-ids' end
-local function stored_key(tenant) return deployment .. 't:' .. tenant .. ':stored-runs' end
+local function account_key(tenant) return deployment .. 't:' .. tenant .. ':memory' end
 
 local ttls = {}
 local function ttl_of(tenant, batch)
@@ -45,47 +40,37 @@ end
 
 local function extend_run_ttl(tenant, batch, run) redis.call('EXPIRE', run_key(tenant, run), ttl_of(tenant, batch)) end
 
+-- Counts the memory of a run in a field of its hash (store/memory.py): `run_bytes` for its texts, `log_bytes`, `artifact_bytes`, and `stream_bytes` for
+-- its events.
+local function count_run(tenant, run, field, bytes, ttl) set_bytes(account_key(tenant), now, run_key(tenant, run), field, bytes, now + ttl) end
+
 -- The log of a run and the keys that belong to it (store/run_log.py).
 local log_parts = {':log', ':sessions', ':artifacts'}
-local function delete_log(key) for _, part in ipairs(log_parts) do redis.call('DEL', key .. part) end end
+local function delete_log(tenant, run)
+  for _, part in ipairs(log_parts) do redis.call('DEL', run_key(tenant, run) .. part) end
+  for _, field in ipairs({'log_bytes', 'artifact_bytes'}) do count_run(tenant, run, field, 0, 0) end
+end
 
--- Counts bytes that a tenant stores for a run, under the day on which its batch (or the hosted run) was created: counts expire like the data. They are
--- approximate, because a batch that is resumed lives longer.
-local function count_stored(tenant, batch, run, bytes)
-  local created_at = redis.call('HGET', batch == HOSTED_BATCH and run_key(tenant, run) or batch_key(tenant, batch), 'created_at')
-  redis.call('HINCRBY', stored_key(tenant), math.floor((tonumber(created_at or '') or now) / 86400), bytes)
-  redis.call('EXPIRE', stored_key(tenant), STORED_DAYS * 86400)
+-- Counts the texts of a run, which live as long as its batch.
+local function count_texts(tenant, batch, run)
+  local key, bytes = run_key(tenant, run), RECORD_BYTES + redis.call('STRLEN', run_key(tenant, run) .. ':transcript')
+  for _, field in ipairs({'item', 'outcome', 'end', 'about', 'webhook'}) do bytes = bytes + redis.call('HSTRLEN', key, field) end
+  count_run(tenant, run, 'run_bytes', bytes, ttl_of(tenant, batch))
 end
 
 -- Deletes a run, if it exists, with its log.
 local function delete_run(tenant, batch, run)
   local key = run_key(tenant, run)
-  if redis.call('EXISTS', key) == 1 then
-    local texts = redis.call('HSTRLEN', key, 'item') + redis.call('HSTRLEN', key, 'outcome') + redis.call('STRLEN', key .. ':transcript')
-    count_stored(tenant, batch, run, -RUN_BYTES - texts)
-  end
+  delete_log(tenant, run)
+  for _, field in ipairs({'run_bytes', 'stream_bytes'}) do count_run(tenant, run, field, 0, 0) end
   redis.call('DEL', key, key .. ':events', key .. ':transcript', key .. ':forks')
-  delete_log(key)
 end
 
--- Returns whether the tenant may store no more runs. With one tenant, its part is the whole share of the runs.
-local function is_full(tenant)
-  local memory = redis.call('INFO', 'memory')
-  -- Some servers do not say it.
-  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)') or 0)
-  local used = tonumber(string.match(memory, '\nused_memory:(%d+)'))
-  if limit == 0 or used <= RUNS_SHARE * limit then return false end
-  local stored, days = 0, redis.call('HGETALL', stored_key(tenant))
-  for at = 1, #days, 2 do
-    if tonumber(days[at]) * 86400 < now - (STORED_DAYS + 1) * 86400 then
-      redis.call('HDEL', stored_key(tenant), days[at])
-    else
-      stored = stored + tonumber(days[at + 1])
-    end
-  end
-  local policies = deployment .. 'tenants'
-  local tenants = math.max(1, redis.call('HLEN', policies) - redis.call('HEXISTS', policies, '#version'))
-  return used > LAST_SHARE * limit or stored > RUNS_SHARE * limit / tenants
+-- Returns whether the tenant may start new work. A step asks once for each tenant.
+local tenant_rooms = {}
+local function may_start(tenant)
+  if tenant_rooms[tenant] == nil then tenant_rooms[tenant] = has_room(account_key(tenant), now, NEW_WORK) end
+  return tenant_rooms[tenant]
 end
 
 -- The run with the lowest rank comes first: the highest priority, then the lowest line.
@@ -123,6 +108,7 @@ local function start(tenant, batch, run, claim, owner, lease_s, how)
   redis.call('EXPIRE', running, ttl_of(tenant, batch))
   redis.call('ZADD', runs .. 'leases', now + lease_s, tenant .. '|' .. run)
   extend_run_ttl(tenant, batch, run)
+  count_texts(tenant, batch, run)
   return {tenant, run, claim, how}
 end
 
@@ -167,6 +153,7 @@ local publish_end, build_end_event, end_hosted_run
 -- Removes a run whose record Redis has lost. No process can execute it, and the batch ends without it.
 local function remove_lost_run(tenant, batch, run)
   local key = batch_key(tenant, batch)
+  count_run(tenant, run, 'run_bytes', 0, 0)
   redis.call('DEL', run_key(tenant, run))
   redis.call('SREM', key .. ':running', run)
   redis.call('ZREM', key .. ':waiting', run)
@@ -199,12 +186,13 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
   end
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
-  count_stored(tenant, batch, run, #outcome + #(transcript or ''))
   extend_run_ttl(tenant, batch, run)
+  count_texts(tenant, batch, run)
   -- Without a transcript, readers take the replies of a hosted run from its log. The log of a run with kept states lives as long as these may.
   local has_states = redis.call('HEXISTS', key, 'has_states') == 1
-  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and 86400 or 3600
+  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and STATES_TTL or LOG_TTL
   for _, part in ipairs(log_parts) do redis.call('EXPIRE', key .. part, log_ttl) end
+  for _, field in ipairs({'log_bytes', 'artifact_bytes'}) do count_run(tenant, run, field, counted_bytes(key, field), log_ttl) end
   end_batch_if_complete(tenant, batch)
   return batch
 end
@@ -266,19 +254,26 @@ function steps.settle_webhook()
 end
 
 -- tenant, batch. Returns whether the batch exists or Redis has room for one more.
-function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or not is_full(ARGV[4]) end
+function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or may_start(ARGV[4]) end
+
+-- tenant, batch. Counts the texts of the batch.
+function steps.count_batch()
+  local key, bytes = batch_key(ARGV[4], ARGV[5]), RECORD_BYTES
+  for _, field in ipairs({'defaults', 'name', 'webhook', 'rows'}) do bytes = bytes + redis.call('HSTRLEN', key, field) end
+  set_bytes(account_key(ARGV[4]), now, key, 'batch_bytes', bytes, now + ttl_of(ARGV[4], ARGV[5]))
+end
 
 -- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled or
 -- deleted, -2 when the tenant may store no more.
 function steps.add()
-  local tenant, batch, added, bytes = ARGV[4], ARGV[5], 0, 0
+  local tenant, batch, added = ARGV[4], ARGV[5], 0
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if state == 'cancelling' or state == 'cancelled' or state == 'deleting' then return -1 end
   for at = 6, #ARGV, 4 do
     local run = ARGV[at]
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then
-      if added == 0 and is_full(tenant) then return -2 end
+      if added == 0 and not may_start(tenant) then return -2 end
       redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
         'state', 'queued', 'attempt', 1, 'queued_at', stamp)
       if redis.call('ZREM', key .. ':ended', run) == 1 then
@@ -288,22 +283,22 @@ function steps.add()
         redis.call('RPUSH', key .. ':items', run)
       end
       enqueue(tenant, batch, run)
-      bytes = bytes + RUN_BYTES + #ARGV[at + 1]
       extend_run_ttl(tenant, batch, run)
+      count_texts(tenant, batch, run)
       added = added + 1
     end
   end
-  if added > 0 then count_stored(tenant, batch, '', bytes) end
   extend_ttl(tenant, batch)
   return added
 end
 
 -- owner, max count, lease, tenant|batch ('' for all detached batches), tenants (',a,b,'; '' for all), then one claim id for each run.
 -- Returns {tenant, run, claim, how} for each claimed run, and {tenant, batch, run} for each run that a dead worker left in a cancelled batch. The caller
--- ends these runs; of a hosted run, which has ended already, the caller only closes the session.
+-- ends these runs; of a hosted run, which has ended already, the caller only closes the session. Also returns the tenants whose new runs wait, because the
+-- tenant may not store more; their runs that have begun continue.
 function steps.claim()
   local owner, max_claims, lease_s, only_batch, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
-  local claims, abandoned, next_claim = {}, {}, 9
+  local claims, abandoned, next_claim, full_tenants = {}, {}, 9, {}
   local function is_eligible(tenant, batch)
     if is_paused(tenant) then return false end
     if only_batch ~= '' then return only_batch == tenant .. '|' .. batch end
@@ -361,11 +356,15 @@ function steps.claim()
     local fields = redis.call('HMGET', key, 'concurrency', 'state')
     local is_full = redis.call('SCARD', key .. ':running') >= tonumber(fields[1] or '0')
     local is_open = not is_full and fields[2] == 'in_progress' and is_eligible(tenant, batch)
+    local first = is_open and redis.call('ZRANGE', key .. ':waiting', 0, 0)[1]
+    local is_logged = first and redis.call('EXISTS', run_key(tenant, first) .. ':log') == 1
+    if first and not is_logged and not may_start(tenant) then
+      full_tenants[tenant], is_open = true, false
+    end
     local run = is_open and redis.call('ZPOPMIN', key .. ':waiting')[1]
     if run and redis.call('HEXISTS', run_key(tenant, run), 'item') == 0 then
       remove_lost_run(tenant, batch, run)
     elseif run then
-      local is_logged = redis.call('EXISTS', run_key(tenant, run) .. ':log') == 1
       claim_run(tenant, batch, run, is_logged and 'resumed' or 'begun')
       local served = tonumber(redis.call('ZSCORE', runs .. 'batches', member))
       if only_batch == '' and served > tonumber(redis.call('HGET', runs .. 'turns', '') or 0) then
@@ -383,7 +382,9 @@ function steps.claim()
       redis.call('ZADD', runs .. 'batches', next_turn((split(member))), member)
     end
   end
-  return {claims, abandoned}
+  local full_names = {}
+  for tenant in pairs(full_tenants) do table.insert(full_names, tenant) end
+  return {claims, abandoned, full_names}
 end
 
 -- lease, then tenant|run and claim of each. Returns the runs that the worker must stop: lost ones, and cancelled ones.
@@ -426,7 +427,7 @@ function steps.give_back()
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
     redis.call('HDEL', key, 'losses', 'published_step', 'has_states')
-    delete_log(key)
+    delete_log(tenant, run)
   end
   redis.call('SREM', batch_key(tenant, fields[2]) .. ':running', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
@@ -530,15 +531,15 @@ function steps.retry()
     local failure = redis.call('HGET', key, 'failure')
     if failure and kinds[failure] then
       if #requeued == 0 then audit(ARGV[6], ARGV[7]) end
-      count_stored(tenant, batch, run, -redis.call('HSTRLEN', key, 'outcome'))
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
       redis.call('HDEL', key, 'losses', 'has_states')
-      delete_log(key)
+      delete_log(tenant, run)
       redis.call('ZREM', batch_at .. ':ended', run)
       redis.call('HINCRBY', batch_at, 'failed:' .. failure, -1)
       enqueue(tenant, batch, run)
       extend_run_ttl(tenant, batch, run)
+      count_texts(tenant, batch, run)
       table.insert(requeued, run)
     end
   end
@@ -563,6 +564,7 @@ function steps.delete_batch()
   end
   for _, run in ipairs(redis.call('LPOP', key .. ':items', tonumber(ARGV[8])) or {}) do delete_run(tenant, batch, run) end
   if redis.call('EXISTS', key .. ':items') == 1 then return 'deleting' end
+  for _, field in ipairs({'batch_bytes', 'stream_bytes'}) do set_bytes(account_key(tenant), now, key, field, 0, now) end
   for _, part in ipairs({'', ':waiting', ':delayed', ':running', ':ended', ':events'}) do redis.call('DEL', key .. part) end
   return 'deleted'
 end

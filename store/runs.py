@@ -48,6 +48,7 @@ from store.batches import (
     split_member,
 )
 from store.connection import broker_errors
+from store.memory import MEMORY_LUA, no_memory
 from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
@@ -88,6 +89,7 @@ _SCRIPT = "\n".join(
     [
         AUDIT_LUA,
         UNSEAL_LUA,
+        MEMORY_LUA,
         *(Path(__file__).with_name(name).read_text() for name in ("runs.lua", "hosted_runs.lua")),
         "return steps[operation]()",
     ]
@@ -135,12 +137,13 @@ class RunQueue:
         self.owner = secrets.token_hex(6)
         self._script = client.register_script(_SCRIPT)
         self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
+        self._full_tenants: set[str] = set()
 
     # --- Batches
 
     async def create(self, tenant: str, batch: str, record: BatchRecord, webhook: Webhook | None = None) -> bool:
         """Create a batch without runs. Return False if a batch with that id exists. Raises
-        ToolFailure(QUOTA_EXCEEDED): Redis is nearly full.
+        ToolFailure(QUOTA_EXCEEDED): the tenant may store no more.
         """
         if not await self.step("has_room", tenant, batch):
             raise nearly_full()
@@ -164,6 +167,7 @@ class RunQueue:
         pipe.expire(key, RUN_TTL_S)
         pipe.zadd(index, {batch: record.created_at}, nx=True)
         pipe.expire(index, RUN_TTL_S)
+        await self._script(args=[*self._prefixes, "count_batch", tenant, batch], client=pipe)
         return bool((await _ask(pipe.execute()))[0])
 
     async def change(
@@ -327,7 +331,7 @@ class RunQueue:
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
         """Add those of the runs that do not exist yet. The added runs can be claimed at once. Return how many were
         added. Raises BatchCancelled: the batch is cancelled; no more runs are added. Raises
-        ToolFailure(QUOTA_EXCEEDED): Redis is nearly full; the next call continues.
+        ToolFailure(QUOTA_EXCEEDED): the tenant may store no more; the next call continues.
         """
         added, waiting = 0, iter(runs)
         # The items are sealed in threads, because an item has up to 16 MB, and reading it may mean parsing it again.
@@ -365,9 +369,10 @@ class RunQueue:
         filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
         # The tokens are made here, because a script of Redis has no secure random numbers. A token fences all later
         # writes.
-        reply, abandoned = await self.step(
+        reply, abandoned, full_tenants = await self.step(
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
+        self._report_full({tenant.decode() for tenant in full_tenants})
         await self._end_abandoned([tuple(part.decode() for part in row) for row in abandoned])
         rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
         records = await self._fields([row[:2] for row in rows])
@@ -384,6 +389,12 @@ class RunQueue:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, token, LEASE_S, "")
         return claims
+
+    def _report_full(self, tenants: set[str]) -> None:
+        """Log the tenants whose new runs wait for memory, each once until its runs start again."""
+        for tenant in sorted(tenants - self._full_tenants):
+            log.warning("runs_wait_for_memory", tenant=tenant)
+        self._full_tenants = tenants
 
     async def renew(self, claims: Sequence[RunClaim]) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
         """Extend the leases. Return the runs that another process holds now, and the runs of cancelled batches, as
@@ -524,7 +535,7 @@ class RunQueue:
         """Queue a durable run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
         may wait, and how many are listed. `token`: if it is set, claim the run with this token for this process instead
         of queueing the run. Return `started`; `known` (the same request has that id); `other` (another request has that
-        id); `full`; `memory` (Redis is nearly full); or `busy` and the id of the run that uses the session.
+        id); `full`; `memory` (the tenant may store no more); or `busy` and the id of the run that uses the session.
         """
         defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
@@ -676,12 +687,8 @@ async def _ask(command: Awaitable[Any]) -> Any:
 
 
 def nearly_full() -> ToolFailure:
-    """Return the error for work that would fill the Redis of the deployment, which all tenants share."""
-    return ToolFailure(
-        ErrorCode.QUOTA_EXCEEDED,
-        "more than three quarters of the memory of Redis are in use, so nothing was queued: delete ended batches with "
-        "`toolcrew batches delete ID`, or ask the operator to raise `maxmemory`",
-    )
+    """Return the error for work of a tenant that may store no more."""
+    return no_memory("nothing was queued")
 
 
 def _no_batch(tenant: str, batch: str) -> ToolFailure:

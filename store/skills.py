@@ -18,6 +18,7 @@ from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import REGISTERED_LUA
 from store.audit import AUDIT_LUA, AuditedStore
 from store.connection import SyncRedis, broker_errors
+from store.memory import MEMORY_LUA, account_key, no_memory
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -34,8 +35,9 @@ USES_TTL_S = 90 * 24 * 3600
 _INSTALL = f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: the tenant's skills, the bundle, audit, tenants. ARGV: name, record, bundle, entry, max skills, max bytes,
--- 1 to replace, prefix of bundles, tenant.
+{MEMORY_LUA}
+-- KEYS: the tenant's skills, the bundle, audit, tenants, memory of the tenant. ARGV: name, record, bundle, entry, max
+-- skills, max bytes, 1 to replace, prefix of bundles, tenant.
 -- Stores nothing for a tenant that was removed meanwhile. Otherwise a new tenant with its name would get the skill.
 if not is_served(KEYS[4], ARGV[9]) then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
@@ -50,6 +52,9 @@ end
 if old and ARGV[7] ~= '1' then return 'taken' end
 if count > tonumber(ARGV[5]) then return 'many' end
 if bytes > tonumber(ARGV[6]) then return 'large' end
+local now = read_time()
+if not has_room(KEYS[5], now, NEW_WORK) then return 'memory' end
+set_bytes(KEYS[5], now, KEYS[5], 'skills', bytes)
 audit(KEYS[3], ARGV[4])
 redis.call('SET', KEYS[2], ARGV[3])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
@@ -59,13 +64,16 @@ return 'done'
 _REMOVE = f"""
 {AUDIT_LUA}
 {UNSEAL_LUA}
--- KEYS: the tenant's skills, audit. ARGV: name, entry, prefix of bundles.
+{MEMORY_LUA}
+-- KEYS: the tenant's skills, audit, memory of the tenant. ARGV: name, entry, prefix of bundles.
 local record = redis.call('HGET', KEYS[1], ARGV[1])
 if not record then return 0 end
 audit(KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[1], ARGV[1])
 local is_json, fields = pcall(cjson.decode, unsealed(record))
 if is_json and type(fields) == 'table' and type(fields.skill) == 'table' then
+  local bytes = counted_bytes(KEYS[3], 'skills') - redis.call('STRLEN', ARGV[3] .. fields.skill.digest)
+  set_bytes(KEYS[3], read_time(), KEYS[3], 'skills', math.max(0, bytes))
   redis.call('DEL', ARGV[3] .. fields.skill.digest)
 end
 return 1
@@ -137,6 +145,7 @@ class SkillStore(AuditedStore):
             skill_bundle_key(self._deployment, tenant, skill.digest),
             audit_key(self._deployment),
             tenants_key(self._deployment),
+            account_key(self._deployment, tenant),
         ]
         args: list[Any] = [
             skill.name,
@@ -156,7 +165,11 @@ class SkillStore(AuditedStore):
     async def remove(self, tenant: str, name: str) -> bool:
         """Remove a skill. Return whether it existed. Raises BrokerUnavailable when Redis does not answer."""
         entry = self._entry("skill.remove", name, tenant=tenant)
-        keys = [installed_skills_key(self._deployment, tenant), audit_key(self._deployment)]
+        keys = [
+            installed_skills_key(self._deployment, tenant),
+            audit_key(self._deployment),
+            account_key(self._deployment, tenant),
+        ]
         with broker_errors("the skill was not removed"):
             return bool(await self._remove(keys=keys, args=[name, entry, self._prefix(tenant)]))
 
@@ -280,6 +293,8 @@ def _refused(verdict: str, tenant: str, name: str) -> ToolFailure:
             ErrorCode.UNKNOWN_TENANT,
             f"tenant {tenant} does not exist: register it first (toolcrew tenants add {tenant})",
         )
+    if verdict == "memory":
+        return no_memory("the skill was not installed")
     if verdict == "many":
         return ToolFailure(
             ErrorCode.QUOTA_EXCEEDED,

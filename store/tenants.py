@@ -44,6 +44,7 @@ from contract.tenancy import (
 from store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from store.budgets import BudgetState, BudgetStore
 from store.connection import SyncRedis, broker_errors
+from store.memory import MEMORY_LUA, account_key
 from store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
@@ -64,9 +65,10 @@ return 1
 _REMOVE = (
     AUDIT_LUA
     + REGISTERED_LUA
+    + MEMORY_LUA
     + """
--- KEYS: tenants, API keys, switches, audit, model endpoints. ARGV: name, a new version, entry, the tenant's skills,
--- prefix of their bundles, the policy of a removed tenant, the tenant's secrets.
+-- KEYS: tenants, API keys, switches, audit, model endpoints, memory of the tenant. ARGV: name, a new version, entry,
+-- the tenant's skills, prefix of their bundles, the policy of a removed tenant, the tenant's secrets.
 if not is_registered(KEYS[1], ARGV[1]) then return -1 end
 local revoked, keys = 0, redis.call('HGETALL', KEYS[2])
 audit(KEYS[4], ARGV[3])
@@ -89,6 +91,7 @@ for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
   end
 end
 redis.call('DEL', ARGV[4], ARGV[7])
+set_bytes(KEYS[6], read_time(), KEYS[6], 'skills', 0)
 return revoked
 """
 )
@@ -362,7 +365,7 @@ class RedisTenants(AuditedStore):
             removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
             own = [*skills, removed, secrets_key(self._deployment, name)]
             args = [name, secrets.token_hex(8), entry, *own]
-            revoked = int(await self._remove_script(keys=self._keys, args=args))
+            revoked = int(await self._remove_script(keys=[*self._keys, account_key(self._deployment, name)], args=args))
         if revoked < 0:
             raise _build_unknown_error(name)
         self._cache.forget()

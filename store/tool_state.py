@@ -25,6 +25,7 @@ from contract.functions.session_state import (
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
 from store.connection import SyncRedis, broker_errors, connect_once
+from store.memory import MEMORY_LUA, account_key, no_memory
 
 STATE_TTL_S = 24 * 3600
 """Lifetime of a state after its last read or change, in seconds."""
@@ -32,9 +33,11 @@ STATE_TTL_S = 24 * 3600
 _ENTRY = b"="
 """Prefix of every key, so that no key collides with the field `size`."""
 
-# KEYS: the hash. ARGV: field, expected version ("" for any), value, bytes of the key, limit of the whole state in
-# bytes, lifetime in seconds. A value is stored as "<version> <JSON>".
-_STORE = """
+# KEYS: the hash, memory of the tenant. ARGV: field, expected version ("" for any), value, bytes of the key, limit of
+# the whole state in bytes, lifetime in seconds. A value is stored as "<version> <JSON>".
+_STORE = (
+    MEMORY_LUA
+    + """
 local before, version, freed = redis.call('HGET', KEYS[1], ARGV[1]), 0, 0
 if before then
   local space = string.find(before, ' ', 1, true)
@@ -44,10 +47,24 @@ end
 if ARGV[2] ~= '' and tonumber(ARGV[2]) ~= version then return {'changed', version} end
 local size = tonumber(redis.call('HGET', KEYS[1], 'size') or '0') + #ARGV[3] + tonumber(ARGV[4]) - freed
 if size > tonumber(ARGV[5]) then return {'full', size} end
+local now = read_time()
+if #ARGV[3] > freed and not has_room(KEYS[2], now, RUNNING_WORK) then return {'memory', size} end
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %s', version + 1, ARGV[3]), 'size', string.format('%d', size))
 redis.call('EXPIRE', KEYS[1], ARGV[6])
+set_bytes(KEYS[2], now, KEYS[1], 'bytes', size + RECORD_BYTES, now + ARGV[6])
 return {'stored', version + 1}
 """
+)
+# KEYS: the hash, memory of the tenant. ARGV: lifetime in seconds. A state that was read expires later.
+_EXTEND = (
+    MEMORY_LUA
+    + """
+if redis.call('EXPIRE', KEYS[1], ARGV[1]) == 1 then
+  local now = read_time()
+  set_bytes(KEYS[2], now, KEYS[1], 'bytes', counted_bytes(KEYS[1], 'bytes'), now + ARGV[1])
+end
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,9 @@ class StateStore:
         """Return the object that reads and changes the state of one session. Tenant and session must come from the
         signed context of the call.
         """
-        return RedisState(self, session_state_key(self.deployment, tenant, session))
+        return RedisState(
+            self, session_state_key(self.deployment, tenant, session), account_key(self.deployment, tenant)
+        )
 
 
 class RedisState:
@@ -77,9 +96,10 @@ class RedisState:
     Raises ToolFailure(OUTCOME_UNKNOWN): Redis does not answer. Earlier effects of the tool remain.
     """
 
-    def __init__(self, store: StateStore, key: str) -> None:
+    def __init__(self, store: StateStore, key: str, account: str) -> None:
         self._store = store
         self._key = key
+        self._account = account
 
     async def get(self, key: str, default: Any = None) -> Any:
         entry = self._read(key)
@@ -102,7 +122,7 @@ class RedisState:
     async def items(self) -> dict[str, Any]:
         with _state_errors(), self._store.client.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._key)
-            pipe.expire(self._key, STATE_TTL_S)
+            pipe.eval(_EXTEND, 2, self._key, self._account, STATE_TTL_S)
             items, _ = pipe.execute()
         entries = {
             name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in items.items() if name.startswith(_ENTRY)
@@ -115,7 +135,7 @@ class RedisState:
             return None
         with _state_errors(), self._store.client.pipeline(transaction=False) as pipe:
             pipe.hget(self._key, _field(key))
-            pipe.expire(self._key, STATE_TTL_S)
+            pipe.eval(_EXTEND, 2, self._key, self._account, STATE_TTL_S)
             entry, _ = pipe.execute()
         return None if entry is None else _parsed(entry)
 
@@ -124,7 +144,9 @@ class RedisState:
         expected = b"" if version is None else b"%d" % version
         arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
         with _state_errors():
-            verdict, number = self._store.client.eval(_STORE, 1, self._key, *arguments)
+            verdict, number = self._store.client.eval(_STORE, 2, self._key, self._account, *arguments)
+        if verdict == b"memory":
+            raise no_memory("the value was not stored")
         if verdict == b"full":
             raise state_full_error(key, int(number), self._store.max_state_bytes)
         return bool(verdict == b"stored")

@@ -21,7 +21,15 @@ from pydantic import JsonValue
 from contract.call_events import HIDDEN
 from contract.calls import RunFailure, SessionUsage, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_arguments
-from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, RefusalReason, ToolFailure
+from contract.errors import (
+    BROKER_CODES,
+    OPERATOR_CODES,
+    BrokerUnavailable,
+    ErrorCode,
+    OperatorError,
+    RefusalReason,
+    ToolFailure,
+)
 from contract.registry import RELEASING, Switch, check_call, check_switches
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
@@ -211,7 +219,7 @@ class Executor:
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
             # A retry helps only if Redis did not answer. Any other failure is a bug, and a retry would repeat it.
-            result = _not_run(claim, RunFailure.BROKER) if claim.error_code is ErrorCode.BROKER_UNAVAILABLE else claim
+            result = _not_run(claim, RunFailure.BROKER) if claim.error_code in BROKER_CODES else claim
         else:
             # Read the clock after the claim: the claim's reply updates the shared clock with Redis's time.
             queued_s = max(0.0, self._clock() - (time.monotonic() - received) - context.sent_at)
@@ -302,9 +310,9 @@ class Executor:
         try:
             return self.blobs.leave(environment.context.tenant, data)
         except (BrokerUnavailable, ToolFailure) as error:
-            if error.code not in (ErrorCode.BROKER_UNAVAILABLE, ErrorCode.QUOTA_EXCEEDED):
+            if error.code not in (*BROKER_CODES, ErrorCode.QUOTA_EXCEEDED):
                 raise
-            # The call has acted. After BROKER_UNAVAILABLE or QUOTA_EXCEEDED a caller would send the call again, so use
+            # The call has acted. After an error of Redis or QUOTA_EXCEEDED a caller would send the call again, so use
             # another code.
             raise ToolFailure(
                 ErrorCode.OUTCOME_UNKNOWN, f"the call has run, but its result is lost: {error}"

@@ -87,7 +87,7 @@ class Idempotency:
         slots = IdempotencyStore(
             self._app_state.parts.pool.redis, self._app_state.settings.deployment, self._app_state.parts.pool.keys
         )
-        claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8))
+        claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8), identity.tenant)
         record = await self._claim(slots, claim)
         if record is not None:
             await _replay(record, digest, send)

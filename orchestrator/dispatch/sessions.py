@@ -18,7 +18,15 @@ from pydantic import ValidationError
 
 from contract.call_events import OUTPUT
 from contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
-from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.errors import (
+    OPERATOR_CODES,
+    BrokerFull,
+    BrokerUnavailable,
+    ErrorCode,
+    OperatorError,
+    SandboxUnavailable,
+    ToolFailure,
+)
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS
@@ -559,9 +567,11 @@ def _require_success(result: ToolResult) -> ToolResult:
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
     if code not in OPERATOR_CODES:
         raise ToolFailure(code, sentence)
-    error = {ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable, ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable}.get(
-        code, OperatorError
-    )(sentence)
+    error = {
+        ErrorCode.SANDBOX_UNAVAILABLE: SandboxUnavailable,
+        ErrorCode.BROKER_UNAVAILABLE: BrokerUnavailable,
+        ErrorCode.BROKER_FULL: BrokerFull,
+    }.get(code, OperatorError)(sentence)
     error.code = code
     raise error
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
-from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.errors import OPERATOR_CODES, BrokerFull, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -16,6 +16,7 @@ log = get_logger(__name__)
 MEDIA_TYPE = "application/problem+json"
 MAX_DETAIL_CHARS = 2000
 RETRY_AFTER_S = 2
+REDIS_FULL = "the memory of the service's Redis is full: try again later; an operator must free memory or add some"
 REDIS_AWAY = "Redis does not answer the service or refuses the command: try again in a moment"
 
 
@@ -155,7 +156,7 @@ def build_message(error: OperatorError, path: str = "") -> str:
     if not isinstance(error, BrokerUnavailable):
         return str(error)
     log.warning("api_without_redis", path=path[:200], error=str(error))
-    return REDIS_AWAY
+    return REDIS_FULL if isinstance(error, BrokerFull) else REDIS_AWAY
 
 
 def replace_surrogates(text: str) -> str:

@@ -56,6 +56,7 @@ _WORKERS_OWN = (
     "t:*:call.*",
     "t:*:usage.*",
     "t:*:session.*:usage",
+    "t:*:memory",
 )
 # Keys of workers with a sandboxd: locations of sessions, the state of tools, installed skills and secrets of tenants,
 # and the audit of their uses.
@@ -95,7 +96,8 @@ ROLES: dict[str, Role] = {
             (*_WORKERS_OWN, *_of_queues("host.*"), *_SANDBOXES_OWN, "metrics", "metrics:counted.*"),
             ("host.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
-            _PLAIN,
+            # INFO gives the memory use, which limits what a tenant stores (store/memory.py).
+            f"{_PLAIN} +info",
         ),
         Role(
             "web",
@@ -111,7 +113,7 @@ ROLES: dict[str, Role] = {
             ),
             ("pool.*", *_WORKERS_KEYS),
             _WORKERS_CHANNELS,
-            # INFO gives the memory use; pages are stored only while memory is free.
+            # INFO gives the memory use; it limits what a tenant stores, and pages are stored only while memory is free.
             f"{_PLAIN} +info",
         ),
         Role(

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import BROKER_CODES, BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.model_endpoints import Prices
 from contract.registry import Switch, filter_specs, switches_for
 from contract.run_events import (
@@ -447,7 +447,7 @@ class _Calls:
             nonlocal tried_at
             earlier, tried_at = tried_at, tried_at or clock()
             result = await self._run(call, tried_at=earlier)
-            if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
+            if result.error_code in BROKER_CODES:
                 raise BrokerUnavailable(result.error or "Redis does not answer")
             return result
 

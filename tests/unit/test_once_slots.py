@@ -30,11 +30,11 @@ def slots(client: "redis.asyncio.Redis") -> IdempotencyStore:
 
 
 async def test_repeated_claim_and_response_count_once(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
-    slot_name = slots.name("key", "word", "d", "1")
+    slot_name = slots.name("key", "word", "d", "1", "acme")
     assert [await slots.claim(slot_name) for _ in range(3)] == [None, None, None]
     for _ in range(3):
         await slots.keep(slot_name, RECORD)
-    assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
+    assert await slots.claim(slots.name("key", "word", "d", "2", "acme")) == json.loads(RECORD)
     assert await slots.count("key") == SIZE
     assert PENDING_S < await client.ttl(slot_name.slot) <= KEEP_S
 
@@ -42,20 +42,20 @@ async def test_repeated_claim_and_response_count_once(slots: IdempotencyStore, c
 async def test_stored_response_counts_until_it_expires(client: "redis.asyncio.Redis") -> None:
     now = 3599.0
     slots = IdempotencyStore(client, "d", KEY, clock=lambda: now)
-    await slots.keep(slots.name("key", "word", "d", "1"), RECORD)
+    await slots.keep(slots.name("key", "word", "d", "1", "acme"), RECORD)
     now += KEEP_S - 1
     assert await slots.count("key") == SIZE
 
 
 async def test_claim_after_its_release_takes_no_slot(slots: IdempotencyStore) -> None:
-    first, second = (slots.name("key", "word", "d", token) for token in "12")
+    first, second = (slots.name("key", "word", "d", token, "acme") for token in "12")
     await slots.release(first)
     await slots.claim(first)
     assert await slots.claim(second) is None
 
 
 async def test_late_release_keeps_the_slot_of_another_request(slots: IdempotencyStore) -> None:
-    first, second, third = (slots.name("key", "word", "d", token) for token in "123")
+    first, second, third = (slots.name("key", "word", "d", token, "acme") for token in "123")
     await slots.claim(first)
     await slots.release(first)
     assert await slots.claim(second) is None

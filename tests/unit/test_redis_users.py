@@ -123,10 +123,11 @@ def test_limited_role_cannot_inspect_or_change_the_server(server: Server, role: 
         assert client.ping()
 
 
-def test_only_orchestrator_and_web_can_read_redis_memory(server: Server) -> None:
+def test_only_processes_that_store_data_of_tenants_can_read_redis_memory(server: Server) -> None:
     clients = {role: server.client(role) for role in LIMITED}
     assert [role for role, client in clients.items() if not is_refused(client, "INFO", "memory")] == [
         "orchestrator",
+        "worker",
         "web",
     ]
     for client in clients.values():

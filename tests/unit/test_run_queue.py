@@ -307,8 +307,7 @@ async def test_deleted_batch_leaves_no_key_and_no_stored_bytes(
     monkeypatch.setattr(harness.queue, "step", die_after_two)
     await harness.queue.delete("acme", "b")
     assert replies == [b"deleting", b"deleting"]
-    # The bytes count under the day of the batch. No notice of the end is sent any more.
-    assert await harness.client.hkeys("toolcrew:d:t:acme:stored-runs") == [b"0"]
+    # No notice of the end is sent any more.
     assert not await harness.client.hexists("toolcrew:d:t:acme:batch.b", "webhook")
     for work in (harness.other.batch, harness.other.cancel):
         with pytest.raises(ToolFailure, match="not found"):
@@ -328,29 +327,26 @@ async def test_deleted_batch_leaves_no_key_and_no_stored_bytes(
 
 
 @pytest.mark.parametrize(
-    ("used", "stored", "age_days", "policies", "has_room"),
+    ("used", "stored", "age_hours", "has_room"),
     [
-        (0.70, 9.0, 0, {}, True),
-        (0.80, 0.7, 0, {}, True),
-        (0.80, 0.8, 0, {}, False),
-        # Each of two tenants has a half of three quarters.
-        (0.80, 0.35, 0, {"acme": "", "rival": "", "#version": ""}, True),
-        (0.80, 0.4, 0, {"acme": "", "rival": "", "#version": ""}, False),
-        # These runs have expired.
-        (0.80, 0.8, 33, {}, True),
-        (0.90, 0.0, 0, {}, False),
+        (0.50, 1.3, 0, True),
+        (0.50, 1.5, 0, False),
+        # A tenant may use four times the memory that is free: here a fifth of the whole.
+        (0.80, 0.19, 0, True),
+        (0.80, 0.21, 0, False),
+        # These records have expired.
+        (0.80, 0.8, 3, True),
+        (0.90, 0.0, 0, False),
     ],
 )
 async def test_tenant_storage_is_limited_when_redis_is_nearly_full(
-    harness: RunHarness, used: float, stored: float, age_days: int, policies: dict[str, str], has_room: bool
+    harness: RunHarness, used: float, stored: float, age_hours: int, has_room: bool
 ) -> None:
-    """`used`, `stored`: shares of the memory of Redis, in use and of the tenant's runs."""
+    """`used`, `stored`: shares of the memory of Redis, in use and of the tenant."""
     await harness.submit(1)
-    if policies:
-        await harness.client.hset("toolcrew:d:tenants", mapping=dict[Any, Any](policies))
     limit = int((await harness.client.info("memory"))["used_memory"] / used)
-    day = int(time.time() / 86400) - age_days
-    await harness.client.hset("toolcrew:d:t:acme:stored-runs", mapping={str(day): int(stored * limit)})
+    hour, number = int(time.time() / 3600) + 2 - age_hours, int(stored * limit)
+    await harness.client.hset("toolcrew:d:t:acme:memory", mapping={str(hour): number, "total": number, "hour": 0})
     await harness.client.config_set("maxmemory", limit)
     try:
         assert bool(await harness.queue.step("has_room", "acme", "new")) is has_room
