@@ -1,5 +1,5 @@
-"""Measure what a secret adds to the time of a request through the egress proxy. With a secret the proxy decrypts TLS
-and inserts the secret; without one it only forwards bytes. Both use persistent connections.
+"""Measure what a secret adds to the time of a request through the egress proxy. With a secret the proxy decrypts TLS,
+inserts the secret and searches the answer; without one it only forwards bytes. Both use persistent connections.
 """
 
 import asyncio
@@ -26,7 +26,14 @@ VALUE = "a-secret-of-the-benchmark"
 ROUNDS = size(600, 20)
 WARM_UP = size(50, 2)
 ANSWER_BYTES = 4096
-_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % ANSWER_BYTES + b"x" * ANSWER_BYTES
+LARGE_BYTES = 1024 * 1024
+
+
+def _build_answer(size: int) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+
+
+_ANSWER, _LARGE_ANSWER = _build_answer(ANSWER_BYTES), _build_answer(LARGE_BYTES)
 
 
 @contextlib.contextmanager
@@ -40,7 +47,7 @@ def _tls_server(context: ssl.SSLContext) -> Iterator[int]:
             while piece := connection.recv(65536):
                 data += piece
                 if data.endswith(b"\r\n\r\n"):
-                    connection.sendall(_ANSWER)
+                    connection.sendall(_LARGE_ANSWER if data.startswith(b"GET /large ") else _ANSWER)
                     data = b""
 
     def accept(listening: socket.socket) -> None:
@@ -73,11 +80,11 @@ class _Connection(http.client.HTTPSConnection):
             raise RuntimeError(f"no tunnel: {answer!r}")
         self.sock = self._trust.wrap_socket(raw, server_hostname=HOST)
 
-    def ask(self) -> None:
+    def ask(self, path: str = "/", size: int = ANSWER_BYTES) -> None:
         placeholder = build_placeholder("bench", "bench", "TOKEN")
-        self.request("GET", "/", headers={"Authorization": f"Bearer {placeholder}"})
+        self.request("GET", path, headers={"Authorization": f"Bearer {placeholder}"})
         answer = self.getresponse()
-        if answer.status != 200 or len(answer.read()) != ANSWER_BYTES:
+        if answer.status != 200 or len(answer.read()) != size:
             raise RuntimeError(f"not the whole answer: {answer.status}")
 
 
@@ -105,6 +112,8 @@ def run(rounds: int = ROUNDS) -> Report:
         cases: dict[str, Case] = {
             "tunnel": timed(tunnel.ask),
             "secret": timed(secret.ask),
+            "tunnel_large": timed(lambda: tunnel.ask("/large", LARGE_BYTES)),
+            "secret_large": timed(lambda: secret.ask("/large", LARGE_BYTES)),
             "tunnel_open": timed(lambda: _ask_once(proxy, port, trust, has_secret=False)),
             "secret_open": timed(lambda: _ask_once(proxy, port, trust, has_secret=True)),
         }
@@ -125,6 +134,7 @@ def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
         report.add(f"{case}_ms", median(seconds[case]) * 1000, f"{label}, p50")
         report.add(f"{case}_p95_ms", percentile(seconds[case], 0.95) * 1000, f"{label}, p95")
         report.add(f"{case}_open_ms", median(seconds[f"{case}_open"]) * 1000, f"{label}, with a new connection, p50")
+        report.add(f"{case}_large_ms", median(seconds[f"{case}_large"]) * 1000, f"{label}, answers of 1 MiB, p50")
     more = (median(seconds["secret"]) - median(seconds["tunnel"])) * 1000
     report.add("more_ms", more, "what a secret costs a request, p50", at_most=3.0)
     return report

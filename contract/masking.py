@@ -96,7 +96,7 @@ class Masker:
             for form in _forms(value):
                 plain.setdefault(form, kind)
             for core in _cores(value):
-                cores.setdefault(core, kind)
+                cores.setdefault(core.text, kind)
         # The longest first: if one secret contains another, no part of the longer one may remain.
         self._plain = sorted(plain.items(), key=lambda form: -len(form[0]))
         self._cores = sorted(cores.items(), key=lambda core: -len(core[0]))
@@ -174,10 +174,27 @@ def _find_secrets(settings: BaseModel) -> Iterable[tuple[str, str]]:
                 yield kind, text
 
 
-def find_encodings(value: str) -> set[str]:
+@dataclass(frozen=True)
+class SecretForm:
+    """A text that shows a secret. `before`, `after`: numbers of characters next to it that encode bits of the secret
+    together with bits of the text around the secret.
+    """
+
+    text: str
+    before: int = 0
+    after: int = 0
+
+
+def find_forms(value: str) -> set[SecretForm]:
     """Return the texts that show a secret: its encodings, and the base64 characters that it always produces."""
     encoded = base64.b64encode(value.encode(errors="surrogatepass")).decode().rstrip("=")
-    return _forms(value) | _cores(value) | {encoded, encoded.replace("+", "-").replace("/", "_")}
+    whole = _forms(value) | {encoded, encoded.replace("+", "-").replace("/", "_")}
+    return {SecretForm(text) for text in whole} | _cores(value)
+
+
+def find_encodings(value: str) -> set[str]:
+    """Return the texts of all forms of a secret."""
+    return {form.text for form in find_forms(value)}
 
 
 def _forms(value: str) -> set[str]:
@@ -189,7 +206,7 @@ def _forms(value: str) -> set[str]:
     return {value, *quoted, *lower, *escaped, raw.hex(), raw.hex().upper()}
 
 
-def _cores(value: str) -> set[str]:
+def _cores(value: str) -> set[SecretForm]:
     """Return the base64 characters that every encoded text with the value contains. There are three variants, because
     the value can begin at three positions of a base64 group.
     """
@@ -200,7 +217,8 @@ def _cores(value: str) -> set[str]:
         # Keep only characters whose bits all belong to the value.
         core = text[(shift * 8 + 5) // 6 : (shift + len(raw)) * 8 // 6]
         if len(core) >= MIN_CORE_CHARS:
-            cores |= {core, core.replace("+", "-").replace("/", "_")}
+            before, after = int(shift > 0), int((shift + len(raw)) % 3 > 0)
+            cores |= {SecretForm(one, before, after) for one in (core, core.replace("+", "-").replace("/", "_"))}
     return cores
 
 

@@ -315,7 +315,7 @@ class Audit:
 
 class SecretUse(Record):
     """Number and target of the requests of a session that contained a secret. `run` is empty for calls outside of
-    runs.
+    runs. `masked`: number of responses in which the secret was masked.
     """
 
     tenant: Identifier
@@ -323,7 +323,8 @@ class SecretUse(Record):
     run: Identifier | Literal[""]
     secret: Identifier
     host: str = Field(max_length=300)
-    count: int = Field(ge=1)
+    count: int = Field(ge=0)
+    masked: int = Field(default=0, ge=0)
 
 
 def parse_uses(rows: object) -> list[SecretUse]:
@@ -345,6 +346,7 @@ class SecretAudit:
         for use in uses:
             actor = Actor(key=SANDBOX, role="tenant", name=use.session, tenant=use.tenant)
             details = {"session": use.session, "run": use.run, "host": use.host, "requests": str(use.count)}
+            details |= {"masked_responses": str(use.masked)} if use.masked else {}
             entry = build_entry(actor, "secret.use", use.secret, tenant=use.tenant, details=details)
             key = tenant_audit_key(self._deployment, use.tenant)
             pipe.xadd(key, {"entry": entry_text(entry)}, maxlen=MAX_TENANT_ENTRIES, approximate=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.secrets import build_placeholder
-from tests.egress_harness import Harness, build_rules, open_harness, read_all
+from tests.egress_harness import SOON_S, Harness, build_rules, open_harness, read_all
 from tests.web_certificate import server_context
 from workers.egress.limits import ProxyLimits
 
 VALUE = "ghp-canary-0123456789abcdefXYZ"
 """The value of every secret here."""
 PLACEHOLDER = build_placeholder("acme", "s1", "TOKEN").encode()
-Answer = Callable[[bytes], bytes | Sequence[bytes]]
+Answer = Callable[[bytes], bytes | Sequence[bytes | threading.Event]]
 
 
 def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
@@ -33,7 +33,7 @@ def echo(request: bytes) -> bytes:
 @dataclass
 class Site:
     """A server that keeps connections. `requests`: heads and bodies as they arrived. `answer`: the next answers, or
-    their pieces, each sent on its own.
+    their pieces, each sent on its own. An event among the pieces: the server waits for it.
     """
 
     port: int
@@ -52,10 +52,15 @@ def _serve(site: Site, raw: socket.socket, context: ssl.SSLContext) -> None:
         site.connections += 1
         while request := _read_request(connection):
             site.requests.append(request)
-            pieces = site.answer(request)
-            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
-                connection.sendall(piece)
-            if b"\r\nconnection: close" in b"".join([pieces] if isinstance(pieces, bytes) else pieces).lower():
+            answered = site.answer(request)
+            pieces = [answered] if isinstance(answered, bytes) else answered
+            for piece in pieces:
+                if isinstance(piece, threading.Event):
+                    piece.wait(SOON_S)
+                else:
+                    connection.sendall(piece)
+            sent = b"".join(piece for piece in pieces if isinstance(piece, bytes))
+            if b"\r\nconnection: close" in sent.lower():
                 break
         connection.close()
     raw.close()

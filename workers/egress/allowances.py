@@ -7,7 +7,7 @@ sandboxd says which session a connection belongs to; the client's bytes come aft
 import asyncio
 import contextlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.secrets import MAX_SECRETS
 from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
+from workers.egress.processor_share import ProcessorShare
 from workers.egress.secrets import BoundSecret
 from workers.settings import EgressRules
 
@@ -24,6 +25,8 @@ MAX_STORED_SESSIONS = 100_000
 """Maximum number of sessions with a byte count. Beyond it, the count of the least recently used session restarts at
 zero.
 """
+MAX_MASKED_ANSWERS, MASKED_ANSWERS_S = 100, 60.0
+"""Limit of the answers of one session in which a secret is masked, and the seconds for which it counts."""
 _BURST_S = 0.1
 _MIN_BURST_BYTES = 1024
 
@@ -123,6 +126,8 @@ class ConnectionQuota:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.connections = 0
+        self._clock = clock
+        self._masked_at: deque[float] = deque(maxlen=MAX_MASKED_ANSWERS)
         self._used = 0
         self._max_bytes = 0
         self._rate_limiter = ByteRateLimiter(clock)
@@ -155,6 +160,19 @@ class ConnectionQuota:
         self._used -= count
         self._rate_limiter.give_back(count)
 
+    def count_masked_answer(self) -> None:
+        """Count an answer in which a secret was masked."""
+        self._masked_at.append(self._clock())
+
+    def check_masked_answers(self) -> None:
+        """Raise Refusal if so many answers contained a secret that the session seems to search for it."""
+        if len(self._masked_at) == MAX_MASKED_ANSWERS and self._clock() - self._masked_at[0] < MASKED_ANSWERS_S:
+            raise refuse_exhausted(
+                EgressOutcome.SECRET_RETURNED,
+                f"{MAX_MASKED_ANSWERS} responses of the last {MASKED_ANSWERS_S:g} s contained a secret of the session: "
+                "wait, and make requests whose responses do not repeat the secret",
+            )
+
     @property
     def is_used_up(self) -> bool:
         return self._used >= self._max_bytes
@@ -182,6 +200,7 @@ class ConnectionQuotas:
         self._max_sessions = max_sessions
         self._clock = clock
         self._sessions: OrderedDict[tuple[str, str], ConnectionQuota] = OrderedDict()
+        self._shares: dict[str, ProcessorShare] = {}
         self._tenants: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -198,6 +217,10 @@ class ConnectionQuotas:
             self._tenants[opening.tenant] -= 1
             if not self._tenants[opening.tenant]:
                 del self._tenants[opening.tenant]
+
+    def find_share(self, tenant: str) -> ProcessorShare:
+        """Return the tenant's share of the processor. It outlives the connections: operators name the tenants."""
+        return self._shares.setdefault(tenant, ProcessorShare())
 
     def _check(self, opening: EgressOpening, quota: ConnectionQuota) -> None:
         if quota.is_used_up:

@@ -10,6 +10,7 @@ import contextlib
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 
 import h11
@@ -19,15 +20,15 @@ from workers.egress.authority import Authority
 from workers.egress.hellos import HelloGate
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import ProxyLimits
+from workers.egress.masking import MaskedStream, SecretMasker
 from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_request
+from workers.egress.processor_share import start_task
 from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, build_bad_answer, read_headers
 from workers.egress.secrets import (
     HTTPS_PORT,
     BoundSecret,
     FilledRequest,
-    MaskedStream,
     SecretFiller,
-    SecretMasker,
     SecretUses,
 )
 from workers.egress.streams import ActivityClock, Stream, Work, run_all
@@ -40,6 +41,7 @@ from workers.web.urls import Target
 _DROPPED = frozenset({b"accept-encoding", b"range", b"if-range", b"host"})
 _DECODED = frozenset({b"content-encoding", b"content-length"})
 """Headers that do not apply to a decoded answer."""
+_EVENTS = b"text/event-stream"
 
 
 class SecretProxy:
@@ -50,14 +52,19 @@ class SecretProxy:
 
 
 class MaskingRewriter(AnswerRewriter):
-    """Masks secrets in an answer. A compressed answer is decoded first."""
+    """Masks secrets in an answer. A compressed answer is decoded first. `report`: receives the names of the secrets
+    that were found, each once.
+    """
 
-    def __init__(self, masker: SecretMasker, host: str, quota: ConnectionQuota) -> None:
-        self._masker, self._host, self._quota = masker, host, quota
+    def __init__(
+        self, masker: SecretMasker, host: str, quota: ConnectionQuota, report: Callable[[Sequence[str]], None]
+    ) -> None:
+        self._masker, self._host, self._quota, self._report = masker, host, quota, report
         self._stream = MaskedStream(masker)
         self._inflater: Inflater | None = None
+        self._found: set[str] = set()
 
-    def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
+    async def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
         """Return the headers for the client. Raises Refusal for an answer in which secrets cannot be found."""
         codings = [value.lower().decode("latin-1") for value in find_values(headers, b"content-encoding")]
         codings = [coding for coding in codings if coding != "identity"]
@@ -70,30 +77,54 @@ class MaskingRewriter(AnswerRewriter):
             # Hosts may compress in spite of `Accept-Encoding: identity`. A secret is not visible in compressed bytes.
             self._inflater = Inflater(codings[0])
             dropped |= _DECODED
-        mask = self._masker.mask
-        # Mask the names of headers too: a host may repeat a value, such as a secret, in a header's name.
-        masked = [_header(mask(header.name), mask(header.value)) for header in headers if header.key not in dropped]
-        return [*masked, _header(b"Accept-Ranges", b"none")]
+            # The sizes of compressed pieces show which texts of the answer are alike, such as a secret and a guess.
+            # Only an event stream must not wait.
+            kinds = find_values(headers, b"content-type")
+            self._stream = MaskedStream(self._masker, is_in_blocks=not any(_EVENTS in kind.lower() for kind in kinds))
+        kept = [header for header in headers if header.key not in dropped]
+        return [*await self._mask_headers(kept), _header(b"Accept-Ranges", b"none")]
+
+    async def _mask_headers(self, headers: list[Header]) -> list[Header]:
+        """Mask the names of headers too: a host may repeat a value, such as a secret, in a header's name."""
+        # One search of all headers costs less than one of each. No form of a secret has a line end.
+        lines = await self._masker.mask(b"\n".join(text for header in headers for text in (header.name, header.value)))
+        self._note(lines.found)
+        texts = lines.text.split(b"\n")
+        return [_header(name, value) for name, value in zip(texts[::2], texts[1::2], strict=False)]
 
     async def rewrite(self, data: bytes) -> AsyncIterator[bytes]:
         """Yield masked content. Decoded bytes count towards the session's quota and rate, which bounds what a
         decompression bomb costs. Raises Refusal.
         """
         if self._inflater is None:
-            yield self._stream.take(data)
+            yield await self._take(data)
             return
         try:
             for piece in self._inflater.feed(data):
                 await self._quota.charge(len(piece))
-                yield self._stream.take(piece)
+                yield await self._take(piece)
                 await asyncio.sleep(0)  # one read may give many pieces: let other connections run between them
         except zlib.error:
             raise build_bad_answer(self._host, "sends a response with an incorrect Content-Encoding") from None
 
-    def finish(self) -> bytes:
+    async def finish(self) -> bytes:
         if self._inflater is not None and not self._inflater.is_whole:
             raise build_bad_answer(self._host, "sends a compressed response that is not complete")
-        return self._stream.finish()
+        masked = await self._stream.finish()
+        self._note(masked.found)
+        return masked.text
+
+    async def _take(self, data: bytes) -> bytes:
+        masked = await self._stream.take(data)
+        self._note(masked.found)
+        return masked.text
+
+    def _note(self, found: frozenset[str]) -> None:
+        if new := sorted(found - self._found):
+            if not self._found:
+                self._quota.count_masked_answer()
+            self._found.update(new)
+            self._report(new)
 
 
 class Interception:
@@ -110,7 +141,7 @@ class Interception:
         self._filler = SecretFiller(
             opening.tenant, opening.session, [one for one in opening.secrets if one.is_bound_to(target)]
         )
-        self._masker = SecretMasker.of(opening.secrets)
+        self._secrets = {one.name: one.value.get_secret_value() for one in opening.secrets}
         self._relay: HttpRelay | None = None
 
     async def run(self, client: Stream, host: Stream, first: bytes, watch: Callable[[ActivityClock], Work]) -> None:
@@ -120,11 +151,12 @@ class Interception:
     async def _run(self, client: Stream, host: Stream, first: bytes) -> None:
         # Handshake with the client first: without its ClientHello, nothing is sent to the host.
         tls = await self._greet(client, first)
+        masker = await SecretMasker.of(self._secrets)
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
             outer = Peer(await self._connect(host), h11.CLIENT, self._limits)
             self._relay = HttpRelay(inner, outer, self._target.host, self._activity, self._limits)
-            while await self._serve_request(inner, outer, self._relay):
+            while await self._serve_request(inner, outer, self._relay, masker):
                 inner.http.start_next_cycle()
                 outer.http.start_next_cycle()
         except Refusal as refusal:
@@ -161,13 +193,14 @@ class Interception:
             raise build_bad_answer(self._target.host, f"cannot be verified ({problem})") from None
         return tls
 
-    async def _serve_request(self, inner: Peer, outer: Peer, relay: HttpRelay) -> bool:
+    async def _serve_request(self, inner: Peer, outer: Peer, relay: HttpRelay, masker: SecretMasker) -> bool:
         """Serve one request. Returns whether both connections can serve another one."""
         relay.has_answered = False
         try:
             request = await self._next_request(inner, outer)
             if request is None:
                 return False
+            self._quota.check_masked_answers()
             filled = self._fill(request)
         except h11.RemoteProtocolError as error:
             raise refuse_bad_request(f"it is not an HTTP/1.1 request ({error})") from None
@@ -175,14 +208,17 @@ class Interception:
             raise refuse_bad_request(str(error)) from None
         # Count the use before the request is sent: it is better to report a use that the host never saw than to miss
         # one.
-        for name in filled.used:
-            self._proxy.uses.count(
-                self._opening.tenant, self._opening.session, self._opening.run, name, self._target.authority
-            )
+        self._count(self._proxy.uses.count, filled.used)
         headers = [(header.name, header.value) for header in filled.headers]
-        masking = MaskingRewriter(self._masker.plus(filled.credentials), self._target.host, self._quota)
+        report = partial(self._count, self._proxy.uses.count_masked)
+        masking = MaskingRewriter(masker, self._target.host, self._quota, report)
         await relay.run(_build_request(request.method, filled.target, headers), masking)
         return inner.is_done and outer.is_done
+
+    def _count(self, count: Callable[[str, str, str | None, str, str], None], names: Sequence[str]) -> None:
+        opening = self._opening
+        for name in names:
+            count(opening.tenant, opening.session, opening.run, name, self._target.authority)
 
     async def _next_request(self, inner: Peer, outer: Peer) -> h11.Request | None:
         """Return the next request, or None when one side ends. A head must be complete in time."""
@@ -205,10 +241,7 @@ class Interception:
         """Return the client's next bytes, or None when the host closes the connection first, because a request would
         get no answer.
         """
-        reading, leaving = (
-            asyncio.ensure_future(inner.channel.receive()),
-            asyncio.ensure_future(outer.channel.receive()),
-        )
+        reading, leaving = start_task(inner.channel.receive()), start_task(outer.channel.receive())
         # The tunnel also ends when the host sends bytes before a request. They would be read as the answer to the next
         # request.
         try:

@@ -17,6 +17,7 @@ from workers.egress.allowances import ConnectionQuota
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import KIB, ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_bad_request
+from workers.egress.processor_share import start_task
 from workers.egress.streams import ActivityClock, Stream
 
 _MAX_INTERIM = 16
@@ -71,7 +72,7 @@ class Peer:
 class AnswerRewriter:
     """Base class of objects that change an answer on its way to the client. This class changes nothing."""
 
-    def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
+    async def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
         """Return the headers for the client. Raises Refusal."""
         return headers
 
@@ -79,7 +80,7 @@ class AnswerRewriter:
         """Yield the content for the client that can be sent now. Raises Refusal."""
         yield data
 
-    def finish(self) -> bytes:
+    async def finish(self) -> bytes:
         """Return the content that was held back until the end of the body. Raises Refusal."""
         return b""
 
@@ -105,8 +106,8 @@ class HttpRelay:
             raise refuse_bad_request("it cannot be forwarded") from None
         # Relay body and answer at the same time: a host may answer before it has the whole body, and may wait until its
         # answer is read.
-        sending = asyncio.ensure_future(self._send_all(is_last=is_last))
-        answering = asyncio.ensure_future(self._forward_answer(rewriter))
+        sending = start_task(self._send_all(is_last=is_last))
+        answering = start_task(self._forward_answer(rewriter))
         try:
             await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
             # Ignore an error while sending the body if the host has answered: it may refuse a body and close its side.
@@ -151,7 +152,7 @@ class HttpRelay:
                 self._activity.record_activity()
                 async for data in rewriter.rewrite(bytes(event.data)):
                     await self._send_data(data)
-            await self._send_data(rewriter.finish())
+            await self._send_data(await rewriter.finish())
             await self._inner.send(h11.EndOfMessage())
         except HeadError as error:
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1 ({error})") from None
@@ -188,7 +189,7 @@ class HttpRelay:
         parse_framing(headers)
         if len(headers) > self._limits.header_lines:
             raise HeadError(f"it has more than {self._limits.header_lines} header lines")
-        forwarded = rewriter.rewrite_head(response.status_code, drop_hop_by_hop(headers))
+        forwarded = await rewriter.rewrite_head(response.status_code, drop_hop_by_hop(headers))
         lines = [(header.name, header.value) for header in forwarded]
         if response.http_version != b"1.1" or b"close" in b",".join(find_values(headers, b"connection")).lower():
             lines.append((b"Connection", b"close"))

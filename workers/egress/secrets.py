@@ -1,22 +1,22 @@
-"""Secrets of a session: put into requests to their hosts in place of placeholders, and masked in answers.
+"""Secrets of a session: put into requests to their hosts in place of placeholders.
 
-Invariant: a program in the sandbox sees a secret in none of its usual encodings (contract/masking.py), and a secret
-goes only to the place of a request that its owner has named. One event loop serves all tenants of a host. So the time
-to mask an answer must not depend on the content of a secret or of an answer.
+Invariant: a secret goes only to the place of a request that its owner has named. In answers, a program in the sandbox
+sees a secret in none of its usual encodings (workers/egress/masking.py).
 """
 
 import base64
 import binascii
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import zip_longest
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
-from contract.masking import find_encodings
 from contract.secrets import MAX_HOSTS, MAX_VALUE_CHARS, SecretHost, SecretName, SecretPlace, build_placeholder
 from workers.egress.http_messages import Header
 from workers.web.urls import Target
@@ -24,10 +24,19 @@ from workers.web.urls import Target
 log = structlog.get_logger(__name__)
 
 HTTPS_PORT = 443
-MAX_USES = 10_000
-"""Maximum number of kinds of uses that wait to be reported. A kind is a session, run, secret and host."""
+MAX_USES = 1_000
+"""Maximum number of kinds of uses of one tenant that wait to be reported. A kind is a session, run, secret and host."""
+MAX_REPORTED = 1_000
+"""Maximum number of kinds in one report to sandboxd."""
 REPORT_S = 60.0
 """Time between two reports of the same kind of use."""
+
+
+def _check_value(value: SecretStr) -> SecretStr:
+    # A value with a line end could leave its header, and could not be masked: pieces of answers end there.
+    if not value.get_secret_value().isascii() or not value.get_secret_value().isprintable():
+        raise ValueError("it is not one line of printable ASCII")
+    return value
 
 
 class BoundSecret(BaseModel):
@@ -36,7 +45,7 @@ class BoundSecret(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: SecretName
-    value: SecretStr = Field(max_length=MAX_VALUE_CHARS)
+    value: Annotated[SecretStr, Field(max_length=MAX_VALUE_CHARS), AfterValidator(_check_value)]
     hosts: tuple[SecretHost, ...] = Field(max_length=MAX_HOSTS)
     place: SecretPlace
 
@@ -49,14 +58,11 @@ class BoundSecret(BaseModel):
 
 @dataclass(frozen=True)
 class FilledRequest:
-    """A request with its secrets. `used`: names of the secrets in it. `credentials`: texts that contain a secret in
-    another encoding.
-    """
+    """A request with its secrets. `used`: names of the secrets in it."""
 
     target: bytes
     headers: tuple[Header, ...]
     used: tuple[str, ...]
-    credentials: tuple[bytes, ...]
 
 
 class SecretFiller:
@@ -71,7 +77,6 @@ class SecretFiller:
     def fill(self, target: bytes, headers: Sequence[Header]) -> FilledRequest:
         """Return the request with secrets at their places. Placeholders at other places stay."""
         used: dict[str, None] = {}
-        credentials: list[bytes] = []
         filled = list(headers)
         for secret, placeholder, value in self._secrets:
             # Replace the placeholder only at its place: a program could also put it where the host shows it to others,
@@ -84,10 +89,10 @@ class SecretFiller:
             elif kind == "query":
                 target = _fill_query(target, name, placeholder, value)
             else:
-                filled = [_fill_basic(header, placeholder, value, credentials) for header in filled]
+                filled = [_fill_basic(header, placeholder, value) for header in filled]
             if (target, filled) != before:
                 used[secret.name] = None
-        return FilledRequest(target, tuple(filled), tuple(used), tuple(credentials))
+        return FilledRequest(target, tuple(filled), tuple(used))
 
 
 def _replace(header: Header, placeholder: bytes, value: bytes) -> Header:
@@ -107,7 +112,7 @@ def _fill_query(target: bytes, name: str, placeholder: bytes, value: bytes) -> b
     return path + mark + b"&".join(parts)
 
 
-def _fill_basic(header: Header, placeholder: bytes, value: bytes, credentials: list[bytes]) -> Header:
+def _fill_basic(header: Header, placeholder: bytes, value: bytes) -> Header:
     scheme, _, encoded = header.value.partition(b" ")
     if header.key != b"authorization" or scheme.lower() != b"basic":
         return header
@@ -118,140 +123,76 @@ def _fill_basic(header: Header, placeholder: bytes, value: bytes, credentials: l
     # Replace only a whole password: the secret's owner named the password as the place, not a part of it.
     if not colon or password != placeholder:
         return header
-    credentials.append(base64.b64encode(user + colon + value))
-    return Header(header.key, header.name, scheme + b" " + credentials[-1])
+    return Header(header.key, header.name, scheme + b" " + base64.b64encode(user + colon + value))
 
 
-class SecretMasker:
-    """Masks secrets in the answers of a host, in upper or lower case. The length of the text stays the same."""
+class _UseKind(NamedTuple):
+    """A kind of uses, with the field names of a report."""
 
-    def __init__(self, forms: Iterable[bytes]) -> None:
-        self._forms = sorted({form.lower() for form in forms})
-
-    @classmethod
-    def of(cls, secrets: Iterable[BoundSecret]) -> "SecretMasker":
-        """Return a masker for all encodings of the secrets."""
-        values = [secret.value.get_secret_value() for secret in secrets]
-        return cls(form.encode() for value in values for form in find_encodings(value))
-
-    def plus(self, forms: Iterable[bytes]) -> "SecretMasker":
-        """Return a masker that also masks these texts."""
-        more = tuple(forms)
-        return SecretMasker([*self._forms, *more]) if more else self
-
-    def mask(self, data: bytes) -> bytes:
-        """Return the text with `*` in place of secrets. The time is linear in the length of the text."""
-        lower, masked = data.lower(), bytearray(data)
-        for form in self._forms:
-            at = lower.find(form)
-            while at >= 0:
-                following = lower.find(form, at + 1)
-                end = at + len(form)
-                if 0 < following < end:
-                    # Two occurrences overlap, such as those of `aaaa` in a long run of `a`. The text then repeats with
-                    # the distance of the two as its period. So all occurrences up to the end of the run are known at
-                    # once.
-                    period = following - at
-                    run = _find_end_of_run(lower, following + len(form), period) - at - len(form)
-                    last = at + run - run % period
-                    end = last + len(form)
-                    following = lower.find(form, last + 1)
-                masked[at:end] = b"*" * (end - at)
-                at = following
-        return bytes(masked)
-
-    def count_withheld(self, data: bytes) -> int:
-        """Return how many bytes at the end may be the start of a secret."""
-        lower = data.lower()
-        return max((_count_prefix(lower, form) for form in self._forms), default=0)
-
-
-class MaskedStream:
-    """Masks a body that arrives in pieces. Only bytes that may be the start of a secret are held back, so that event
-    streams are not delayed.
-    """
-
-    def __init__(self, masker: SecretMasker) -> None:
-        self._masker = masker
-        self._raw = self._masked = b""
-
-    def take(self, data: bytes) -> bytes:
-        """Return the bytes that can be sent now."""
-        raw = self._raw + data
-        masked = bytearray(self._masker.mask(raw))
-        # Keep the mask of the held bytes: they may contain the end of a secret whose start was already sent, which a
-        # search in `raw` alone does not find.
-        for at, byte in enumerate(self._masked):
-            if byte != self._raw[at]:
-                masked[at] = byte
-        sent = len(raw) - self._masker.count_withheld(raw)
-        self._raw, self._masked = raw[sent:], bytes(masked[sent:])
-        return bytes(masked[:sent])
-
-    def finish(self) -> bytes:
-        """Return the held bytes at the end of the body."""
-        return self._masked
-
-
-def _find_end_of_run(data: bytes, end: int, period: int) -> int:
-    """Return the first position from `end` on whose byte differs from the byte one period before it."""
-    size = 4096
-    while size and end < len(data):
-        piece = data[end : end + size]
-        if piece == data[end - period : end - period + len(piece)]:
-            end += len(piece)
-        else:
-            size = min(size, len(piece)) // 2
-    return end
-
-
-def _count_prefix(data: bytes, form: bytes) -> int:
-    """Return the length of the longest suffix of the data that is a proper prefix of the form."""
-    at = data.find(form[:1], max(0, len(data) - len(form) + 1))
-    while at >= 0:
-        if form.startswith(data[at:]):
-            return len(data) - at
-        at = data.find(form[:1], at + 1)
-    return 0
-
-
-_USE_FIELDS = ("tenant", "session", "run", "secret", "host")
+    tenant: str
+    session: str
+    run: str
+    secret: str
+    host: str
 
 
 @dataclass
 class _Use:
     count: int = 0
+    masked: int = 0
     reported_at: float = field(default=float("-inf"))
 
 
 class SecretUses:
-    """Counts uses of secrets until sandboxd asks for them. The first use of a kind (session, run, secret, host) is
-    reported at once, later uses once per REPORT_S.
+    """Counts requests with a secret, and answers in which it was masked, until sandboxd asks for them. The first use of
+    a kind is reported at once, later uses once per REPORT_S.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._uses: dict[tuple[str, str, str, str, str], _Use] = {}
+        self._tenants: dict[str, dict[_UseKind, _Use]] = {}
+        self._unreported: Counter[str] = Counter()
 
     def count(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
         """Count one request with a secret."""
-        key = (tenant, session, run or "", secret, host)
-        # A program chooses the hosts of its requests, so the number of kinds needs a limit. Uses above the limit are
+        if use := self._find(_UseKind(tenant, session, run or "", secret, host)):
+            use.count += 1
+
+    def count_masked(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
+        """Count one answer in which a secret was masked."""
+        if use := self._find(_UseKind(tenant, session, run or "", secret, host)):
+            use.masked += 1
+
+    def _find(self, kind: _UseKind) -> _Use | None:
+        uses = self._tenants.setdefault(kind.tenant, {})
+        # A program chooses the hosts of its requests, so each tenant has a limit of kinds. Uses above the limit are
         # only logged.
-        if key not in self._uses and len(self._uses) >= MAX_USES:
-            log.error("secret_uses_not_reported", tenant=tenant, session=session, secret=secret, destination=host)
-            return
-        self._uses.setdefault(key, _Use()).count += 1
+        if kind not in uses and len(uses) >= MAX_USES:
+            self._unreported[kind.tenant] += 1
+            return None
+        return uses.setdefault(kind, _Use())
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the uses that are due for a report. Delete counters without recent uses."""
-        now, uses = self._clock(), []
-        for key, use in list(self._uses.items()):
-            if now - use.reported_at < REPORT_S:
-                continue
-            if use.count:
-                uses.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
-                use.count, use.reported_at = 0, now
-            else:
-                del self._uses[key]
-        return uses
+        """Return the uses that are due for a report: at most MAX_REPORTED, divided among the tenants. Delete counters
+        without recent uses.
+        """
+        for tenant, count in self._unreported.items():
+            log.error("secret_uses_not_reported", tenant=tenant, count=count)
+        self._unreported.clear()
+        due = [self._find_due(uses) for uses in self._tenants.values()]
+        self._tenants = {tenant: uses for tenant, uses in self._tenants.items() if uses}
+        # One use of each tenant in turn, because a report has a limit of bytes.
+        rows = [row for turn in zip_longest(*due) for row in turn if row is not None][:MAX_REPORTED]
+        return [self._report(kind, use) for kind, use in rows]
+
+    def _find_due(self, uses: dict[_UseKind, _Use]) -> list[tuple[_UseKind, _Use]]:
+        due = [(kind, use) for kind, use in uses.items() if self._clock() - use.reported_at >= REPORT_S]
+        for kind, use in due:
+            if not use.count + use.masked:
+                del uses[kind]
+        return [(kind, use) for kind, use in due if use.count + use.masked]
+
+    def _report(self, kind: _UseKind, use: _Use) -> dict[str, Any]:
+        report = kind._asdict() | {"count": use.count, "masked": use.masked}
+        use.count, use.masked, use.reported_at = 0, 0, self._clock()
+        return report

@@ -151,19 +151,22 @@ class _Connection:
             return
         self._record.opening = opening
         with self._quotas.enter(opening) as quota:
-            received = await self._read_request(quota)
-            if received is None:
-                return
-            request, rest = received
-            self._record.request = request
-            sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
-            self._host = Stream(sock)
-            if request.is_tunnel and must_intercept(opening.secrets, request.target):
-                await self._intercept(self._host, opening, request, rest, quota)
-            elif request.is_tunnel:
-                await self._tunnel(self._host, request, rest, quota)
-            else:
-                await self._exchange(self._host, request, rest, quota)
+            await self._quotas.find_share(opening.tenant).run(self._serve_request(opening, quota))
+
+    async def _serve_request(self, opening: EgressOpening, quota: ConnectionQuota) -> None:
+        received = await self._read_request(quota)
+        if received is None:
+            return
+        request, rest = received
+        self._record.request = request
+        sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
+        self._host = Stream(sock)
+        if request.is_tunnel and must_intercept(opening.secrets, request.target):
+            await self._intercept(self._host, opening, request, rest, quota)
+        elif request.is_tunnel:
+            await self._tunnel(self._host, request, rest, quota)
+        else:
+            await self._exchange(self._host, request, rest, quota)
 
     def _answer(self, question: EgressQuestion) -> bytes:
         if question.ask == "authority":

@@ -14,6 +14,7 @@ from workers.egress.allowances import ConnectionQuota
 from workers.egress.hellos import HelloGate
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
 from workers.egress.outcomes import EgressOutcome, refuse_bad_gateway
+from workers.egress.processor_share import start_task
 
 
 class Stream:
@@ -164,8 +165,8 @@ async def run_all(*works: Work, background: tuple[Work, ...] = ()) -> None:
     """Run all tasks. When all `works` have ended, cancel the `background` tasks and return. Raises the first failure
     after it has cancelled the rest.
     """
-    needed = {asyncio.ensure_future(work) for work in works}
-    every = needed | {asyncio.ensure_future(work) for work in background}
+    needed = {start_task(work) for work in works}
+    every = needed | {start_task(work) for work in background}
     try:
         running = set(every)
         while needed & running:
