@@ -14,7 +14,7 @@ from functools import partial
 
 import h11
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -112,6 +112,7 @@ async def test_a_secret_split_into_pieces_of_any_size_is_masked() -> None:
     assert (await MaskedStream(masker).take(b"data: hello\n\n")).text == b"data: hello\n\n", "nothing is held back"
 
 
+@settings(deadline=None)
 @given(
     text=st.lists(st.sampled_from([b"a", b"ab", b"secret-abcab", b"abcab", b"\n", b"\xff", b" ", b"SECRET-"])),
     sizes=st.lists(st.integers(1, 40), min_size=1),
@@ -133,6 +134,7 @@ def test_a_body_is_masked_alike_however_it_arrives(text: list[bytes], sizes: lis
     assert len(set(asyncio.run(mask()))) == 1
 
 
+@settings(deadline=None)
 @given(arrived=st.binary(max_size=300), sizes=st.lists(st.integers(1, 40), min_size=1))
 def test_what_is_held_back_depends_on_lengths_and_line_ends_alone(arrived: bytes, sizes: list[int]) -> None:
     """The secret is in neither text, and the texts have the same line ends."""
@@ -145,6 +147,7 @@ def test_what_is_held_back_depends_on_lengths_and_line_ends_alone(arrived: bytes
     assert asyncio.run(sizes_of(arrived)) == asyncio.run(sizes_of(other))
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from([b"a", b"b", b"ab", b"aab", b"abaab", b"x", b"aaaa"]), max_size=30),
     form=st.sampled_from(["aa", "aaaa", "aba", "ababa", "aabaa", "abaabaab", "xaxax"]),
