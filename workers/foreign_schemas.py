@@ -8,29 +8,34 @@ Invariant: a foreign schema has limited size, depth and checking time, and no ch
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from jsonschema.exceptions import SchemaError
 
 from contract.schema import applied_schemas, check_schema, count_parts
+from workers.schema_conversion import Converter, Cut, TooLarge
 from workers.web.fences import printable
 
+MAX_RECEIVED_BYTES = 256 * 1024
 MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
 MAX_PARTS = 2000
-"""Limit of the work of one check of arguments: the number of visited subschemas, including those behind references,
-plus the number of values in their lists.
-"""
+"""Limit of the work of one check of arguments: the number of subschemas, plus the number of values in their lists."""
 HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
 """Characters that are invisible to a person but not to a model, and characters that change the order of text."""
-_PARTS = ("properties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
-_DROPPED = ("$schema", "$id", "pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
-"""Keywords that are removed. `$schema` and `$id` change where references lead. A check of the other keywords may take
-exponential time.
-
-The program that runs the tool checks the removed keywords.
+_CUTS = (
+    Cut(depth=MAX_SCHEMA_DEPTH),
+    Cut(depth=MAX_SCHEMA_DEPTH, text_chars=300),
+    Cut(depth=MAX_SCHEMA_DEPTH, text_chars=100, repeats=0),
+    Cut(depth=MAX_SCHEMA_DEPTH, text_chars=100, repeats=0, references=3),
+    Cut(depth=12, text_chars=60, repeats=0, references=2),
+    Cut(depth=8, text_chars=60, references=1, has_values=False),
+    Cut(depth=4, text_chars=30, references=1, has_values=False),
+    Cut(depth=3, text_chars=0, references=0, has_values=False),
+)
+"""What is kept of a schema. The first one whose result is within the limits is used: descriptions are shortened before
+structure is lost.
 """
 
 
@@ -39,70 +44,70 @@ class SchemaRefused(Exception):
 
 
 def bound_schema(received: Any) -> dict[str, Any]:
-    """Return the schema without the keywords in _DROPPED, after all checks. Raises SchemaRefused."""
-    if not isinstance(received, dict) or received.get("type") != "object":
-        raise SchemaRefused("its parameters are not an object")
+    """Return the schema of an object in draft 2020-12 within the limits above. Raises SchemaRefused."""
+    # PHP writes an empty object as an empty list.
+    received = {} if received is None or received is True or received == [] else received
+    _check_object(received)
     try:
         text = json.dumps(received, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise SchemaRefused("its schema is not valid JSON") from None
-    if len(text.encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
-        raise SchemaRefused(f"its schema is larger than {MAX_SCHEMA_BYTES} bytes")
-    _check_texts(received)
-    schema: dict[str, Any] = _without(received)
+    if len(text.encode("utf-8", "replace")) > MAX_RECEIVED_BYTES:
+        raise SchemaRefused(f"its schema is larger than {MAX_RECEIVED_BYTES} bytes")
+    _check_headers(received)
+    for cut in _CUTS:
+        with suppress(TooLarge):
+            schema = Converter(received, cut, _clean).convert()
+            if _is_within_limits(schema):
+                return _checked(schema)
+    raise SchemaRefused(f"its schema has more than {MAX_SCHEMA_BYTES} bytes or {MAX_PARTS} parts, even when it is cut")
+
+
+def _check_object(received: Any) -> None:
+    kinds = received.get("type") if isinstance(received, dict) else "none"
+    names = [kind.lower() for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
+    if names and not {"object", "any", "dict", "map"} & set(names):
+        raise SchemaRefused("its parameters are not an object")
+
+
+def _clean(text: str) -> str:
+    return HIDDEN.sub("\ufffd", printable(text))
+
+
+def _is_within_limits(schema: Mapping[str, Any]) -> bool:
+    if len(json.dumps(schema, ensure_ascii=False).encode("utf-8", "replace")) > MAX_SCHEMA_BYTES:
+        return False
+    # Without references, no part is repeated.
+    return sum(count_parts(part) for part, _ in applied_schemas(schema)) <= MAX_PARTS
+
+
+def _checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema. Raises SchemaRefused if it is not valid, or has invisible characters in names or values."""
+    pending: list[Any] = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str) and _clean(value) != value:
+            raise SchemaRefused("a name or a value in its schema has invisible characters")
+        pending += (
+            [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
     try:
         check_schema(schema)
     except SchemaError as error:
         raise SchemaRefused(f"its schema is invalid: {printable(error.message)[:200]}") from None
-    _check_expansion(schema)
     return schema
 
 
-def _check_texts(schema: Any) -> None:
-    """Check the depth of the schema and its characters, before any recursive code runs. Raises SchemaRefused."""
-    # An explicit stack: recursion over a deep schema would exceed the interpreter's limit.
-    pending = [(schema, 0)]
+def _check_headers(schema: Any) -> None:
+    """Raise SchemaRefused for a schema that needs parameters in headers. Uses no recursion, because any depth is
+    possible here.
+    """
+    pending = [schema]
     while pending:
-        value, depth = pending.pop()
-        if depth > MAX_SCHEMA_DEPTH:
-            raise SchemaRefused(f"its schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        if isinstance(value, str) and (printable(value) != value or HIDDEN.search(value)):
-            raise SchemaRefused("its schema has invisible characters")
+        value = pending.pop()
         if isinstance(value, dict):
             if "x-mcp-header" in value:
                 raise SchemaRefused("it needs parameters in headers, which are not sent")
-            pending += [(part, depth + 1) for part in (*value.keys(), *value.values())]
+            pending += value.values()
         elif isinstance(value, list):
-            pending += [(part, depth + 1) for part in value]
-
-
-def _without(schema: Any) -> Any:
-    """Return a copy without the keywords in _DROPPED. A parameter whose name equals such a keyword is kept."""
-    if not isinstance(schema, dict):
-        return schema
-    copy: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _DROPPED:
-            continue
-        if key in _PARTS and isinstance(value, dict):
-            copy[key] = {name: _without(part) for name, part in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            copy[key] = [_without(part) for part in value]
-        else:
-            copy[key] = _without(value) if key in _SINGLE else value
-    return copy
-
-
-def _check_expansion(schema: Mapping[str, Any]) -> None:
-    """Raise SchemaRefused when the schema, with its references expanded, is too large or endless."""
-    parts = 0
-    for part, is_repeated in applied_schemas(schema):
-        if is_repeated:
-            raise SchemaRefused("its schema refers to itself")
-        if any(key in part for key in _DROPPED):
-            # A reference may lead to a value that is no schema, such as a default. The keywords in _DROPPED were not
-            # removed there.
-            raise SchemaRefused("its schema has an invalid reference")
-        parts += count_parts(part)
-        if parts > MAX_PARTS:
-            raise SchemaRefused(f"its schema expands to more than {MAX_PARTS} parts")
+            pending += value

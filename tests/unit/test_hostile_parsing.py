@@ -27,7 +27,7 @@ from orchestrator.dialects import native_assembler
 from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decision
 from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
-from workers.foreign_schemas import bound_schema
+from workers.foreign_schemas import SchemaRefused, bound_schema
 from workers.mcp.http_transport import find_reply
 from workers.mcp.messages import ServerReply
 from workers.tools.edit import EDIT_TOOL
@@ -162,6 +162,23 @@ def test_a_foreign_schema_is_checked_in_bounded_time(name: str) -> None:
         spec = build_spec("t").model_copy(update={"parameters": parameters})
         with suppress(ToolFailure):
             prepare_arguments(spec, {} if value is None else {"a": value})
+
+
+BIG_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a long list that is referred to often": {"required": [f"n{n}" for n in range(20_000)]},
+    "a long description that is referred to often": {"description": "x" * 200_000},
+    "long values that are referred to often": {"enum": ["x" * 20_000] * 10},
+    "many properties that are referred to often": {"properties": {f"n{n}": {} for n in range(15_000)}},
+    "references that double": {"allOf": [{"$ref": "#/$defs/big"}, {"$ref": "#/$defs/big"}]},
+    "many anchors": {"allOf": [{"$anchor": f"a{n}", "$ref": f"#b{n}"} for n in range(5000)]},
+}
+
+
+@pytest.mark.parametrize("name", BIG_SCHEMAS)
+def test_a_foreign_schema_is_converted_in_bounded_time(name: str) -> None:
+    references = {f"p{n}": {"$ref": "#/$defs/big"} for n in range(1000)}
+    with bounded(24), suppress(SchemaRefused):
+        bound_schema({"type": "object", "properties": references, "$defs": {"big": BIG_SCHEMAS[name]}})
 
 
 REPLIES = {

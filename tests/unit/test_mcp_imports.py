@@ -15,14 +15,14 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from contract.schema import prepare_arguments
+from contract.schema import check_schema, prepare_arguments
 from contract.specs import ToolSpec
 from tests.builders import build_spec
 from tests.guest_exec import LocalSandbox, open_local_sandbox
 from tests.mcp_peers import TOOL
 from tests.stack import ROOT
 from tests.web_servers import run_tool
-from workers.foreign_schemas import SchemaRefused, bound_schema
+from workers.foreign_schemas import MAX_PARTS, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, SchemaRefused, bound_schema
 from workers.mcp.answers import build_outcome
 from workers.mcp.imports import (
     MAX_NAME_CHARS,
@@ -159,33 +159,200 @@ def _deep() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "reason"),
     [
-        None,
-        [],
-        {},
-        {"type": "string"},
-        {"type": "object", "properties": 7},
-        _schema(x={"type": "strange"}),
-        _schema(x={"$ref": "https://evil.example/schema"}),
-        _schema(x={"$ref": "#/$defs/none"}),
-        {"type": "object", "properties": {"x": {"$ref": "#"}}},
-        {"type": "object", "allOf": [{"$ref": "#"}]},
-        _schema(x={"description": "\x1b[2J"}),
-        _schema(**{"\x07": {}}),
-        _schema(x={"type": "string", "x-mcp-header": "Region"}),
-        _schema(x={"enum": ["x" * 20_000]}),
-        {"type": "object", "default": {"pattern": "^(a+)+$"}, "properties": {"x": {"$ref": "#/default"}}},
-        {"type": "object", "more": {"x": {"items": {"pattern": "^(a+)+$"}}}, "properties": {"x": {"$ref": "#/more/x"}}},
-        _bomb(),
-        _deep(),
+        (7, "not an object"),
+        (["x"], "not an object"),
+        (False, "not an object"),
+        ({"type": "string"}, "not an object"),
+        ({"type": ["array", "null"]}, "not an object"),
+        (_schema(**{"\x07": {}}), "invisible characters"),
+        (_schema(x={"enum": ["\u202etxt"]}), "invisible characters"),
+        (_schema(x={"type": "string", "x-mcp-header": "Region"}), "headers"),
+        (_schema(x={"description": "x" * 300_000}), "larger than"),
+        (_schema(**{f"p{n}": {} for n in range(MAX_PARTS + 1)}), "parts"),
     ],
 )
-def test_tool_with_an_invalid_or_expensive_schema_is_left_out(schema: Any) -> None:
+def test_a_tool_whose_schema_cannot_be_offered_is_named_with_the_reason(schema: Any, reason: str) -> None:
     with capture_logs() as logs:
         imported = _import({**TOOL, "inputSchema": schema}, {**TOOL, "name": "good"})
     assert [tool.name for tool in imported] == ["good"], "and no other"
-    assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"]
+    assert [(entry["event"], entry["name"]) for entry in logs] == [("mcp_tool_left_out", TOOL["name"])]
+    assert reason in logs[0]["reason"]
+
+
+NODE = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+ADDRESS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    ("given_property", "converted"),
+    [
+        pytest.param({"$ref": "#/$defs/a"}, ADDRESS, id="reference"),
+        pytest.param({"$ref": "#/definitions/a"}, ADDRESS, id="reference of draft 7"),
+        pytest.param({"$ref": "#addr"}, {"type": "number"}, id="anchor"),
+        pytest.param({"$ref": "#/properties/y"}, {"type": "integer"}, id="reference to a property"),
+        pytest.param({"$ref": "#/$defs/list/anyOf/1"}, {"type": "boolean"}, id="reference into a list"),
+        pytest.param(
+            {"$ref": "#/$defs/a", "description": "where"}, {**ADDRESS, "description": "where"}, id="reference and text"
+        ),
+        pytest.param(
+            {"$ref": "#/$defs/a", "minProperties": 2}, {"minProperties": 2, "allOf": [ADDRESS]}, id="reference and rule"
+        ),
+        pytest.param({"$ref": "https://evil.example/schema"}, {}, id="external reference"),
+        pytest.param({"$ref": "#/$defs/none", "title": "T"}, {"title": "T"}, id="reference without target"),
+        pytest.param({"type": "any"}, {}, id="any"),
+        pytest.param({"type": ["string", "any"]}, {}, id="any in a list"),
+        pytest.param({"type": "strange", "minLength": 1}, {"minLength": 1}, id="unknown type"),
+        pytest.param({"type": "STRING"}, {"type": "string"}, id="type in capitals"),
+        pytest.param({"type": "int"}, {"type": "integer"}, id="type of another language"),
+        pytest.param({"type": ["string", "null"]}, {"type": ["string", "null"]}, id="several types"),
+        pytest.param(
+            {"type": ["string", ADDRESS]}, {"anyOf": [ADDRESS, {"type": "string"}]}, id="draft 3: schema as type"
+        ),
+        pytest.param(
+            {"minimum": 1, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False},
+            {"exclusiveMinimum": 1, "maximum": 9},
+            id="draft 4: exclusive bounds",
+        ),
+        pytest.param({"divisibleBy": 5}, {"multipleOf": 5}, id="draft 3: divisibleBy"),
+        pytest.param({"extends": ADDRESS}, {"allOf": [ADDRESS]}, id="draft 3: extends"),
+        pytest.param(
+            {"type": "object", "properties": {"a": {"type": "string", "required": True}, "b": {"required": False}}},
+            {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}, "required": ["a"]},
+            id="draft 3: required in the property",
+        ),
+        pytest.param(
+            {"items": [{"type": "string"}, True], "additionalItems": False},
+            {"prefixItems": [{"type": "string"}, {}], "items": {"not": {}}},
+            id="draft 7: items of a tuple",
+        ),
+        pytest.param(
+            {"dependencies": {"a": ["b"], "c": ADDRESS}},
+            {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"c": ADDRESS}},
+            id="draft 7: dependencies",
+        ),
+        pytest.param({"id": "urn:x", "$id": "y", "$schema": "z", "$comment": "c"}, {}, id="ids"),
+        pytest.param(
+            {"type": "string", "nullable": True, "enum": ["a"]},
+            {"type": ["string", "null"], "enum": ["a", None]},
+            id="nullable",
+        ),
+        pytest.param(
+            {"type": "string", "pattern": "^(a+)+$", "format": "my-format", "x-more": 1},
+            {"type": "string", "format": "my-format"},
+            id="pattern, unknown format, unknown keyword",
+        ),
+        pytest.param(
+            {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False},
+            {"type": "object", "additionalProperties": True},
+            id="names by pattern",
+        ),
+        pytest.param(True, {}, id="true"),
+        pytest.param(False, {"not": {}}, id="false"),
+        pytest.param("string", {}, id="no schema"),
+        pytest.param({"properties": [], "required": [], "enum": []}, {}, id="empty lists of PHP"),
+        pytest.param({"minLength": "3", "maximum": None, "uniqueItems": "yes", "minItems": -1}, {}, id="wrong values"),
+        pytest.param({"minLength": 3.0, "title": 7, "required": "a"}, {"minLength": 3, "required": ["a"]}, id="loose"),
+        pytest.param({"description": "a\x1b[2J\u202eb"}, {"description": "a\ufffd[2J\ufffdb"}, id="hidden characters"),
+        pytest.param(
+            {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}, {"anyOf": [{"type": "null"}, ADDRESS]}, id="or"
+        ),
+    ],
+)
+def test_a_schema_of_any_draft_is_converted(given_property: Any, converted: Any) -> None:
+    more = {"a": ADDRESS, "list": {"anyOf": [{}, {"type": "boolean"}]}, "z": {"$anchor": "addr", "type": "number"}}
+    schema = {**_schema(x=given_property, y={"type": "integer"}), "$defs": more, "definitions": more}
+    with capture_logs() as logs:
+        [imported] = _import({**TOOL, "inputSchema": schema})
+    assert imported.spec.parameters == _schema(x=converted, y={"type": "integer"})
+    assert logs == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "converted"),
+    [
+        (None, _schema()),
+        ({}, _schema()),
+        ([], _schema()),
+        (True, _schema()),
+        ({"type": "object"}, _schema()),
+        ({"type": "object", "properties": 7}, _schema()),
+        ({"type": ["object", "null"], "properties": {"a": {}}}, _schema(a={})),
+        ({"properties": {"a": {"type": "string"}}}, _schema(a={"type": "string"})),
+        ({"$ref": "#/definitions/t", "definitions": {"t": ADDRESS}}, ADDRESS),
+        ({"type": "object", "required": ["q"]}, {**_schema(q={}), "required": ["q"]}),
+        ({"type": "object", "additionalProperties": True}, {**_schema(), "additionalProperties": True}),
+        (
+            {"anyOf": [_schema(a={"type": "string"}), {**_schema(b={}, a={"type": "integer"}), "required": ["a"]}]},
+            _schema(a={"anyOf": [{"type": "string"}, {"type": "integer"}]}, b={}),
+        ),
+        ({"oneOf": [ADDRESS, {**ADDRESS, "properties": {}}]}, ADDRESS),
+        ({"allOf": [ADDRESS, _schema(b={})]}, {**_schema(city={"type": "string"}, b={}), "required": ["city"]}),
+        ({"if": _schema(a={}), "then": _schema(c={}), "properties": {"a": {}}}, _schema(a={}, c={})),
+    ],
+)
+def test_the_parameters_become_a_plain_object(schema: Any, converted: Any) -> None:
+    [imported] = _import({**TOOL, "inputSchema": schema})
+    assert imported.spec.parameters == converted
+
+
+def _measure_depth(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_measure_depth, parts), default=0)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({**_schema(root={"$ref": "#/$defs/n"}), "$defs": {"n": NODE}}, id="recursive"),
+        pytest.param(_schema(x={"$ref": "#"}), id="refers to the root"),
+        pytest.param({"type": "object", "allOf": [{"$ref": "#"}], "properties": {"x": {}}}, id="is its own part"),
+        pytest.param(
+            {**_schema(x={"$ref": "#/$defs/a"}), "$defs": {"a": {"$ref": "#/$defs/a"}}}, id="refers to itself"
+        ),
+        pytest.param({**_schema(x={}), "default": {"pattern": "^(a+)+$"}, "$ref": "#/default"}, id="refers to a value"),
+        pytest.param(
+            {"type": "object", "more": {"x": {"items": {"pattern": "a"}}}, "properties": {"x": {"$ref": "#/more/x"}}},
+            id="refers to an unknown keyword",
+        ),
+        pytest.param(_bomb(), id="expands to 2^16 schemas"),
+        pytest.param(_deep(), id="deep"),
+        pytest.param(_schema(x={"enum": ["x" * 20_000]}), id="large values"),
+        pytest.param(
+            _schema(**{f"p{n}": {"description": "x" * 900} for n in range(100)}, x={}), id="long descriptions"
+        ),
+        pytest.param(
+            _schema(x={"anyOf": [_schema(**{f"p{n}": {"enum": ["a"] * 30}}) for n in range(300)]}), id="many forms"
+        ),
+    ],
+)
+def test_a_large_or_recursive_schema_is_cut_and_offered(schema: dict[str, Any]) -> None:
+    with capture_logs() as logs:
+        [imported] = _import({**TOOL, "inputSchema": schema})
+    parameters = imported.spec.parameters
+    text = json.dumps(parameters)
+    assert parameters["properties"].keys() == schema["properties"].keys()
+    assert [word for word in ("$ref", "$defs", "pattern") if f'"{word}"' in text] == []
+    assert len(text) <= MAX_SCHEMA_BYTES
+    assert _measure_depth(parameters) <= MAX_SCHEMA_DEPTH + 2
+    prepare_arguments(imported.spec, {name: None for name in parameters["properties"]})
+    assert logs == []
+
+
+def test_a_recursive_schema_is_checked_down_to_the_cut() -> None:
+    [imported] = _import({**TOOL, "inputSchema": {**_schema(root={"$ref": "#/$defs/n"}), "$defs": {"n": NODE}}})
+    prepare_arguments(imported.spec, {"root": {"kids": [{"kids": []}]}})
+    with pytest.raises(ToolFailure):
+        prepare_arguments(imported.spec, {"root": {"kids": [{"kids": 7}]}})
+
+
+def test_descriptions_are_shortened_before_parameters_lose_their_types() -> None:
+    many = {f"p{n}": {"type": "string", "description": "x" * 2000, "enum": ["a", "b"]} for n in range(50)}
+    [imported] = _import({**TOOL, "inputSchema": _schema(**many)})
+    properties = imported.spec.parameters["properties"]
+    assert {(part["type"], len(part["enum"])) for part in properties.values()} == {("string", 2)}
+    assert {len(part["description"]) for part in properties.values()} <= set(range(50, 310))
 
 
 def test_foreign_regex_patterns_are_dropped_but_a_parameter_named_pattern_is_kept() -> None:
@@ -197,14 +364,13 @@ def test_foreign_regex_patterns_are_dropped_but_a_parameter_named_pattern_is_kep
     assert prepare_arguments(spec, {"pattern": "a" * 40 + "!"})[0]["pattern"].endswith("!")
 
 
+WORDS = [
+    *("type", "properties", "$ref", "items", "allOf", "anyOf", "$defs", "enum", "pattern", "x", "required", "minimum"),
+    *("exclusiveMinimum", "nullable", "dependencies", "extends", "additionalProperties", "if", "then", "default"),
+]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda part: (
-        st.lists(part)
-        | st.dictionaries(
-            st.sampled_from(["type", "properties", "$ref", "items", "allOf", "$defs", "enum", "pattern", "x"]), part
-        )
-    ),
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["#", "#/x", "#/properties/x", "string", "any", "a"]),
+    lambda part: st.lists(part) | st.dictionaries(st.sampled_from(WORDS), part),
     max_leaves=20,
 )
 
@@ -217,6 +383,7 @@ def test_any_json_schema_value_is_bounded_or_refused(value: Any) -> None:
     except SchemaRefused:
         return
     assert schema["type"] == "object"
+    check_schema(schema)
 
 
 # Hostile servers: their data cannot break a worker, hide text from people, or stop the next call
@@ -279,7 +446,12 @@ def test_tool_with_an_oversized_name_is_left_out() -> None:
 def test_invisible_characters_in_a_description_are_removed(hidden: str) -> None:
     [spec] = _specs({**TOOL, "description": f"Adds.{hidden}"})
     assert not set(hidden) & set("\U000e0069\U000e0067\u202e\u2066\u2069") & set(spec.description)
-    assert _specs({**TOOL, "inputSchema": {"type": "object", "properties": {"a": {"description": hidden}}}}) == []
+    [spec] = _specs({**TOOL, "inputSchema": {"type": "object", "properties": {"a": {"description": hidden}}}})
+    assert (
+        not set(hidden)
+        & set("\U000e0069\U000e0067\u202e\u2066\u2069")
+        & set(json.dumps(spec.parameters, ensure_ascii=False))
+    )
 
 
 def test_description_keeps_text_of_any_script_and_joiners() -> None:
