@@ -302,13 +302,13 @@ def _as_object(schema: Json) -> Json:
     more = _collect(schema, properties, required)
     for name in required:
         properties.setdefault(name, {})
-    kept = {key: schema[key] for key in ("title", "description", "minProperties", "maxProperties") if key in schema}
-    flat = {**kept, "type": "object", "properties": properties}
-    return {
-        **flat,
-        **({"required": list(required)} if required else {}),
-        **({} if more is None else {"additionalProperties": more}),
+    flat: Json = {
+        key: schema[key] for key in ("title", "description", "minProperties", "maxProperties") if key in schema
     }
+    flat |= {"type": "object", "properties": properties}
+    flat |= {"required": list(required)} if required else {}
+    flat |= {"additionalProperties": more} if more is not None else {}
+    return flat
 
 
 def _collect(schema: Any, properties: Json, required: dict[str, None]) -> Any:

@@ -105,11 +105,15 @@ async def test_a_reward_file_counts_only_after_a_successful_command(
 
 VALID = {
     b"1": 1.0, b"0": 0.0, b" 0.25\n": 0.25, b"1e-3": 0.001, b"1.0": 1.0, b'{"reward": 0.5, "right": 3}': 0.5,
-    b'{"reward": 1}': 1.0,
+    b'{"reward": 1}': 1.0, b"+1": 1.0, b".5": 0.5, b"1.": 1.0, b"1e0": 1.0, b"1E+00": 1.0, b" 0.5\r\n": 0.5, b"-0": 0.0,
+    b"1.0000000000000002": 1.0, b"0.9999999999999999": 1.0, b"-1e-17": 0.0, b"1e-4000": 0.0, b"00.5": 0.5, b'"1"': 1.0,
+    b'{"reward": "1"}': 1.0, b'{"reward": 1.0000000000000002, "loss": "-2.5e0"}': 1.0, b"\xef\xbb\xbf0.5": 0.5,
+    b"0.1000000000000000055511151231257827021181583404541015625": 0.1, str(sum([0.05] * 20)).encode(): 1.0,
+    b'{"reward": 5e-1}': 0.5,
 }  # fmt: skip
 INVALID = [
-    b"", b"NaN", b"nan", b"inf", b"Infinity", b"-1", b"-0.5", b"1.01", b"2", b"1e400", b"1e-4000", b"0x1", b"1_0", b"1 1",
-    b"true", b"null", b'"1"', b"[1]", b"{}", b'{"reward": true}', b'{"reward": "1"}', b'{"reward": NaN}',
+    b"", b"NaN", b"nan", b"inf", b"Infinity", b"-1", b"-0.5", b"1.01", b"2", b"1e400", b"1.00001", b"0x1", b"1_0", b"1 1",
+    b"true", b"null", b"1,0", b"1/2", b"50%", b".", b"e5", b'"', b'"nan"', b"[1]", b"{}", b'{"reward": true}', b'{"reward": "one"}', b'{"reward": null}', b'{"reward": NaN}',
     b'{"reward": 1e400}', b'{"reward": 1, "reward": 0}', b'{"reward": -1}', b'{"reward": 1, "x": Infinity}', b'{"score": 1}',
     b'{"reward": [1]}', b'{"reward": {"reward": 1}}', b"\xff1", "\uff11".encode(), b"1\x00", b"1" * 70_000, b"1" * 400,
     b"[" * 60_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"reward": 1' + b"0" * 5000 + b"}",
