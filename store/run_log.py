@@ -115,7 +115,7 @@ if not has_room(KEYS[5], now, RUNNING_WORK) then return 'full' end
 redis.call('RPUSH', KEYS[2], ARGV[3])
 if ARGV[4] ~= '' then redis.call('SADD', KEYS[3], ARGV[4]) end
 grow_bytes(KEYS[5], now, KEYS[1], 'log_bytes', #ARGV[3] + #ARGV[4] + ENTRY_BYTES, now + ARGV[5])
-if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
+if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses', 'denials') end
 if ARGV[13] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
 for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
 return 'added'

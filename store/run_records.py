@@ -40,6 +40,7 @@ class RunRecord(Record):
     """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the process that executes the
     run. `attempt`: 1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic
     restarts. `losses`: how often a process that executed the run has died since the log of the run last grew.
+    `denials`: how often since then a model server denied the process that executed the run.
     """
 
     batch: str
@@ -50,6 +51,7 @@ class RunRecord(Record):
     attempt: int = Field(default=1, ge=1)
     first_attempt: int = Field(default=1, ge=1)
     losses: int = 0
+    denials: int = 0
     priority: int = 0
     line: int = 0
     queued_at: float = 0.0

@@ -414,7 +414,7 @@ function steps.finish()
   return 1
 end
 
--- tenant, run, claim, seconds, '1' to restart from the beginning. Returns the run to the queue, now or after these seconds.
+-- tenant, run, claim, seconds, '1' to restart from the beginning, '1' if the model denied its process. Returns the run to the queue, now or after these seconds.
 -- Returns 0 when another process has the claim. Returns 2 and changes nothing when the run or its batch is cancelled.
 function steps.give_back()
   local tenant, run, after_s = ARGV[4], ARGV[5], tonumber(ARGV[7])
@@ -424,9 +424,10 @@ function steps.give_back()
   local state = redis.call('HGET', batch_key(tenant, fields[2]), 'state')
   if fields[3] or state == 'cancelling' or state == 'cancelled' then return 2 end
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
+  if ARGV[9] == '1' then redis.call('HINCRBY', key, 'denials', 1) end
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
-    redis.call('HDEL', key, 'losses', 'published_step', 'has_states')
+    redis.call('HDEL', key, 'losses', 'denials', 'published_step', 'has_states')
     delete_log(tenant, run)
   end
   redis.call('SREM', batch_key(tenant, fields[2]) .. ':running', run)
@@ -533,7 +534,7 @@ function steps.retry()
       if #requeued == 0 then audit(ARGV[6], ARGV[7]) end
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
-      redis.call('HDEL', key, 'losses', 'has_states')
+      redis.call('HDEL', key, 'losses', 'denials', 'has_states')
       delete_log(tenant, run)
       redis.call('ZREM', batch_at .. ':ended', run)
       redis.call('HINCRBY', batch_at, 'failed:' .. failure, -1)

@@ -430,12 +430,15 @@ class RunQueue:
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
-    async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False) -> bool:
+    async def give_back(
+        self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False, is_denied: bool = False
+    ) -> bool:
         """Return a run to the queue, where it can be claimed after `after_s` seconds. Another process continues it, or
-        starts a new attempt (`is_new`). Return False if another process owns the run. Raises BatchCancelled: the batch
-        was cancelled.
+        starts a new attempt (`is_new`). `is_denied`: count it as a denial of the model. Return False if another process
+        owns the run. Raises BatchCancelled: the batch was cancelled.
         """
-        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if is_new else "0"))
+        flags = ["1" if flag else "0" for flag in (is_new, is_denied)]
+        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, *flags))
         if reply == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)

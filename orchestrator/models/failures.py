@@ -136,6 +136,17 @@ def build_error(
     return ModelBlocked(sentence) if is_rate_limit(failure) else ModelUnavailable(sentence)
 
 
+def build_refusal(failure: AttemptFailure, endpoint: FailedEndpoint) -> ModelRefused:
+    """Return the error for one request that the server denied, although it accepts others."""
+    status = f" with status {failure.status}" if failure.status else ""
+    detail = _detail(failure, endpoint)
+    return ModelRefused(
+        f"{endpoint.subject} refuses this request{status}, and accepts others: change its content, or lower its limits "
+        f"of tokens ({detail})",
+        detail,
+    )
+
+
 def build_interruption(failure: AttemptFailure, endpoint: FailedEndpoint) -> ModelUnavailable:
     """Return the error for a reply that was partly returned: ModelInterrupted, or ContextWindowExceeded when it grew
     too long.

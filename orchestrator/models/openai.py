@@ -1,5 +1,6 @@
 """Models behind OpenAI-compatible chat endpoints, streamed or whole. The only module that uses the SDK."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -13,7 +14,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI, AsyncStream
 
-from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
+from contract.errors import ContextWindowExceeded, ModelDenied, ModelRefused, ModelUnavailable
 from contract.model_endpoints import EndpointBlocked, ModelEndpoint, RequestLease
 from orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classify_ending
 from orchestrator.dialects.model import Chunk, ModelRequest
@@ -26,6 +27,7 @@ from orchestrator.models.failures import (
     FailedEndpoint,
     build_error,
     build_interruption,
+    build_refusal,
     is_rate_limit,
     is_too_long,
     is_transient,
@@ -42,6 +44,8 @@ NO_KEY = "no-key"
 """API key for servers that need none, because OpenAI's SDK requires a key."""
 CONNECT_TIMEOUT_S = 10.0
 CHARS_PER_TOKEN = 4
+PROBE = ModelRequest([{"role": "user", "content": "Say ok."}], extra={"max_tokens": 16})
+"""The request that shows whether a server denies every request."""
 _USAGE_FIELD, _NEW_LIMIT = "stream_options", "max_completion_tokens"
 # In addition to the SDK's errors: version 2 does not wrap errors that break a stream.
 _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
@@ -74,6 +78,8 @@ class OpenAIModel:
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
         self._form = _Form()
+        self._probing, self._probed_at = asyncio.Lock(), 0.0
+        self._probe_error: ModelUnavailable | None = None
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key or NO_KEY, timeout=timeout, max_retries=0)
         self.limits: RequestLimits = LocalLimits(self._policy.sleep)
@@ -183,11 +189,12 @@ class OpenAIModel:
 
     async def _wait_for_retry(self, failure: AttemptFailure, attempts: "_Attempts", *, is_shared: bool = True) -> None:
         """Wait until the request may be sent again. Raises ModelUnavailable when it may not. `is_shared`: a rate limit
-        blocks all requests, so the next attempt waits for the end of the block.
+        blocks all requests, so the next attempt waits for the end of the block. False: a request without content.
         """
         count, policy = attempts.count, self._policy
         if not is_transient(failure):
-            raise build_error(failure, self._endpoint, attempts=count)
+            error = build_error(failure, self._endpoint, attempts=count)
+            raise await self._check_denial(error, failure) if is_shared and isinstance(error, ModelDenied) else error
         wait_s = compute_backoff_s(policy, count) if failure.wait_s is None else failure.wait_s
         is_block = is_shared and is_rate_limit(failure)
         if is_block:
@@ -200,6 +207,31 @@ class OpenAIModel:
         log.warning("model_retry", model=self.name, attempt=count, wait_s=round(wait_s, 3), reason=failure.reason)
         if not is_block:
             await policy.sleep(wait_s)
+
+    async def _check_denial(self, denial: ModelDenied, failure: AttemptFailure) -> ModelUnavailable:
+        """Return the error of a request that the server denied. It is a denial only if the server denies a request
+        without content of a tenant too: moderation, credit and routes may depend on the content.
+        """
+        denied_at = time.monotonic()
+        async with self._probing:
+            # Requests that are denied at the same time share one probe.
+            if self._probed_at < denied_at:
+                self._probed_at, self._probe_error = time.monotonic(), await self._probe()
+            error = self._probe_error
+        if error is None or isinstance(error, ModelRefused | ContextWindowExceeded):
+            return build_refusal(failure, self._endpoint)
+        return denial if isinstance(error, ModelDenied) else error
+
+    async def _probe(self) -> ModelUnavailable | None:
+        """Return the error of one short request; None if a reply begins."""
+        read = self._read_stream if self._streaming else self._read_complete
+        try:
+            async with aclosing(read(PROBE)) as chunks:
+                async for _ in chunks:
+                    break
+        except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
+            return build_error(_classify_error(error), self._endpoint)
+        return None
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         """Make one attempt. It yields nothing until the reply has content, so an earlier failure can be retried."""

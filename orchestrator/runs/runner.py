@@ -59,6 +59,10 @@ DOUBTFUL_LOSSES = 3
 the process. A process executes only one doubtful run at a time, because the death of the process counts as a loss for
 each of its runs.
 """
+MAX_DENIALS = 10
+"""Number of processes in a row that may stop because their model denied them during a run. After that the run fails:
+it may be the cause.
+"""
 TRIAL_S = 30.0
 """Seconds that other doubtful runs wait for a doubtful run that executes but makes no progress."""
 STORE_S = 1.0
@@ -306,7 +310,11 @@ class Runner:
             # The cause is in this process, such as a wrong API key, so return its runs to the queue. Other processes
             # continue them.
             self._denied = error
-            await self._give_back(claim, active)
+            if self.only is None and record.denials >= MAX_DENIALS:
+                await self.work.abandon(claim, active.journal)
+                await self._finish(claim, active, build_outcome(claim, judge_error(error)), BatchDefaults(retries=0))
+            else:
+                await self._give_back(claim, active, is_denied=self.only is None)
         else:
             await self._finish(claim, active, outcome, defaults)
 
@@ -427,10 +435,12 @@ class Runner:
             else:
                 await self._give_back(claim, active)
 
-    async def _give_back(self, claim: RunClaim, active: _ActiveRun, after_s: float = 0.0) -> None:
+    async def _give_back(
+        self, claim: RunClaim, active: _ActiveRun, after_s: float = 0.0, *, is_denied: bool = False
+    ) -> None:
         """Put a run back into the queue unchanged. A run of a cancelled batch ends."""
         try:
-            await self.queue.give_back(claim, after_s=after_s)
+            await self.queue.give_back(claim, after_s=after_s, is_denied=is_denied)
         except BatchCancelled:
             await self._cancel(claim, active)
 

@@ -302,7 +302,8 @@ async def test_retry_after_delays_all_requests(reply: bytes, wait_s: float, wait
     ids=["no rate limit", "the server says so", "too long"],
 )
 async def test_permanent_error_is_not_retried(reply: bytes, message: str, waits: RecordedSleep) -> None:
-    async with serving([reply, stream(END)]) as server:
+    # The second request may be the one that shows whether the server denies every request.
+    async with serving([reply, reply, stream(END)]) as server:
         assert message in str(await failure(read(build(server.url, waits))))
     assert waits.kept == []
 
