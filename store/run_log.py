@@ -97,7 +97,7 @@ FULL_S = 30.0
 """Time for which a run waits while Redis has no memory, in seconds. Then the run fails."""
 # KEYS: run, log, sessions, usage of the run's session, memory of the tenant. ARGV: claim, index, entry, signed session
 # of the entry ('' for none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days,
-# whether there is a session, tokens and cost, '1' if the run keeps states. Returns
+# whether there is a session, tokens, cost and their time, '1' if the run keeps states. Returns
 # `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process owns the run);
 # `full` (the tenant may store no more); or the number of entries, if Redis has lost the last entries.
 _APPEND = (
@@ -110,13 +110,13 @@ if length > index then return 'there' end
 if length < index then return tostring(length) end
 local now = read_time()
 -- The model has sent its reply: it costs the tenant, whether the reply can be stored or not.
-count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
+count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 13))
 if not has_room(KEYS[5], now, RUNNING_WORK) then return 'full' end
 redis.call('RPUSH', KEYS[2], ARGV[3])
 if ARGV[4] ~= '' then redis.call('SADD', KEYS[3], ARGV[4]) end
 grow_bytes(KEYS[5], now, KEYS[1], 'log_bytes', #ARGV[3] + #ARGV[4] + ENTRY_BYTES, now + ARGV[5])
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses', 'denials') end
-if ARGV[13] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
+if ARGV[14] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
 for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
 return 'added'
 """
@@ -305,6 +305,7 @@ class RunLog:
                 prefix,
                 has_session,
                 *spending.amounts(),
+                spending.at,
                 "1" if isinstance(event, StateForking) else "0",
             ],
         )

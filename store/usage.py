@@ -10,7 +10,7 @@ import math
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from contract.calls import SessionUsage
@@ -65,20 +65,26 @@ local function add_usage(key, field, added)
   write_usage(key, field, amounts)
   return is_there
 end
--- Adds to this hour. `prefix`: of the keys of the tenant's days.
-local function add_to_hour(prefix, added)
-  local key, hour = prefix .. math.floor(usage_time[1] / {DAY_S}), math.floor(usage_time[1] / {HOUR_S}) % 24
+-- Adds to an hour. `prefix`: of the keys of the tenant's days. `at`: a time in the hour; nil for now.
+local function add_to_hour(prefix, added, at)
+  at = at or tonumber(usage_time[1])
+  local key, hour = prefix .. math.floor(at / {DAY_S}), math.floor(at / {HOUR_S}) % 24
   if not add_usage(key, hour, added) then redis.call('EXPIRE', key, {USAGE_TTL_S}) end
 end
--- Adds the tokens of a reply of a model, and their cost. `session`: key of the usage of the run's session, or false.
-local function count_reply(prefix, session, prompt, completion, cached, cost)
-  if prompt + completion + cached + cost == 0 then return end
+-- Adds the tokens of a reply of a model, and their cost; negative amounts correct an estimate. `session`: key of the
+-- usage of the run's session, or false. `at`: the time at which they count; 0 for now. Returns the time.
+local function count_reply(prefix, session, prompt, completion, cached, cost, at)
+  at = tonumber(at) > 0 and tonumber(at) or tonumber(usage_time[1])
   local added = {{0, 0, 0, 0, 0, 0, prompt, completion, cached, cost, 0}}
-  add_to_hour(prefix, added)
+  if tonumber(prompt) == 0 and tonumber(completion) == 0 and tonumber(cached) == 0 and tonumber(cost) == 0 then
+    return at
+  end
+  add_to_hour(prefix, added, at)
   if session then
     add_usage(session, '{REPLIES}', added)
     redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
   end
+  return at
 end
 -- Adds calls, their stored bytes, and what the totals of a session exceed those that its meter's field has.
 -- `meter`: '' for none. `totals`: text with CPU time, three numbers of bytes and time.
@@ -100,8 +106,8 @@ local function count_usage(prefix, session, meter, totals, calls, stored)
 end
 """
 
-# KEYS: the session's usage. ARGV: prefix of the tenant's days, amounts of the reply.
-_COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], unpack(ARGV, 2, 5))"
+# KEYS: the session's usage. ARGV: prefix of the tenant's days, whether there is a session, amounts of the reply, time.
+_COUNT_REPLY = USAGE_LUA + "return count_reply(ARGV[1], ARGV[2] == '1' and KEYS[1], unpack(ARGV, 3, 7))"
 
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
 _COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
@@ -160,17 +166,26 @@ class CallEnding:
 @dataclass(frozen=True)
 class ReplySpending:
     """Tokens of a model's reply, and the cost of the reply in the currency of the prices; a cost of None: no prices are
-    set.
+    set. `at`: the time at which they count, in Unix seconds; 0: now. `counted`: amounts that are counted already.
     """
 
     usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
+    at: int = 0
+    counted: tuple[int, ...] = (0, 0, 0, 0)
 
     def amounts(self) -> list[int]:
-        """Return the amounts in the order and the units of the scripts."""
+        """Return the amounts in the order and the units of the scripts. They are negative if less was used than was
+        counted.
+        """
         usage = self.usage
         amounts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, round((self.cost or 0.0) * 1e6))
-        return [max(0, min(amount, MAX_AMOUNT)) for amount in amounts]
+        limited = [max(0, min(amount, MAX_AMOUNT)) for amount in amounts]
+        return [amount - counted for amount, counted in zip(limited, self.counted, strict=True)]
+
+    def minus(self, counted: "ReplySpending", at: int) -> "ReplySpending":
+        """Return what remains to count after the amounts of `counted`, which count at that time."""
+        return replace(self, at=at, counted=tuple(counted.amounts()))
 
 
 def pack_amounts(amounts: Mapping[str, int]) -> bytes:
@@ -227,12 +242,21 @@ class UsageStore:
         with broker_errors("the stored bytes were not counted"):
             await self._count_stored(args=[usage_prefix(self._deployment, tenant), stored_bytes])
 
-    async def count_reply(self, tenant: str, session: str, spending: ReplySpending) -> None:
-        """Count a reply of a model that is not in the log of a run."""
+    async def count_reply(self, tenant: str, session: str | None, spending: ReplySpending) -> int:
+        """Count tokens of a reply that are not in the log of a run. `session` None: count them for no session. Return
+        the time at which they count, in Unix seconds.
+        """
         with broker_errors("the tokens of a reply were not counted"):
-            await self._count_reply(
-                keys=[session_usage_key(self._deployment, tenant, session)],
-                args=[usage_prefix(self._deployment, tenant), *spending.amounts()],
+            return int(
+                await self._count_reply(
+                    keys=[session_usage_key(self._deployment, tenant, session or "")],
+                    args=[
+                        usage_prefix(self._deployment, tenant),
+                        "1" if session else "0",
+                        *spending.amounts(),
+                        spending.at,
+                    ],
+                )
             )
 
     async def read(self, tenant: str, start: float, end: float, by: By = "day") -> list[UsageRow]:

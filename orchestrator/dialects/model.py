@@ -1,6 +1,6 @@
 """The interface of a model: a name and a stream of chunks."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,12 +19,13 @@ Chunk = dict[str, Any]
 @dataclass(frozen=True)
 class ModelRequest:
     """One request to a model. `tools` is in the OpenAI wire shape; an empty list is not sent. `extra` is added to the
-    body.
+    body. `before_send`: is awaited by clients of servers each time before they send the request.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    before_send: Callable[[], Awaitable[object]] | None = field(default=None, repr=False, compare=False)
 
 
 class Model(Protocol):

@@ -20,6 +20,7 @@ from orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classif
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.reader import read_usage
 from orchestrator.dialects.reply_fields import build_origin, has_fields, mark_origin, select_fields
+from orchestrator.dialects.token_estimates import estimate_prompt
 from orchestrator.models.capabilities import ModelFacts
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.failures import (
@@ -43,7 +44,6 @@ DEFAULT_BASE_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"
 """API key for servers that need none, because OpenAI's SDK requires a key."""
 CONNECT_TIMEOUT_S = 10.0
-CHARS_PER_TOKEN = 4
 PROBE = ModelRequest([{"role": "user", "content": "Say ok."}], extra={"max_tokens": 16})
 """The request that shows whether a server denies every request."""
 _USAGE_FIELD, _NEW_LIMIT = "stream_options", "max_completion_tokens"
@@ -78,6 +78,7 @@ class OpenAIModel:
         self._policy = retries if isinstance(retries, RetryPolicy) else RetryPolicy(attempts=1 + retries)
         self._streaming = streaming
         self._form = _Form()
+        self._is_uncounted = False
         self._probing, self._probed_at = asyncio.Lock(), 0.0
         self._probe_error: ModelUnavailable | None = None
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
@@ -118,12 +119,15 @@ class OpenAIModel:
             lease = await self._acquire(request, attempts)
             has_started, tokens = False, 0
             try:
+                if request.before_send is not None:
+                    await request.before_send()
                 async with aclosing(read(request)) as chunks:
                     async for chunk in chunks:
                         has_started = True
                         usage = read_usage(chunk)
                         tokens = usage.prompt_tokens + usage.completion_tokens if usage is not None else tokens
                         yield chunk
+                self._note_uncounted(tokens)
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
                 # ValueError stands for a number with more digits than Python parses, or for a request that cannot be
@@ -136,6 +140,13 @@ class OpenAIModel:
             if has_started:
                 raise build_interruption(failure, self._endpoint)
             await self._wait_for_retry(failure, attempts)
+
+    def _note_uncounted(self, tokens: int) -> None:
+        """Log once that the server of this endpoint does not count tokens, or has stopped to."""
+        if not tokens and not self._is_uncounted:
+            message = "The server sent no token counts. Usage and budgets use estimates."
+            log.warning("model_tokens_estimated", model=self.name, endpoint=self._endpoint.name, message=message)
+        self._is_uncounted = not tokens
 
     async def describe(self) -> ModelFacts | None:
         """Return the facts that the endpoint's list of models contains (vLLM, llama.cpp, Groq, OpenRouter).
@@ -173,7 +184,7 @@ class OpenAIModel:
         """Wait until the request may be sent. Raises ModelUnavailable when its endpoint is blocked for too long."""
         try:
             lease = await self.limits.acquire(
-                lambda: _estimate_tokens(request), self._policy.max_wait_s, partial(notify_of_wait, self._endpoint.name)
+                lambda: estimate_prompt(request), self._policy.max_wait_s, partial(notify_of_wait, self._endpoint.name)
             )
         except EndpointBlocked as blocked:
             failure = (
@@ -393,11 +404,6 @@ def _classify_error(error: Exception) -> AttemptFailure:
     if isinstance(error, openai.APIError):
         return AttemptFailure("in_reply", body=_as_error_object(error.body))
     return AttemptFailure("unknown", name=type(error).__name__)
-
-
-def _estimate_tokens(request: ModelRequest) -> int:
-    """Return about how many tokens the request has."""
-    return len(json.dumps([request.messages, request.tools], default=str)) // CHARS_PER_TOKEN
 
 
 def _raise_embedded_error(reply: dict[str, Any]) -> None:

@@ -291,8 +291,15 @@ class ItemWork:
             )
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        journal.bill(session.id if session is not None else None, options.prices)
-        billed = BilledModel(chosen_model.model, lambda: self._pool.tenants.check_budgets(claim.tenant))
+        session_id = session.id if session is not None else None
+        journal.bill(session_id, options.prices)
+        billed = BilledModel(
+            chosen_model.model,
+            lambda: self._pool.tenants.check_budgets(claim.tenant),
+            lambda spending: self._parts.usage.count_reply(claim.tenant, session_id, spending),
+            options.prices,
+            journal.reserve_reply,
+        )
         gate = self.gate.of(chosen_model.endpoint)
         model = GatedModel(billed, gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None

@@ -27,7 +27,7 @@ from contract.run_events import (
     SubmissionTaken,
 )
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.runs.billed_model import price_reply
+from orchestrator.runs.billed_model import Reservation
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
 from store.run_log import RunLog, RunTaken
@@ -63,6 +63,7 @@ class Journal:
         # reply is new.
         self._replayed = 0
         self._begun_at: float | None = None
+        self._reservation: Reservation | None = None
         self._prices: Prices | None = None
         self.spent_wall_s = max((event.wall_s for event in logged), default=0.0)
         """Working time of the run at the end of its log, in seconds."""
@@ -189,10 +190,15 @@ class Journal:
             await self._stop()
         return event
 
+    def reserve_reply(self, reservation: Reservation) -> None:
+        """Set the reservation of the next reply: the amounts of its request that are counted already."""
+        self._reservation = reservation
+
     async def record_reply(self, chunks: Iterable[Chunk]) -> None:
         """Log a reply of the model, and count its tokens in the same step. The reply must be complete."""
-        reply = tuple(chunks)
-        await self.record(ModelReplied, price_reply(reply, self._prices), chunks=reply)
+        reply, reservation = tuple(chunks), self._reservation or Reservation(0, self._prices)
+        self._reservation = None
+        await self.record(ModelReplied, reservation.complete(reply), chunks=reply)
 
     async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         """Log the decision about a call: the approved call, or the result that refuses the call."""

@@ -31,7 +31,7 @@ from orchestrator.approvals import Approver, review
 from orchestrator.approvals.asking import choose_people_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.model import Chunk, Model
+from orchestrator.dialects.model import Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dispatch.call_events import OnOutput
@@ -45,7 +45,7 @@ from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
-from orchestrator.runs.billed_model import BilledModel, price_reply
+from orchestrator.runs.billed_model import BilledModel
 from orchestrator.runs.file_list import list_files
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
@@ -203,7 +203,7 @@ class RunParts:
         self._policy = policy
         self._capabilities = CapabilityCache(settings.capability_folder)
         self.skill_uses = SkillUses(pool.redis, settings.deployment)
-        self._usage = UsageStore(pool.redis, settings.deployment)
+        self.usage = UsageStore(pool.redis, settings.deployment)
 
     async def build_agent(self, session: Session | None, chosen_model: ChosenModel, config: RunConfig) -> Agent:
         """Return the agent of one run in an open session. `session` None: the run has no tools."""
@@ -276,11 +276,12 @@ class RunParts:
     def _bill(self, model: Model, session: Session, prices: Prices | None) -> Model:
         """Wrap the model: check the tenant's budgets before each request, and count the tokens of each reply."""
 
-        async def count(chunks: Iterable[Chunk]) -> None:
-            spending = price_reply(chunks, prices)
-            await retry_until_available(lambda: self._usage.count_reply(session.tenant, session.id, spending))
-
-        return BilledModel(model, lambda: self._pool.tenants.check_budgets(session.tenant), count)
+        return BilledModel(
+            model,
+            lambda: self._pool.tenants.check_budgets(session.tenant),
+            lambda spending: self.usage.count_reply(session.tenant, session.id, spending),
+            prices,
+        )
 
     async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> ModelProfile:
         """Return the profile of a run. The log says once for each model and profile why it was chosen."""

@@ -127,7 +127,11 @@ async def test_a_higher_limit_applies_at_once_and_elsewhere_after_the_cache_expi
 
 async def test_a_run_over_budget_ends_at_its_next_step(harness: Harness) -> None:
     model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
-    billed = BilledModel(model, lambda: harness.tenants.check_budgets("acme"))
+    billed = BilledModel(
+        model,
+        lambda: harness.tenants.check_budgets("acme"),
+        lambda spending: harness.usage.count_reply("acme", "s1", spending),
+    )
 
     async def run_call(call: ToolCall) -> ToolResult:
         harness.use_cpu(10.0)
