@@ -35,6 +35,41 @@ def test_fold_applies_terminal_control_sequences(raw: str, visible: str) -> None
     assert fold(raw) == visible
 
 
+FRAMES = "".join(f"\x1b[2K#{n} pull\n\x1b[2K {n * 10} %\n\x1b[2A" for n in range(10)) + "\x1b[2B"
+
+
+@pytest.mark.parametrize(
+    ("raw", "visible"),
+    [
+        pytest.param(
+            "start\n1/3\n\x1b[1A\x1b[2K2/3\n\x1b[1A\x1b[2K3/3\ndone\n", "start\n3/3\ndone\n", id="up and clear"
+        ),
+        pytest.param(f"build\n{FRAMES}ok\n", "build\n#9 pull\n 90 %\nok\n", id="frame of two lines"),
+        pytest.param("a 1%\x1b[1Ga 50%\x1b[1G\x1b[Kdone\n", "done\n", id="column"),
+        pytest.param("long line\x1b[0G\x1b[Kshort", "short", id="clear to the end"),
+        pytest.param("x\ny\nz\n\x1b[3F\x1b[Jnew\n", "new\n", id="previous line and clear below"),
+        pytest.param("log\n\x1b[2J\x1b[H1st frame\nmore\n\x1b[H\x1b[2J2nd\n", "log\n2nd\n", id="whole screen"),
+        pytest.param("\x1b[?25l\x1b[H\x1b[Jtop 1\n\x1b[Htop 2\x1b[K\n\x1b[J\x1b[?25h", "top 2\n", id="home"),
+        pytest.param("a\n\x1b[s12\x1b[u34", "a\n34", id="saved cursor"),
+        pytest.param("\x1b7ab\x1b8c\x1b[G", "cb", id="saved cursor of DEC"),
+        pytest.param("ab\x1b[1Dc", "ac", id="left"),
+        pytest.param("ab\x1b[3Cc", "ab   c", id="right"),
+        pytest.param("10%\r20%\r\x1b[1A30%\r\n", "30%\n", id="carriage return"),
+        pytest.param("\x1b[31mred\x1b[0m\n\x1b[1A\x1b[32mgreen\x1b[0m\n", "green\n", id="colors"),
+        pytest.param("a\x1b[99A\x1b[99999999B\x1b[99Db", "b", id="beyond the edges"),
+    ],
+)
+def test_frames_that_a_program_draws_over_each_other_fold_to_the_last_one(raw: str, visible: str) -> None:
+    assert fold(raw) == visible
+
+
+@given(text=st.text(alphabet="ab\n\r\b\x1b[;019?ABCDEFGHJKMdfsu78", max_size=80))
+def test_drawing_never_grows_text_and_leaves_no_control_characters(text: str) -> None:
+    folded = fold(text)
+    assert len(folded) <= len(text)
+    assert not set(folded) & set("\r\b")
+
+
 @given(text=st.text(alphabet="ab\n\r\b\x1b[]m;0", max_size=60))
 def test_fold_never_grows_text_and_keeps_newlines(text: str) -> None:
     folded = fold(text)
@@ -44,8 +79,9 @@ def test_fold_never_grows_text_and_keeps_newlines(text: str) -> None:
 
 
 def test_fold_takes_linear_time() -> None:
-    for piece in ("a\r", "\x1b", "\x1b[", "a\b", "\x1b]", "x"):
+    for piece in ("a\r", "\x1b", "\x1b[", "a\b", "\x1b]", "x", "a\x1b[C", "a\n\x1b[A", "\x1b[99H", "\x1b[2J\n"):
         fold(piece * 200_000)
+        fold(piece * (60_000 // len(piece)))
 
 
 def test_long_output_is_cut_in_the_middle() -> None:

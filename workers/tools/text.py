@@ -17,6 +17,7 @@ from contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome
+from workers.tools.screen import draw, has_cursor_moves
 
 MAX_OUTPUT_BYTES = 32 * 1024
 MAX_LINES = 2000
@@ -31,6 +32,9 @@ _ESCAPE = re.compile(
     r"|[PX^_][^\x1b\n]*(?:\x1b\\)?"  # DCS and its like
     r"|[ -/]*[0-Z\\^-~])"  # all others
 )
+
+_STILL_ESCAPES = re.compile(rf"(?!\x1b\[[0-?]*[ -/]*[A-HJKdfsu]|\x1b[M78]){_ESCAPE.pattern}")
+"""Escape sequences that do not move the cursor and erase nothing."""
 
 
 def encode(text: str, name: str) -> bytes:
@@ -54,8 +58,10 @@ def decode(data: bytes) -> str:
 
 def fold(text: str) -> str:
     """Return the text that a terminal would show: no escape sequences, and only the last version of an overwritten
-    line.
+    line or frame.
     """
+    if "\x1b" in text and has_cursor_moves(text):
+        return draw(_STILL_ESCAPES.sub("", text))
     if "\x1b" in text:
         text = _ESCAPE.sub("", text)
     if "\b" in text:
