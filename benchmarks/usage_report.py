@@ -26,6 +26,7 @@ REPORT_MS = 5000.0
 _COUNT_NOTHING = """
 local usage_time = redis.call('TIME')
 local function count_usage() end
+local function change_stored() return 0 end
 """
 SHARE = 0.01
 """Highest part of a call's time that measuring and counting may take."""
@@ -102,7 +103,7 @@ def _store(client: SyncRedis, deployment: str) -> tuple[float, float]:
     plain, counted = list[float](), list[float]()
     for number in range(MEASURED):
         usage = SessionUsage(meter="m", cpu_s=number / 100, sandbox_s=number / 10, written_bytes=number * 4096)
-        ending = CallEnding(deployment, "bench", "", 1, "", "box", "s1", 0, usage)
+        ending = CallEnding(deployment, "bench", "", 1, "", "box", "s1", None, usage)
         for took, store in ((plain, quiet), (counted, finished)):
             one = replace(ending, call=secrets.token_hex(8))
             began = time.perf_counter()

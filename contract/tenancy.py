@@ -131,6 +131,12 @@ class TenantPolicy(Record):
     sandboxes: int = Field(
         default=1000, ge=0, le=1_000_000, strict=True, description="Limit of open sessions on all hosts together."
     )
+    stored_bytes: int = Field(
+        default=100_000_000_000,
+        ge=0,
+        le=10**15,
+        description="Limit of the uploads and artifacts that are stored at a time, in bytes.",
+    )
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
         default=(),
         description="A rule action:tool:words, as deny:bash_tool:git push; repeat it for more; replaces all rules.",

@@ -87,6 +87,10 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """See sandboxd. The API writes uploads to it and reads artifacts from it. The operator sets it for batches with
     files.
     """
+    host_free_bytes: int = Field(default=1024**3, ge=0)
+    """See sandboxd. The API accepts no uploads while a store in a folder has less than twice this space free, so that
+    checkpoints and sandboxes have the rest. The operator sets it as for sandboxd.
+    """
     flower_url: str | None = Field(default=None, pattern=_WEB_URL)
     """The URL of Flower, without a password; pages of calls link to it (docs/observe.md). The operator sets it when
     people open Flower through a proxy.

@@ -454,10 +454,10 @@ return {verdict, now}
 """
 )
 
-# KEYS: result, call, usage of the session. ARGV: the stored text, its lifetime; attempt ("" if the call has not run),
-# lifetime of the record, error code, sandbox, prefix of the tenant's days, bytes that were stored, meter of the session
-# ("" for none), its totals. Returns 0 if a later attempt exists: the caller waits for the result of that attempt. An
-# earlier attempt in the record means that Redis has lost the write of this attempt.
+# KEYS: result, call, usage of the session, records of stored files. ARGV: the stored text, its lifetime; attempt ("" if
+# the call has not run), lifetime of the record, error code, sandbox, prefix of the tenant's days, meter ("" for none),
+# its totals; lifetime, id ("" for none) and bytes of a stored file. Returns 0 if a later attempt exists: the caller
+# waits for its result. An earlier attempt in the record means that Redis has lost the write of this attempt.
 _FINISH = (
     USAGE_LUA
     + """
@@ -469,7 +469,7 @@ if ARGV[3] ~= '' then
   -- The usage of a lost attempt counts too: its sandbox did the work. The call counts once, even if its effects were
   -- lost and its record was renewed.
   local calls = is_first and not record[3] and 1 or 0
-  count_usage(ARGV[7], KEYS[3], ARGV[9], ARGV[10], calls, is_first and ARGV[8] or 0)
+  count_usage(ARGV[7], KEYS[3], ARGV[8], ARGV[9], calls, change_stored(KEYS[4], ARGV[10], ARGV[11], ARGV[12]))
   if is_late then return 0 end
   if not record.err and record[2] ~= 'forbidden' then
     redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
@@ -774,8 +774,7 @@ class FinishedCalls:
     """Stores the results of calls. One script stores and publishes a result, marks its call as done, and counts what
     the call and its session used.
 
-    The class raises the errors of the Redis client: its caller, Celery's result backend, decides which errors to
-    retry.
+    Raises the errors of the Redis client: its caller, Celery's result backend, decides which errors to retry.
     """
 
     def __init__(self, client: SyncRedis) -> None:
@@ -788,10 +787,11 @@ class FinishedCalls:
         """
         key = result_key(task_id)
         if ending is None:
-            return bool(self._finish(keys=[key, key, key], args=[text, ttl_s, ""]))
+            return bool(self._finish(keys=[key, key, key, key], args=[text, ttl_s, ""]))
         call = call_key(ending.deployment, ending.tenant, ending.call)
         record: list[str | int] = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox]
-        return bool(self._finish(keys=[key, call, ending.session_key], args=[text, ttl_s, *record, *ending.amounts()]))
+        keys, amounts = [key, call, ending.session_key, ending.stored_key], ending.amounts()
+        return bool(self._finish(keys=keys, args=[text, ttl_s, *record, *amounts]))
 
     def lose(self, call: str, attempt: int, node: str, reason: str) -> None:
         """Mark a running call as lost, because the process that ran it has died. `call`: the Redis key of its record.

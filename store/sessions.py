@@ -55,7 +55,7 @@ from contract.session_locations import (
 )
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
-from store.usage import COUNT_STORED_LUA, USAGE_LUA, usage_prefix
+from store.usage import CHANGE_STORED_LUA, USAGE_LUA, StoredChange, usage_prefix
 
 HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
@@ -240,9 +240,10 @@ redis.call('HINCRBY', KEYS[1], 'fence', 1)
 return 'adopted'
 """
 
-# KEYS: location. ARGV: this worker's queue, the fence (also of a hold) or '' for any fence, checkpoint, its time, 1
-# for an automatic checkpoint, prefix of the tenant's days of usage, bytes of an automatic checkpoint. Returns 0 if the
-# session does not belong to this worker; otherwise the previous automatic checkpoint, or 1.
+# KEYS: location, records of stored files. ARGV: this worker's queue, the fence (also of a hold) or '' for any fence,
+# checkpoint, its time, 1 for an automatic checkpoint, prefix of the tenant's days of usage; of an automatic checkpoint:
+# lifetime of its record, id, bytes. Returns 0 if the session does not belong to this worker; otherwise the previous
+# automatic checkpoint, or 1.
 _RECORD_CHECKPOINT = (
     USAGE_LUA
     + """
@@ -257,7 +258,7 @@ if ARGV[5] == '0' then return 1 end
 -- If the client sends the command twice, the second one finds its own checkpoint.
 if location[4] == ARGV[3] then return 1 end
 redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
-count_usage(ARGV[6], '', '', '', 0, ARGV[7])
+count_usage(ARGV[6], '', '', '', 0, change_stored(KEYS[2], ARGV[7], ARGV[8], ARGV[9]))
 return location[4] and location[4] ~= '' and location[4] or 1
 """
 )
@@ -497,7 +498,7 @@ class WorkerSessionStore:
         self._prefix = host_prefix(host)
         self._adopt = client.register_script(_ADOPT)
         self._record = client.register_script(_RECORD_CHECKPOINT)
-        self._count_stored = client.register_script(COUNT_STORED_LUA)
+        self._change_stored = client.register_script(CHANGE_STORED_LUA)
         self._hold = client.register_script(_HOLD)
         self._end_hold = client.register_script(_END_HOLD)
         self._forget = client.register_script(_FORGET)
@@ -558,10 +559,12 @@ class WorkerSessionStore:
         """Write a checkpoint that a caller requested into the location. Only that caller deletes the checkpoint."""
         return bool(self._recorded(name, "", checkpoint, checkpoint_at))
 
-    def count_deleted(self, name: str, stored_bytes: int) -> None:
-        """Subtract the bytes of a deleted automatic checkpoint from the usage of the tenant."""
+    def count_deleted(self, name: str, checkpoint: str) -> None:
+        """Subtract the bytes of a deleted automatic checkpoint from the usage of the tenant, once."""
+        change = StoredChange(checkpoint, None)
+        key = change.key(self._deployment, name.partition(":")[0])
         with broker_errors(_WHAT):
-            self._count_stored(args=[self._usage_prefix(name), -stored_bytes])
+            self._change_stored(keys=[key], args=[self._usage_prefix(name), *change.amounts()])
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
         """Prevent new calls of the session for `seconds`, while a drain moves it; callers wait. Return the fence of the
@@ -599,12 +602,10 @@ class WorkerSessionStore:
     ) -> Any:
         tenant, _, session = name.partition(":")
         sealed = seal_checkpoint(self._keys, tenant, session, checkpoint)
-        is_automatic, counted = int(automatic_bytes is not None), automatic_bytes or 0
-        prefix = self._usage_prefix(name)
+        change, is_automatic = StoredChange(checkpoint, automatic_bytes), int(automatic_bytes is not None)
+        args = [self.queue, fence, sealed, checkpoint_at, is_automatic, self._usage_prefix(name), *change.amounts()]
         with broker_errors(_WHAT):
-            return self._record(
-                keys=[self._key(name)], args=[self.queue, fence, sealed, checkpoint_at, is_automatic, prefix, counted]
-            )
+            return self._record(keys=[self._key(name), change.key(self._deployment, tenant)], args=args)
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
         with broker_errors(_WHAT):

@@ -45,6 +45,7 @@ from store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from store.budgets import BudgetState, BudgetStore
 from store.connection import SyncRedis, broker_errors
 from store.memory import MEMORY_LUA, account_key
+from store.stored_bytes import StoredBytes
 from store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
@@ -215,6 +216,12 @@ class TenantSource(Protocol):
         """
         ...
 
+    async def check_storage(self, tenant: str) -> None:
+        """Raise ToolFailure(QUOTA_EXCEEDED) if the tenant's stored files have reached its limit. Also raises the same
+        errors as `policy`.
+        """
+        ...
+
 
 class OpenTenants:
     """TenantSource for programs without a pool. Every tenant has the default policy."""
@@ -224,6 +231,9 @@ class OpenTenants:
 
     async def check_budgets(self, tenant: str) -> None:
         """Do nothing: the default policy has no budgets."""
+
+    async def check_storage(self, tenant: str) -> None:
+        """Do nothing: without a pool there is no shared store."""
 
 
 class RedisTenants(AuditedStore):
@@ -242,6 +252,7 @@ class RedisTenants(AuditedStore):
         ]
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
+        self.stored_bytes = StoredBytes(client, deployment, self._find_storage_limit)
         self._checks, self._policy_reads = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
@@ -256,6 +267,9 @@ class RedisTenants(AuditedStore):
         budgets = (await self.policy(tenant)).budgets
         if budgets != _NO_BUDGETS:
             await self._budgets.check(tenant, budgets)
+
+    async def check_storage(self, tenant: str) -> None:
+        await self.stored_bytes.check(tenant)
 
     async def budgets(self, tenant: str) -> list[BudgetState]:
         """Return the tenant's budgets with the used amounts. Raises the same errors as `policy`."""
@@ -370,6 +384,9 @@ class RedisTenants(AuditedStore):
             raise _build_unknown_error(name)
         self._cache.forget()
         return revoked
+
+    async def _find_storage_limit(self, tenant: str) -> int:
+        return (await self.policy(tenant)).stored_bytes
 
     async def _check(self) -> None:
         requested_at = self._cache.clock()

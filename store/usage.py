@@ -7,6 +7,7 @@ its run, which adds every reply once.
 """
 
 import math
+import re
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +20,14 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.functions.completions import TokenUsage
 from contract.names import tenant_key
 from contract.session_locations import MAX_TTL_S
+from store.archives.files import KEEP_S
 from store.connection import RedisClient, SyncRedis, broker_errors
 
 DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
+STORED_TTL_S = int(KEEP_S) + 2 * DAY_S
+"""Lifetime of the records of stored files that the store deletes by their age, in seconds."""
 REPLIES = "replies:"
 """Field of a session's usage hash for the replies of models. The other fields are names of meters, which contain no
 colon.
@@ -37,12 +41,16 @@ UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
 """Name of an amount -> factor between the unit of reports and the smaller unit in Redis, which stores whole numbers
 only.
 """
+TOTAL = ":total"
+"""Field of the records of stored files for the sum of their bytes. No id contains a colon."""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
 )
 """Names of the amounts that are stored for each hour and each session, in their order in Redis."""
 By = Literal["hour", "day"]
+_TIMED_ID = re.compile(r"(file|artifacts|auto)-([0-9a-f]{8,12})-")
+"""The beginning of the id of a stored file that contains its creation time."""
 _PACKED = struct.Struct(f">{len(AMOUNTS)}d")
 """Binary format in which Redis stores the amounts of an hour or of a session. Whole numbers up to 2**53 are exact."""
 
@@ -104,6 +112,18 @@ local function count_usage(prefix, session, meter, totals, calls, stored)
   end
   add_to_hour(prefix, added)
 end
+-- Records a file in a store, or removes its record if `bytes` is ''. Returns by how much the stored bytes grow: 0 if
+-- the file is recorded already, or has no record to remove. `id`: '' for no file.
+local function change_stored(key, lifetime, id, bytes)
+  if id == '' then return 0 end
+  local recorded = redis.call('HGET', key, id)
+  if (recorded and true or false) == (bytes ~= '') then return 0 end
+  local added = tonumber(recorded and -recorded or bytes)
+  if recorded then redis.call('HDEL', key, id) else redis.call('HSET', key, id, bytes) end
+  redis.call('HINCRBY', key, '{TOTAL}', added)
+  redis.call('EXPIRE', key, lifetime)
+  return added
+end
 """
 
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, whether there is a session, amounts of the reply, time.
@@ -112,8 +132,16 @@ _COUNT_REPLY = USAGE_LUA + "return count_reply(ARGV[1], ARGV[2] == '1' and KEYS[
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
 _COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
 
-# ARGV: prefix of the tenant's days, stored bytes.
-COUNT_STORED_LUA = USAGE_LUA + "count_usage(ARGV[1], '', '', '', 0, ARGV[2])"
+# KEYS: records of stored files. ARGV: prefix of the tenant's days, lifetime of the records, id, bytes ('' to remove the
+# record). Returns 1 if the stored bytes have changed.
+CHANGE_STORED_LUA = (
+    USAGE_LUA
+    + """
+local added = change_stored(KEYS[1], ARGV[2], ARGV[3], ARGV[4])
+if added ~= 0 then count_usage(ARGV[1], '', '', '', 0, added) end
+return added ~= 0 and 1 or 0
+"""
+)
 
 
 def usage_prefix(deployment: str, tenant: str) -> str:
@@ -134,12 +162,43 @@ def totals_of(usage: SessionUsage) -> str:
     return f"{cpu_us} {usage.read_bytes} {usage.written_bytes} {usage.network_bytes} {sandbox_us}"
 
 
+def stored_key(deployment: str, tenant: str, file: str) -> str:
+    """Return the key of the hash that has the record of a stored file. Files whose ids contain their creation time
+    share a hash per day, which expires after them, so that files that a store deletes by their age leave no record.
+    """
+    match = _TIMED_ID.match(file)
+    kind = "files" if match is not None and match[1] != "auto" else "checkpoints"
+    day = f".{int(match[2], 16) // DAY_S}" if match is not None else ""
+    return tenant_key(deployment, tenant, f"usage.stored.{kind}{day}")
+
+
+@dataclass(frozen=True)
+class StoredChange:
+    """A checkpoint, artifact or upload that was stored, or deleted (`bytes` None), outside of a sandbox.
+
+    Invariant: Redis has a record with the size of each stored file. Only the step that writes or removes this record
+    changes the stored bytes of the tenant. So a repeated or concurrent deletion subtracts nothing.
+    """
+
+    id: str
+    bytes: int | None
+
+    def key(self, deployment: str, tenant: str) -> str:
+        """Return the Redis key of the record."""
+        return stored_key(deployment, tenant, self.id)
+
+    def amounts(self) -> list[str | int]:
+        """Return the lifetime of the record, the id and the size as arguments of the scripts."""
+        lifetime_s = STORED_TTL_S if _TIMED_ID.match(self.id) is not None else USAGE_TTL_S
+        return [lifetime_s, self.id, "" if self.bytes is None else self.bytes]
+
+
 @dataclass(frozen=True)
 class CallEnding:
     """The end of a call that has run. `code`: "" for a success. `sandbox`: "" for a call without a sandbox.
 
-    `stored_bytes`: size of the files that the call stored outside of its sandbox, negative if it deleted them. `usage`:
-    the totals of its session that sandboxd has reported last.
+    `stored`: the file that the call stored outside of its sandbox, or deleted there. `usage`: the totals of its session
+    that sandboxd has reported last.
     """
 
     deployment: str
@@ -149,7 +208,7 @@ class CallEnding:
     code: str = ""
     sandbox: str = ""
     session: str | None = None
-    stored_bytes: int = 0
+    stored: StoredChange | None = None
     usage: SessionUsage | None = None
 
     @property
@@ -157,10 +216,16 @@ class CallEnding:
         """Return the key of the usage of its session."""
         return session_usage_key(self.deployment, self.tenant, self.session or "")
 
+    @property
+    def stored_key(self) -> str:
+        """Return the key of the record of the stored file."""
+        return stored_key(self.deployment, self.tenant, self.stored.id if self.stored is not None else "")
+
     def amounts(self) -> list[str | int]:
         """Return the used amounts as arguments of the script."""
         metered = [self.usage.meter, totals_of(self.usage)] if self.usage is not None else ["", ""]
-        return [usage_prefix(self.deployment, self.tenant), self.stored_bytes, *metered]
+        stored = self.stored.amounts() if self.stored is not None else [0, "", ""]
+        return [usage_prefix(self.deployment, self.tenant), *metered, *stored]
 
 
 @dataclass(frozen=True)
@@ -235,12 +300,6 @@ class UsageStore:
         self._client = client
         self._deployment = deployment
         self._count_reply = client.register_script(_COUNT_REPLY)
-        self._count_stored = client.register_script(COUNT_STORED_LUA)
-
-    async def count_stored(self, tenant: str, stored_bytes: int) -> None:
-        """Add stored bytes to the tenant's usage: positive for an upload, negative for the deletion of a file."""
-        with broker_errors("the stored bytes were not counted"):
-            await self._count_stored(args=[usage_prefix(self._deployment, tenant), stored_bytes])
 
     async def count_reply(self, tenant: str, session: str | None, spending: ReplySpending) -> int:
         """Count tokens of a reply that are not in the log of a run. `session` None: count them for no session. Return

@@ -92,7 +92,7 @@ class MemoryClient(SandboxClient):
     def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
         self._check()
         self._sandboxd.deleted.append(checkpoint)
-        return {"deleted": True, "bytes": self._sandboxd.checkpoint_bytes}
+        return {"deleted": True}
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
         self._check()

@@ -159,12 +159,11 @@ class SandboxClient:
         )
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> Mapping[str, Any]:
-        """Delete a checkpoint of the tenant of the sandbox `name`.
-
-        Return `deleted`, which is False when there is no checkpoint with that id, and its `bytes`.
+        """Delete a checkpoint of the tenant of the sandbox `name`. Return `deleted`, which is False when there is no
+        checkpoint with that id.
         """
         answer = self._request({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)
-        return {"deleted": answer["deleted"], "bytes": answer["bytes"]}
+        return {"deleted": answer["deleted"]}
 
     def call(
         self,

@@ -27,7 +27,7 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
     files = _files(caller)
     async with caller.app_state.files.enter(caller.identity.key_id):
         await caller.tenants.check_budgets(caller.tenant)
-        stored = await files.upload(caller.tenant, request.stream(), caller.client.usage_store)
+        stored = await files.upload(caller.tenant, request.stream(), caller.client.stored_bytes)
     response.headers["Location"] = f"/v1/files/{stored.id}"
     return stored
 
@@ -67,10 +67,8 @@ async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
 @router.delete("/{file_id}", status_code=204, responses=responses(404))
 async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
     """Delete a file. Items that refer to the file and have not started fail."""
-    files = _files(caller)
-    await files.get(caller.tenant, file_id)
     await caller.record_foreign_action("file.delete", file_id)
-    await files.delete(caller.tenant, file_id, caller.client.usage_store)
+    await _files(caller).delete(caller.tenant, file_id, caller.client.stored_bytes)
 
 
 async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenerator[bytes]:

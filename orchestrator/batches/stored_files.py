@@ -1,6 +1,8 @@
 """Uploads and artifacts of tenants in the store, for the API and the commands."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
@@ -19,11 +21,17 @@ from store.archives.files import (
     is_upload,
     new_file_id,
 )
-from store.usage import UsageStore
+from store.stored_bytes import StoredBytes
+from store.usage import StoredChange
 
 MAX_UPLOADS = 1000
 """Maximum number of uploads that a tenant may have at a time."""
 _PIECE_BYTES = 1024 * 1024
+_RESERVE_BYTES = 8 * 1024 * 1024
+"""Bytes that an upload reserves in advance. So each of its pieces needs no request to Redis."""
+REPAIR_AGE_S = 3600.0
+"""Age of a file in seconds before its missing record is repaired: younger files may still be uploaded."""
+_MAX_REPAIRS = 1000
 _MAX_PARALLEL_CHECKS = 16
 
 
@@ -55,29 +63,34 @@ class StoredFiles:
         """Open the store of the settings. Raises ConfigError: the settings name no store."""
         if settings.workspace_store is None:
             raise ConfigError(NO_STORE)
-        return cls(open_client_store(settings.workspace_store))
+        # Uploads stop before checkpoints do: other tenants need these to keep their sessions.
+        return cls(open_client_store(settings.workspace_store, 2 * settings.host_free_bytes))
 
-    async def upload(self, tenant: str, chunks: AsyncIterator[bytes], usage: UsageStore) -> StoredFile:
+    async def upload(self, tenant: str, chunks: AsyncIterator[bytes], stored: StoredBytes) -> StoredFile:
         """Store an archive or a git bundle, and count its bytes. The content is streamed and not held in memory. A
         failed upload leaves nothing in the store.
 
         Raises ToolFailure: INVALID_ARGUMENTS for another kind of file, FILE_TOO_LARGE, QUOTA_EXCEEDED. Raises
-        BrokerUnavailable when Redis does not answer.
+        SandboxUnavailable: the disk of the store has too little free space. Raises BrokerUnavailable when Redis does
+        not answer.
         """
-        if len([file for file in await self._ids(tenant) if is_upload(file)]) >= MAX_UPLOADS:
+        ids = await self._ids(tenant)
+        await self._repair(tenant, ids, stored)
+        if len([file for file in ids if is_upload(file)]) >= MAX_UPLOADS:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,
                 f"tenant {tenant} has reached the limit of {MAX_UPLOADS} uploads: delete some uploads",
             )
         file = new_file_id("file")
-        await self._store.put(f"{tenant}/{file}", self._check_pieces(in_pieces(chunks, _PIECE_BYTES)))
-        stored = await self.get(tenant, file)
         try:
-            await usage.count_stored(tenant, stored.bytes)
-        except BrokerUnavailable:
-            await self._store.delete(f"{tenant}/{file}")
-            raise
-        return stored
+            await self._store.put(f"{tenant}/{file}", self._reserve_pieces(tenant, file, chunks, stored))
+            uploaded = await self.get(tenant, file)
+            await self._record(tenant, uploaded, stored)
+        finally:
+            with contextlib.suppress(BrokerUnavailable):
+                # The shield releases the bytes even if the request is cancelled again.
+                await asyncio.shield(stored.release(tenant, file))
+        return uploaded
 
     async def get(self, tenant: str, file: str) -> StoredFile:
         """Return the size, hash and creation time of a file."""
@@ -105,12 +118,16 @@ class StoredFiles:
         except NotStored:
             raise _build_not_found_error(file) from None
 
-    async def delete(self, tenant: str, file: str, usage: UsageStore) -> None:
-        """Delete a file, and subtract its bytes from the usage. Raises BrokerUnavailable when Redis does not answer."""
-        stored = await self.get(tenant, file)
-        if not await self._store.delete(f"{tenant}/{file}"):
+    async def delete(self, tenant: str, file: str, stored: StoredBytes) -> None:
+        """Delete a file, and subtract its bytes from the usage once, even if other requests delete it at the same time.
+        Raises BrokerUnavailable when Redis does not answer.
+        """
+        if not is_file_id(file):
             raise _build_not_found_error(file)
-        await usage.count_stored(tenant, -stored.bytes)
+        was_there = await self._store.delete(f"{tenant}/{file}")
+        # A process that died after the deletion has left the record.
+        if not await stored.change(tenant, StoredChange(file, None)) and not was_there:
+            raise _build_not_found_error(file)
 
     async def list_page(self, tenant: str, before: str = "", limit: int = 50) -> tuple[list[StoredFile], str | None]:
         """Return the newest files that are older than `before`, and the id of the last file if there are more."""
@@ -140,10 +157,45 @@ class StoredFiles:
         await asyncio.gather(*(check(file) for file in sorted(set(files))))
         return missing
 
+    async def _record(self, tenant: str, file: StoredFile, stored: StoredBytes) -> None:
+        try:
+            await stored.change(tenant, StoredChange(file.id, file.bytes))
+        except BrokerUnavailable:
+            await self._store.delete(f"{tenant}/{file.id}")
+            raise
+
+    async def _repair(self, tenant: str, ids: Iterable[str], stored: StoredBytes) -> None:
+        """Compare the tenant's files with their records, at most once per hour. A process that dies may leave one
+        without the other.
+        """
+        if not await stored.begin_repair(tenant):
+            return
+        recorded, present, before = await stored.list_recorded(tenant), set(ids), time.time() - REPAIR_AGE_S
+        # Files that expire are not subtracted from the usage: their records expire too.
+        differing = [file for file in recorded ^ present if before - KEEP_S < (file_created_at(file) or 0.0) < before]
+        for file in differing[:_MAX_REPAIRS]:
+            try:
+                await stored.change(tenant, StoredChange(file, (await self.get(tenant, file)).bytes))
+            except ToolFailure:
+                await stored.change(tenant, StoredChange(file, None))
+
     async def _ids(self, tenant: str) -> list[str]:
         """Return the ids of all files of the tenant."""
         names = await self._store.list(f"{tenant}/")
         return [file for name in names if is_file_id(file := name.partition("/")[2])]
+
+    async def _reserve_pieces(
+        self, tenant: str, file: str, chunks: AsyncIterator[bytes], stored: StoredBytes
+    ) -> AsyncIterator[bytes]:
+        """Yield the received pieces of an upload. Their bytes are reserved first. Raises ToolFailure."""
+        total = reserved = 0
+        async for piece in self._check_pieces(in_pieces(chunks, _PIECE_BYTES)):
+            total += len(piece)
+            if total > reserved:
+                # Only the last piece is shorter.
+                reserved = total + (_RESERVE_BYTES if len(piece) == _PIECE_BYTES else 0)
+                await stored.reserve(tenant, file, reserved)
+            yield piece
 
     async def _check_pieces(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the received pieces of an upload. Raises ToolFailure as soon as the content is invalid or too large."""

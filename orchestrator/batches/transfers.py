@@ -15,7 +15,7 @@ from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.dispatch.folders import unpack_stream, write_folder
 from store.archives.files import MAX_WORKSPACE_BYTES, is_stored
 from store.batches import BatchItem, ItemOutcome
-from store.usage import UsageStore
+from store.stored_bytes import StoredBytes
 
 _PIECE_BYTES = 1024 * 1024
 
@@ -25,12 +25,12 @@ def find_local_workspaces(items: Iterable[BatchItem]) -> list[str]:
     return sorted({path for item in items for path in item.sources if not is_stored(path)})
 
 
-async def upload_workspaces(file: BatchFile, files: StoredFiles, tenant: str, usage: UsageStore) -> BatchFile:
+async def upload_workspaces(file: BatchFile, files: StoredFiles, tenant: str, stored: StoredBytes) -> BatchFile:
     """Upload each workspace of this machine once. Return the batch with the ids of the uploads.
 
     Raises ConfigError: a workspace cannot be read. Raises the exceptions of `StoredFiles.upload`.
     """
-    uploads = {path: await _upload(Path(path), files, tenant, usage) for path in find_local_workspaces(file.items)}
+    uploads = {path: await _upload(Path(path), files, tenant, stored) for path in find_local_workspaces(file.items)}
     return replace(file, items=_UploadedItems(file.items, uploads)) if uploads else file
 
 
@@ -53,13 +53,13 @@ async def download_artifacts(outcome: ItemOutcome, files: StoredFiles, tenant: s
     return size
 
 
-async def _upload(path: Path, files: StoredFiles, tenant: str, usage: UsageStore) -> str:
+async def _upload(path: Path, files: StoredFiles, tenant: str, stored: StoredBytes) -> str:
     """Upload a workspace and return its id. A folder is packed first."""
     with tempfile.TemporaryFile() if path.is_dir() else path.open("rb") as file:  # noqa: ASYNC240
         if path.is_dir():  # noqa: ASYNC240
             await asyncio.to_thread(write_folder, file, path, MAX_WORKSPACE_BYTES)
             file.seek(0)
-        return (await files.upload(tenant, _read(file), usage)).id
+        return (await files.upload(tenant, _read(file), stored)).id
 
 
 async def _read(file: IO[bytes]) -> AsyncIterator[bytes]:

@@ -173,7 +173,7 @@ def submit(
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
             if detach and find_local_workspaces(read.items):
-                read = await upload_workspaces(read, StoredFiles.of(settings), client.tenant, client.usage_store)
+                read = await upload_workspaces(read, StoredFiles.of(settings), client.tenant, client.stored_bytes)
             return await _submit(
                 client,
                 read,

@@ -169,13 +169,15 @@ class CallRules:
         """Return the tenant's policy for a call of that tool. A tenant that is no longer registered may still call
         tools that only release resources.
 
-        Raises ToolFailure(UNKNOWN_TENANT, BUDGET_EXCEEDED), BrokerUnavailable, ConfigError for a policy that cannot be
-        read.
+        Raises ToolFailure(UNKNOWN_TENANT, BUDGET_EXCEEDED; QUOTA_EXCEEDED if the call stores files),
+        BrokerUnavailable, ConfigError for a policy that cannot be read.
         """
         try:
             policy = await self.tenants.policy(tenant)
             if tool not in RELEASING:
                 await self.tenants.check_budgets(tenant)
+            if tool == "session.save_files":
+                await self.tenants.check_storage(tenant)
             return policy
         except (ToolFailure, ConfigError):
             if tool not in RELEASING:

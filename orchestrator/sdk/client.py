@@ -47,6 +47,7 @@ from store.audit import Actor, Audit, local_actor
 from store.budgets import BudgetState
 from store.call_reader import CallLife, CallPage
 from store.session_list import SessionList, SessionPage
+from store.stored_bytes import StoredBytes
 from store.tools import build_switch, find_skill
 from store.usage import By, UsageRow, UsageStore, show_amounts
 
@@ -417,8 +418,13 @@ class ToolClient:
 
     @property
     def usage_store(self) -> UsageStore:
-        """Return the store of used resources, which counts uploads. The store does not check the key of this client."""
+        """Return the store of used resources. The store does not check the key of this client."""
         return UsageStore(self._pool.redis, self._settings.deployment)
+
+    @property
+    def stored_bytes(self) -> StoredBytes:
+        """Return the counts of stored files, for uploads. They do not check the key of this client."""
+        return self._pool.tenants.stored_bytes
 
     async def audit(self) -> Audit:
         """Return the log of changes by operators. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""

@@ -31,11 +31,12 @@ def open_own_store(folder: Path, free_bytes: int = 0) -> FolderStore:
     return store
 
 
-def open_client_store(setting: str) -> ArchiveStore:
+def open_client_store(setting: str, free_bytes: int) -> ArchiveStore:
     """Open the store for a process other than sandboxd. The store then sends data on at once, because such a process
-    has no disk space for whole archives. Raises ConfigError: a package is missing.
+    has no disk space for whole archives. `free_bytes`: the space to leave on a folder's disk. Raises ConfigError: a
+    package is missing.
     """
-    return FsspecStore(setting, None) if _is_remote(setting) else FolderStore(_folder(setting))
+    return FsspecStore(setting, None) if _is_remote(setting) else FolderStore(_folder(setting), free_bytes)
 
 
 def _is_remote(setting: str) -> bool:

@@ -323,6 +323,9 @@ class OrchestratorTenants(FixedTenants):
     async def check_budgets(self, tenant: str) -> None:
         """No tenant has budgets."""
 
+    async def check_storage(self, tenant: str) -> None:
+        """No tenant has files."""
+
 
 class FixedWorkerTenants(FixedTenants, WorkerTenants):
     def policy(self, tenant: str) -> TenantPolicy:

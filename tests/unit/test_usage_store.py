@@ -12,6 +12,7 @@ from store.usage import (
     MAX_AMOUNT,
     CallEnding,
     ReplySpending,
+    StoredChange,
     UsageStore,
     WorkerUsageStore,
     session_usage_key,
@@ -25,9 +26,9 @@ def usage(cpu_s: float, meter: str = "m1", sandbox_s: float = 0.0) -> SessionUsa
 
 
 def build_ending(
-    attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored_bytes: int = 0
+    attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored: StoredChange | None = None
 ) -> CallEnding:
-    return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored_bytes, used)
+    return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored, used)
 
 
 class Harness:
@@ -72,17 +73,17 @@ async def test_usage_counts_once_in_any_order_of_reports(harness: Harness) -> No
 
 async def test_result_of_a_lost_attempt_is_dropped_but_its_usage_counts(harness: Harness) -> None:
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert not harness.finish(build_ending(1, usage(1.0), stored_bytes=5))
+    assert not harness.finish(build_ending(1, usage(1.0)))
     assert await harness.sums() == {"cpu_us": 1_000_000, "written_bytes": 10}
-    assert harness.finish(build_ending(2, usage(1.5), stored_bytes=5))
+    assert harness.finish(build_ending(2, usage(1.5), stored=StoredChange("k1", 5)))
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
 
 
 async def test_call_that_ran_again_after_a_lost_result_counts_once(harness: Harness) -> None:
-    assert harness.finish(build_ending(1, usage(1.0), stored_bytes=5))
+    assert harness.finish(build_ending(1, usage(1.0), stored=StoredChange("k1", 5)))
     # An orchestrator renews the record for the next attempt.
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert harness.finish(build_ending(2, usage(1.5), stored_bytes=5))
+    assert harness.finish(build_ending(2, usage(1.5), stored=StoredChange("k2", 5)))
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 10}
 
 
@@ -91,10 +92,9 @@ def test_amounts_reported_by_a_model_server_are_bounded() -> None:
     assert amounts == [MAX_AMOUNT, 0, 0, MAX_AMOUNT]
 
 
-async def test_deleting_stored_files_reduces_the_stored_bytes(harness: Harness) -> None:
-    assert harness.finish(build_ending(call="c1", stored_bytes=10))
-    assert harness.finish(build_ending(call="c2", stored_bytes=-10))
-    assert harness.finish(build_ending(call="c2", stored_bytes=-10))
-    assert await harness.sums() == {"calls": 2}
-    await harness.store.count_stored("acme", -7)
-    assert await harness.sums() == await harness.sums("hour") == {"calls": 2, "stored_bytes": -7}
+async def test_deletions_of_a_checkpoint_subtract_its_bytes_once(harness: Harness) -> None:
+    assert harness.finish(build_ending(call="c1", stored=StoredChange("k1", 10)))
+    assert harness.finish(build_ending(call="c2", stored=StoredChange("k2", 7)))
+    for call in ("c3", "c3", "c4"):
+        assert harness.finish(build_ending(call=call, stored=StoredChange("k1", None)))
+    assert await harness.sums() == await harness.sums("hour") == {"calls": 4, "stored_bytes": 7}

@@ -22,6 +22,7 @@ from store import blobs as blobs_module
 from store.blobs import Blobs as OrchestratorBlobs
 from store.blobs import WorkerBlobs
 from store.metrics import RefusalCounter
+from store.usage import StoredChange
 from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
@@ -99,9 +100,9 @@ def test_repeated_call_stores_no_result_and_is_counted(edge: Edge) -> None:
     assert (edge.client.closed, edge.refused) == (["acme:s1"], ["repeated"])
 
 
-def build_app(name: str, handler: Any) -> Celery:
+def build_app(name: str, handler: Any, **spec: Any) -> Celery:
     """Return an app whose only tool has that handler."""
-    registry: WorkerRegistry = ToolRegistry([WorkerTool(build_spec(name), handler)])
+    registry: WorkerRegistry = ToolRegistry([WorkerTool(build_spec(name, **spec), handler)])
     app = Celery("test", broker="memory://", set_as_current=False)
 
     def build() -> Executor:
@@ -133,22 +134,26 @@ def test_task_fails_only_for_operator_error_codes(code: ErrorCode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "outcome", "stored"),
+    ("name", "attempt", "outcome", "stored"),
     [
-        ("session.checkpoint", Outcome(metadata={"bytes": 10}), 10),
-        ("session.delete_checkpoint", Outcome(metadata={"bytes": 10}), -10),
-        (
-            "session.delete_checkpoint",
-            Outcome(error="no", error_code=ErrorCode.FILE_NOT_FOUND, metadata={"bytes": 1}),
-            0,
-        ),
-        ("x", Outcome(metadata={"bytes": 10}), 0),
+        ("session.checkpoint", 1, Outcome(metadata={"checkpoint": "k", "bytes": 10}), StoredChange("k", 10)),
+        ("session.delete_checkpoint", 1, Outcome(metadata={"deleted": True}), StoredChange("k", None)),
+        ("session.delete_checkpoint", 1, Outcome(metadata={"deleted": False}), None),
+        ("session.delete_checkpoint", 2, Outcome(metadata={"deleted": False}), StoredChange("k", None)),
+        ("session.delete_checkpoint", 1, Outcome(error="no", error_code=ErrorCode.FILE_NOT_FOUND), None),
+        ("x", 1, Outcome(metadata={"bytes": 10}), None),
     ],
 )
-def test_stored_bytes_are_added_and_deleted_bytes_subtracted(name: str, outcome: Outcome, stored: int) -> None:
-    app = build_app(name, lambda arguments, bench: outcome)
-    answer = app.tasks[task_name(name)].run(envelope=encode_call(build_call(name), build_context(), KEY))
-    assert answer.ending.stored_bytes == stored
+def test_stored_files_of_calls_are_recorded(
+    name: str, attempt: int, outcome: Outcome, stored: StoredChange | None
+) -> None:
+    app, call = build_app(name, lambda arguments, bench: outcome), build_call(name)
+    if name == "session.delete_checkpoint":
+        parameter = {"checkpoint": {"type": "string"}}
+        app = build_app(name, lambda arguments, bench: outcome, properties=parameter, idempotent=True)
+        call = build_call(name, checkpoint="k")
+    answer = app.tasks[task_name(name)].run(envelope=encode_call(call, build_context(attempt=attempt), KEY))
+    assert answer.ending.stored == stored
 
 
 @pytest.mark.parametrize("was_sent", [True, False])

@@ -28,7 +28,7 @@ from contract.names import POOL_QUEUES, task_name
 from contract.signing import ResultSeal, SigningKeys
 from contract.specs import ToolSpec
 from store.calls import FinishedCalls
-from store.usage import CallEnding
+from store.usage import CallEnding, StoredChange
 from workers.celery_edge.broker import LiveTasks
 from workers.executor import BlobStore, CallRepeated, Executor
 from workers.tools.base import WorkerRegistry
@@ -39,7 +39,11 @@ ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., "TaskResult"]
 
-STORING_VERBS = {"session.checkpoint": 1, "session.save_files": 1, "session.delete_checkpoint": -1}
+_STORED_IDS = {
+    "session.checkpoint": "checkpoint",
+    "session.save_files": "file",
+    "session.delete_checkpoint": "checkpoint",
+}
 CELERY_MARGIN_S = 30.0
 """Seconds after a call's own limit at which Celery kills the process of the call.
 
@@ -230,7 +234,7 @@ class _Edge:
             result.error_code or "",
             _sandbox_id(result),
             context.session,
-            _count_stored_bytes(result),
+            _find_stored_change(call, context, result),
             finished.session_usage,
         )
         answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
@@ -275,10 +279,15 @@ def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
     return {name: value for name, value in names.items() if value is not None}
 
 
-def _count_stored_bytes(result: ToolResult) -> int:
-    """Return the size of the files that a call stored outside of its sandbox; negative if the call deleted files."""
-    size = result.metadata.get("bytes") if result.name in STORING_VERBS and result.success else 0
-    return STORING_VERBS[result.name] * size if isinstance(size, int) and size else 0
+def _find_stored_change(call: ToolCall, context: ToolContext, result: ToolResult) -> StoredChange | None:
+    """Return the file that a call stored outside of its sandbox, or deleted there; None for any other call."""
+    if call.name not in _STORED_IDS or not result.success:
+        return None
+    file, size = str({**result.metadata, **call.arguments}[_STORED_IDS[call.name]]), result.metadata.get("bytes")
+    if call.name == "session.delete_checkpoint":
+        # An earlier attempt may have deleted the file and lost its result.
+        return StoredChange(file, None) if result.metadata["deleted"] or context.attempt > 1 else None
+    return StoredChange(file, size) if isinstance(size, int) and size > 0 else None
 
 
 def _sandbox_id(result: ToolResult) -> str:

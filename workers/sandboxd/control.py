@@ -112,11 +112,8 @@ class ControlRequests:
         if verb == "fork":
             return await self._fork(header)
         if verb == "delete_checkpoint":
-            tenant = parse_session(header).partition(":")[0]
-            checkpoint = parse_text(header, "checkpoint")
-            size = await self._checkpoints.count_bytes(tenant, checkpoint)
-            deleted = await self._checkpoints.forget(tenant, checkpoint)
-            return {"deleted": deleted, "bytes": size if deleted else 0}
+            tenant, checkpoint = parse_session(header).partition(":")[0], parse_text(header, "checkpoint")
+            return {"deleted": await self._checkpoints.forget(tenant, checkpoint)}
         if verb == "save_files":
             return await self._save_files(header)
         if verb == "policy":

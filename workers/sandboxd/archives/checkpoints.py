@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, join_chunks
 from store.archives.files import KEEP_S, file_created_at, is_file_id
 from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack, unpack_roots
@@ -111,13 +111,6 @@ class Checkpoints:
                 return changes is None
         except NotStored:
             raise _build_missing_error(checkpoint) from None
-
-    async def count_bytes(self, tenant: str, checkpoint: str) -> int:
-        """Return the size of a checkpoint; 0 for one that is missing or unreadable."""
-        try:
-            return (await self._store.describe(_name(tenant, checkpoint))).bytes
-        except (NotStored, SandboxUnavailable):
-            return 0
 
     async def forget(self, tenant: str, checkpoint: str) -> bool:
         """Delete a checkpoint. Return False when the tenant has no checkpoint with this id."""

@@ -1,0 +1,108 @@
+"""Bytes that tenants have in the shared store: records of uploads and artifacts, and reservations of running uploads.
+
+Invariant: the records, and the reservations that have not expired, of a tenant never exceed its limit because of an
+upload. The bytes of an upload are reserved before they are written. A process that dies leaves a reservation, which
+expires, and at most a file without a record, which `StoredFiles` records later.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from contract.errors import ErrorCode, ToolFailure
+from contract.names import tenant_key
+from store.connection import RedisClient, broker_errors
+from store.usage import CHANGE_STORED_LUA, DAY_S, STORED_TTL_S, TOTAL, StoredChange, usage_prefix
+
+RESERVED_S = 300
+"""Lifetime of a reservation, in seconds. Each reserved piece of an upload extends it."""
+REPAIR_EVERY_S = 3600
+_WHAT = "the stored bytes were not counted"
+_DAYS = STORED_TTL_S // DAY_S
+
+# KEYS: reservations of the tenant's uploads. ARGV: prefix of the records of a day, limit, lifetime, id, bytes, and 1 to
+# reserve them. Returns {1 if they fit, the bytes of the other files and uploads}.
+_RESERVE = f"""
+local now = tonumber(redis.call('TIME')[1])
+local total, today = 0, math.floor(now / {DAY_S})
+for day = today - {_DAYS}, today do total = total + (redis.call('HGET', ARGV[1] .. day, '{TOTAL}') or 0) end
+local fields = redis.call('HGETALL', KEYS[1])
+for at = 1, #fields, 2 do
+  local ends_at, bytes = string.match(fields[at + 1], '^(%d+) (%d+)$')
+  if not ends_at or tonumber(ends_at) <= now then redis.call('HDEL', KEYS[1], fields[at])
+  elseif fields[at] ~= ARGV[4] then total = total + bytes end
+end
+if total + ARGV[5] > tonumber(ARGV[2]) then return {{0, total}} end
+if ARGV[6] == '1' then
+  redis.call('HSET', KEYS[1], ARGV[4], string.format('%d %d', now + ARGV[3], ARGV[5]))
+  redis.call('EXPIRE', KEYS[1], ARGV[3])
+end
+return {{1, total}}
+"""
+
+
+class StoredBytes:
+    """Counts the stored bytes of tenants. `find_limit` returns the limit of a tenant's uploads and artifacts at a time,
+    in bytes. Every method raises BrokerUnavailable when Redis does not answer.
+    """
+
+    def __init__(self, client: RedisClient, deployment: str, find_limit: Callable[[str], Awaitable[int]]) -> None:
+        self._client, self._deployment, self._find_limit = client, deployment, find_limit
+        self._change = client.register_script(CHANGE_STORED_LUA)
+        self._reserve = client.register_script(_RESERVE)
+
+    async def reserve(self, tenant: str, file: str, size: int) -> None:
+        """Reserve `size` bytes in total for an upload, for RESERVED_S seconds. Raises ToolFailure(QUOTA_EXCEEDED): the
+        tenant's limit does not allow them.
+        """
+        await self._check(tenant, file, size, is_reserved=True)
+
+    async def check(self, tenant: str) -> None:
+        """Raise ToolFailure(QUOTA_EXCEEDED) if the tenant's files have reached its limit."""
+        await self._check(tenant, "", 1, is_reserved=False)
+
+    async def release(self, tenant: str, file: str) -> None:
+        """Remove the reservation of an upload."""
+        with broker_errors(_WHAT):
+            await self._client.hdel(self._reservations(tenant), file)
+
+    async def change(self, tenant: str, change: StoredChange) -> bool:
+        """Record a stored file, or remove the record of a deleted one, and change the tenant's usage in the same step.
+        Return False if nothing changed, because an earlier call has done the same.
+        """
+        args: list[str | int] = [usage_prefix(self._deployment, tenant), *change.amounts()]
+        with broker_errors(_WHAT):
+            return bool(await self._change(keys=[change.key(self._deployment, tenant)], args=args))
+
+    async def begin_repair(self, tenant: str) -> bool:
+        """Return True at most once per REPAIR_EVERY_S for a tenant: the caller then compares records and files."""
+        with broker_errors(_WHAT):
+            key = tenant_key(self._deployment, tenant, "usage.stored.repair")
+            return bool(await self._client.set(key, 1, nx=True, ex=REPAIR_EVERY_S))
+
+    async def list_recorded(self, tenant: str) -> set[str]:
+        """Return the ids of the recorded uploads and artifacts."""
+        files = set[str]()
+        with broker_errors(_WHAT):
+            seconds, _ = await self._client.time()
+            for day in range(seconds // DAY_S - _DAYS, seconds // DAY_S + 1):
+                # Read in parts: the artifacts of one day can be many.
+                async for field, _ in self._client.hscan_iter(f"{self._prefix(tenant)}{day}", count=1000):
+                    files.add(field.decode(errors="replace"))
+        return files - {TOTAL}
+
+    async def _check(self, tenant: str, file: str, size: int, *, is_reserved: bool) -> None:
+        limit = await self._find_limit(tenant)
+        args: list[str | int] = [self._prefix(tenant), limit, RESERVED_S, file, size, int(is_reserved)]
+        with broker_errors(_WHAT):
+            fits, others = await self._reserve(keys=[self._reservations(tenant)], args=args)
+        if not fits:
+            raise ToolFailure(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"the stored files of tenant {tenant} have {int(others)} bytes, and its limit is {limit} bytes: delete "
+                f"files, or ask the operator for a higher limit (`toolcrew tenants set {tenant} --stored-bytes X`)",
+            )
+
+    def _prefix(self, tenant: str) -> str:
+        return tenant_key(self._deployment, tenant, "usage.stored.files.")
+
+    def _reservations(self, tenant: str) -> str:
+        return tenant_key(self._deployment, tenant, "usage.stored.reserved")
