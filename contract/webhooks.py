@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -26,6 +27,16 @@ class Webhook(Record):
     def _is_secret(cls, secret: str) -> str:
         _key(secret)
         return secret
+
+
+class WebhookDelivery(Record):
+    """The delivery of a webhook. `pending`: the run or batch has not ended, or the next attempt is due later. `error`:
+    why the last attempt failed.
+    """
+
+    state: Literal["pending", "delivered", "failed"]
+    tries: int = 0
+    error: str | None = None
 
 
 def sign(secret: str, notice: str, timestamp: int, body: str) -> str:

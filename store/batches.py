@@ -17,6 +17,8 @@ from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.signing import SigningKeys, readable
+from contract.webhooks import WebhookDelivery
+from store.webhooks import parse_delivery
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
@@ -260,6 +262,7 @@ class BatchRecord(Record):
     rows: RowLocation | None = None
     succeeded: int = 0
     failed: dict[FailureKind, int] = Field(default_factory=dict)
+    webhook: WebhookDelivery | None = None
 
 
 def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:
@@ -307,6 +310,7 @@ def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[byte
         )
         rows = values.pop("rows", "")
         values["rows"] = RowLocation.model_validate_json(keys.unseal(f"rows {tenant} {batch}", rows)) if rows else None
+        values["webhook"] = parse_delivery(values)
         values["failed"] = {kind: int(values.pop(f"failed:{kind}", 0)) for kind in FailureKind}
         values = {name: value for name, value in values.items() if name in BatchRecord.model_fields}
         return BatchRecord.model_validate(values, strict=False)

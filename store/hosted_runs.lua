@@ -80,7 +80,7 @@ function steps.start_run()
   local line = (tonumber(last[2] or '0')) + 1
   redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
-  redis.call('HSET', key, 'webhook', ARGV[15])
+  redis.call('HSET', key, 'webhook', ARGV[15], 'webhook_state', ARGV[15] ~= '' and 'pending' or '')
   count_texts(tenant, HOSTED_BATCH, run)
   redis.call('ZADD', index, line, run)
   if ARGV[19] ~= '' then

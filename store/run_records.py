@@ -14,6 +14,7 @@ from contract.calls import CallUsage, Clocks, Record
 from contract.functions.completions import TokenUsage
 from contract.run_events import Failure, FailureKind, RunEnded
 from contract.signing import SigningKeys, readable
+from contract.webhooks import WebhookDelivery
 from store.batches import (
     HOSTED_BATCH,
     RECORD_ADVICE,
@@ -26,6 +27,7 @@ from store.batches import (
     open_outcome,
 )
 from store.run_log import pack_transcript
+from store.webhooks import DELIVERY_FIELDS, parse_delivery
 
 SHOWN_ANSWER = 2000
 
@@ -63,7 +65,8 @@ class RunRecord(Record):
 
 _HOSTED_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "event_count", "published_step", "asking",
-    "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
+    "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "webhook_state",
+    "webhook_error", "has_states",
     "run_bytes", "log_bytes", "artifact_bytes", "stream_bytes",
 ))  # fmt: skip
 """Additional fields in the hash of a durable run."""
@@ -109,8 +112,8 @@ class RunEnd(Record):
 
 class HostedRun(Record):
     """A durable run. `instruction`: the beginning of its instruction. `attempt`: above 1 if an infrastructure failure
-    made a restart necessary. `forked_from` None: the run is no fork. `end`: set exactly if the state is final. Times
-    are Unix seconds of Redis's clock.
+    made a restart necessary. `forked_from` None: the run is no fork. `end`: set exactly if the state is final.
+    `webhook` None: the run has no webhook. Times are Unix seconds of Redis's clock.
     """
 
     id: str
@@ -127,6 +130,7 @@ class HostedRun(Record):
     ended_at: float | None = None
     forked_from: ForkPoint | None = None
     end: RunEnd | None = None
+    webhook: WebhookDelivery | None = None
 
 
 class RunPage(Record):
@@ -148,7 +152,7 @@ class About(Record):
 
 LISTED = (
     "state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end",
-    "batch",
+    "batch", *DELIVERY_FIELDS,
 )  # fmt: skip
 """The fields of a run's hash that lists of runs need."""
 
@@ -185,6 +189,7 @@ def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> H
             started_at=float(values.get("started_at") or 0) or None,
             ended_at=float(values.get("ended_at") or 0) or None,
             end=parse_end(values["end"]) if values.get("end") else None,
+            webhook=parse_delivery(values),
         )
 
 

@@ -9,8 +9,6 @@ local stamp = string.format('%.6f', now)
 local HOSTED_BATCH = '@runs'
 -- Lifetimes after the end of a run, in seconds: of its events, of its log, and of its log if the run has kept states.
 local EVENTS_TTL, LOG_TTL, STATES_TTL = 86400, 3600, 86400
--- How many due notices of webhooks one step reads to find those of other tenants.
-local WEBHOOK_LOOKS = 5000
 
 local function split(text)
   local bar = string.find(text, '|', 1, true)
@@ -128,11 +126,23 @@ local function remove_delay(tenant, batch, run)
   redis.call('SREM', batch_key(tenant, batch) .. ':delayed', run)
 end
 
+-- The notices of webhooks that one tenant has to get: `kind|name`, by the time of the next try.
+local function notices_key(tenant) return runs .. 'webhooks:' .. tenant end
+
+-- Sets the tenant's place in the round of tenants with notices: the time of its next try, but not before `earliest`, when others have their turn.
+local function place_notices(tenant, earliest)
+  local first = redis.call('ZRANGE', notices_key(tenant), 0, 0, 'WITHSCORES')
+  if not first[1] then return redis.call('ZREM', runs .. 'webhook-tenants', tenant) end
+  return redis.call('ZADD', runs .. 'webhook-tenants', string.format('%.6f', math.max(tonumber(first[2]), earliest)), tenant)
+end
+
 -- Queues the webhook notice of a run or batch in the step that ends it, so that no process can lose the notice (store/webhooks.py).
 local function queue_notice(tenant, kind, name, key)
   if (redis.call('HGET', key, 'webhook') or '') == '' then return end
-  redis.call('HSET', key, 'webhook_tries', 0, 'webhook_notice', stamp)
-  redis.call('ZADD', runs .. 'webhooks', stamp, tenant .. '|' .. kind .. '|' .. name)
+  redis.call('HSET', key, 'webhook_tries', 0, 'webhook_notice', stamp, 'webhook_state', 'pending', 'webhook_error', '')
+  redis.call('ZADD', notices_key(tenant), stamp, kind .. '|' .. name)
+  local place = redis.call('ZSCORE', runs .. 'webhook-tenants', tenant)
+  if not place or tonumber(place) > now then redis.call('ZADD', runs .. 'webhook-tenants', stamp, tenant) end
 end
 
 -- A batch that is being cancelled accepts no new items. Only the items that were added count, because the others never end.
@@ -215,42 +225,63 @@ end
 
 local steps = {}
 
--- max count, seconds. Claims notices that are due; no other process receives them for these seconds.
--- Returns {tenant, kind, name, webhook, tries, time of the end} for each.
--- The oldest are first, but a tenant has at most a quarter of them while others wait: its receivers may be slow, and the sender waits for all.
+-- max count, seconds, max count of one tenant, then tenants and how many of their notices the sender has. Claims notices that are due; no other process
+-- receives them for these seconds. Returns {tenant, kind, name, webhook, tries, time of the end} for each.
+-- The tenants have turns, so that a tenant with many notices delays no other.
 function steps.claim_webhooks()
-  local limit, notices = tonumber(ARGV[4]), {}
-  local chosen, others, counts = {}, {}, {}
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhooks', '-inf', now, 'LIMIT', 0, WEBHOOK_LOOKS)) do
-    local tenant = split(member)
-    counts[tenant] = (counts[tenant] or 0) + 1
-    table.insert(counts[tenant] <= limit / 4 and chosen or others, member)
-  end
-  for index = 1, math.min(#others, limit - #chosen) do table.insert(chosen, others[index]) end
-  for index = 1, math.min(#chosen, limit) do
-    local member = chosen[index]
-    local tenant, rest = split(member)
-    local kind, name = split(rest)
-    local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
-    local fields = redis.call('HMGET', key, 'webhook', 'webhook_notice')
-    if fields[1] and fields[2] then
-      redis.call('ZADD', runs .. 'webhooks', now + tonumber(ARGV[5]), member)
-      table.insert(notices, {tenant, kind, name, fields[1], redis.call('HINCRBY', key, 'webhook_tries', 1), fields[2]})
-    else
-      redis.call('ZREM', runs .. 'webhooks', member)
+  local limit, lease_ends, notices = tonumber(ARGV[4]), now + tonumber(ARGV[5]), {}
+  local busy, due, tenants = {}, {}, {}
+  for at = 7, #ARGV, 2 do busy[ARGV[at]] = tonumber(ARGV[at + 1]) end
+  for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhook-tenants', '-inf', now, 'LIMIT', 0, limit + (#ARGV - 6) / 2)) do
+    local free = math.min(limit, tonumber(ARGV[6]) - (busy[tenant] or 0))
+    if free > 0 then
+      due[tenant] = redis.call('ZRANGEBYSCORE', notices_key(tenant), '-inf', now, 'LIMIT', 0, free)
+      table.insert(tenants, tenant)
     end
+  end
+  local looks, round = 0, 1
+  local has_more = true
+  while has_more and looks < limit do
+    has_more = false
+    for _, tenant in ipairs(tenants) do
+      local member = due[tenant][round]
+      if member and looks < limit then
+        looks, has_more = looks + 1, true
+        local kind, name = split(member)
+        local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
+        local fields = redis.call('HMGET', key, 'webhook', 'webhook_notice')
+        if fields[1] and fields[2] then
+          redis.call('ZADD', notices_key(tenant), lease_ends, member)
+          table.insert(notices, {tenant, kind, name, fields[1], redis.call('HINCRBY', key, 'webhook_tries', 1), fields[2]})
+        else
+          redis.call('ZREM', notices_key(tenant), member)
+        end
+        place_notices(tenant, now)
+      end
+    end
+    round = round + 1
+  end
+  for _, tenant in ipairs(tenants) do
+    if #due[tenant] == 0 then place_notices(tenant, now) end
   end
   return notices
 end
 
--- tenant, kind, name, time of the end, seconds until the next try ('' for none). A batch that was reopened and ends again has a separate notice.
+-- tenant, kind, name, time of the end, seconds until the next try ('' for none), state of the webhook, its error. A batch that was reopened and ends again
+-- has a separate notice.
 function steps.settle_webhook()
   local tenant, kind, name = ARGV[4], ARGV[5], ARGV[6]
   local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
   if redis.call('HGET', key, 'webhook_notice') ~= ARGV[7] then return 0 end
-  local member = tenant .. '|' .. kind .. '|' .. name
-  if ARGV[8] == '' then return redis.call('ZREM', runs .. 'webhooks', member) end
-  return redis.call('ZADD', runs .. 'webhooks', 'XX', 'CH', now + tonumber(ARGV[8]), member)
+  redis.call('HSET', key, 'webhook_state', ARGV[9], 'webhook_error', ARGV[10])
+  local member, settled = kind .. '|' .. name, 0
+  if ARGV[8] == '' then
+    settled = redis.call('ZREM', notices_key(tenant), member)
+  else
+    settled = redis.call('ZADD', notices_key(tenant), 'XX', 'CH', now + tonumber(ARGV[8]), member)
+  end
+  place_notices(tenant, now)
+  return settled
 end
 
 -- tenant, batch. Returns whether the batch exists or Redis has room for one more.

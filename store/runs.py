@@ -159,6 +159,7 @@ class RunQueue:
             "is_detached": int(record.is_detached),
             "ttl_s": RUN_TTL_S,
             "webhook": seal_webhook(self.keys, tenant, "batch", batch, webhook),
+            "webhook_state": "pending" if webhook is not None else "",
         }
         # A transaction, because an incomplete batch would block its id.
         pipe = self._client.pipeline(transaction=True)

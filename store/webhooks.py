@@ -4,14 +4,16 @@ Invariant: no notice is lost when a process dies. The script step that ends a ru
 notice to the list of notices to send. The notice stays in the list until it is delivered or has failed too often.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from contract.signing import SigningKeys
-from contract.webhooks import Webhook
+from contract.webhooks import Webhook, WebhookDelivery
 
 Kind = Literal["run", "batch"]
+DELIVERY_FIELDS = ("webhook_state", "webhook_tries", "webhook_error")
+MAX_ERROR_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ def open_webhook(keys: SigningKeys, notice: DueNotice) -> Webhook:
     return Webhook.model_validate_json(keys.unseal(purpose, notice.sealed))
 
 
+def parse_delivery(fields: Mapping[str, str]) -> WebhookDelivery | None:
+    """Return the delivery that DELIVERY_FIELDS of a run's or batch's hash describe; None without a webhook."""
+    state, tries, error = (fields.get(name) or None for name in DELIVERY_FIELDS)
+    if state is None:
+        return None
+    return WebhookDelivery.model_validate({"state": state, "tries": int(tries or 0), "error": error})
+
+
 class DueNotices:
     """The due notices of a deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
@@ -50,9 +60,14 @@ class DueNotices:
         """Create the list. `step`: the method RunQueue.step."""
         self._step = step
 
-    async def claim(self, limit: int, lease_s: float) -> list[DueNotice]:
-        """Return due notices. Other processes do not get them until `lease_s` seconds have passed."""
-        rows = await self._step("claim_webhooks", limit, lease_s)
+    async def claim(
+        self, limit: int, lease_s: float, tenant_limit: int | None = None, busy: Mapping[str, int] | None = None
+    ) -> list[DueNotice]:
+        """Return due notices. Other processes do not get them until `lease_s` seconds have passed. `tenant_limit`:
+        limit of the notices of one tenant, including the `busy` ones that this process is sending.
+        """
+        counts = [part for item in (busy or {}).items() for part in item]
+        rows = await self._step("claim_webhooks", limit, lease_s, tenant_limit or limit, *counts)
         return [
             DueNotice(
                 tenant.decode(),
@@ -65,7 +80,10 @@ class DueNotices:
             for tenant, kind, name, sealed, tries, ended in rows
         ]
 
-    async def settle(self, notice: DueNotice, again_s: float | None) -> None:
-        """Remove a notice (`again_s` None), or send it again after `again_s` seconds."""
-        after = "" if again_s is None else again_s
-        await self._step("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended, after)
+    async def settle(self, notice: DueNotice, error: str | None = None, again_s: float | None = None) -> None:
+        """Remove a notice, or send it again after `again_s` seconds. `error`: why this attempt failed."""
+        state = "pending" if again_s is not None else "failed" if error is not None else "delivered"
+        await self._step(
+            *("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended),
+            *("" if again_s is None else again_s, state, (error or "")[:MAX_ERROR_CHARS]),
+        )

@@ -17,7 +17,7 @@ from contract.json_limits import is_deeper
 from contract.run_events import Failure
 from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_FORKS
-from contract.webhooks import Webhook
+from contract.webhooks import Webhook, WebhookDelivery
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import IdempotencyKey
@@ -122,8 +122,8 @@ class RunView(BaseModel):
     `steps` includes them.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. Times are in ISO
-    8601.
+    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. `webhook`: null if
+    the run has none. Times are in ISO 8601.
     """
 
     id: str
@@ -139,6 +139,7 @@ class RunView(BaseModel):
     started_at: Instant | None
     ended_at: Instant | None
     forked_from: ForkPoint | None
+    webhook: WebhookDelivery | None = None
     answer: str | None = None
     is_cut: bool = False
     stop_reason: str | None = None

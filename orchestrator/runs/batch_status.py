@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from contract.calls import Record
 from contract.clock import Instant
+from contract.webhooks import WebhookDelivery
 from store.batches import BatchRecord
 
 
@@ -32,6 +33,7 @@ class BatchStatus(Record):
     concurrency: int
     created_at: Instant
     ended_at: Instant | None
+    webhook: WebhookDelivery | None = None
 
 
 def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchStatus:
@@ -48,4 +50,5 @@ def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> 
         concurrency=record.concurrency,
         created_at=record.created_at,
         ended_at=record.ended_at or None,
+        webhook=record.webhook,
     )

@@ -11,6 +11,7 @@ import json
 import random
 import secrets
 import time
+from collections import Counter
 from typing import Any
 
 from pydantic import ValidationError
@@ -34,7 +35,8 @@ LEASE_S = 120.0
 """Seconds for which a notice belongs to the process that sends it, longer than one delivery takes. If that process
 dies, another one sends the notice after this time.
 """
-AT_ONCE = 16
+AT_ONCE, TENANT_AT_ONCE = 16, 4
+"""Notices that a process sends at the same time: of all tenants, and of one, whose receivers may be slow."""
 PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0, 28_800.0)
 """Pauses after the first, second, ... failure, in seconds. After the last pause the notice is dropped, about a day
 after the end.
@@ -47,24 +49,45 @@ class WebhookSender:
     def __init__(self, queue: RunQueue, dispatcher: Dispatcher) -> None:
         self._queue, self._notices = queue, DueNotices(queue.step)
         self._dispatcher = dispatcher
+        self._sending: dict[asyncio.Task[None], str] = {}
 
     async def run(self) -> None:
         """Send notices until cancelled."""
-        while True:
-            check_cancelled()
-            try:
-                sent = await self.send_due()
-            except BrokerUnavailable as error:
-                log.warning("webhooks_not_read", error=str(error))
-                sent = 0
-            if not sent:
+        try:
+            while True:
+                check_cancelled()
                 # The random pause spreads the requests of the processes to Redis over time.
-                await asyncio.sleep(CHECK_INTERVAL_S * random.uniform(0.5, 1.5))
+                pause_s = 0.0 if await self._start_due() else CHECK_INTERVAL_S * random.uniform(0.5, 1.5)
+                if pause_s and not self._sending:
+                    await asyncio.sleep(pause_s)
+                elif pause_s or len(self._sending) >= AT_ONCE:
+                    # A slow receiver holds one place only: others are served as soon as any place is free.
+                    await asyncio.wait(self._sending, timeout=pause_s or None, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in self._sending:
+                task.cancel()
+            await asyncio.gather(*self._sending, return_exceptions=True)
 
     async def send_due(self) -> int:
         """Send all notices that are due now, once. Return the number of notices."""
-        notices = await self._notices.claim(AT_ONCE, LEASE_S)
-        await asyncio.gather(*(self._send(notice) for notice in notices))
+        started = await self._start_due()
+        await asyncio.gather(*self._sending)
+        return started
+
+    async def _start_due(self) -> int:
+        """Start to send due notices, as far as places are free. Return the number of notices."""
+        free = AT_ONCE - len(self._sending)
+        if not free:
+            return 0
+        try:
+            notices = await self._notices.claim(free, LEASE_S, TENANT_AT_ONCE, Counter(self._sending.values()))
+        except BrokerUnavailable as error:
+            log.warning("webhooks_not_read", error=str(error))
+            return 0
+        for notice in notices:
+            task = asyncio.create_task(self._send(notice))
+            self._sending[task] = notice.tenant
+            task.add_done_callback(self._sending.pop)
         return len(notices)
 
     async def _send(self, notice: DueNotice) -> None:
@@ -75,23 +98,30 @@ class WebhookSender:
         # These errors do not go away, so the notice is dropped without a retry.
         except (EnvelopeRefused, ValidationError, ConfigError, ToolFailure) as error:
             log.error("webhook_dropped", **names, error=str(error)[:500])
-            await self._notices.settle(notice, None)
+            await self._settle(notice, str(error))
             return
-        except BrokerUnavailable:
+        except BrokerUnavailable as error:
             # The notice stays claimed. After the lease another process sends it again.
-            raise
+            log.warning("webhooks_not_read", error=str(error))
+            return
         except Exception as error:  # an unexpected error delays one notice, not the notices of other tenants
             log.exception("webhook_delivery_interrupted", **names)
             problem = type(error).__name__
         if problem is None:
             log.info("webhook_sent", **names)
-            await self._notices.settle(notice, None)
+            await self._settle(notice, None)
         elif notice.tries > len(PAUSES_S):
             log.error("webhook_dropped", **names, error=problem)
-            await self._notices.settle(notice, None)
+            await self._settle(notice, problem)
         else:
             log.warning("webhook_failed", **names, error=problem)
-            await self._notices.settle(notice, PAUSES_S[notice.tries - 1] * random.uniform(1.0, 1.2))
+            await self._settle(notice, problem, PAUSES_S[notice.tries - 1] * random.uniform(1.0, 1.2))
+
+    async def _settle(self, notice: DueNotice, error: str | None, again_s: float | None = None) -> None:
+        try:
+            await self._notices.settle(notice, error, again_s)
+        except BrokerUnavailable as unavailable:
+            log.warning("webhooks_not_read", error=str(unavailable))
 
     async def _deliver(self, notice: DueNotice) -> str | None:
         """Return why a notice was not delivered; None if the delivery succeeded."""

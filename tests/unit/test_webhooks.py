@@ -2,6 +2,7 @@
 a process dies.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode
-from contract.webhooks import Webhook, sign
+from contract.webhooks import Webhook, WebhookDelivery, sign
 from orchestrator.dispatch.request import Request
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.webhooks import PAUSES_S, WebhookSender
@@ -27,6 +28,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import build_item
 
+SOON_S = 20.0
 SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()
 HOOK = Webhook(url="https://hooks.example.org/x", secret=SECRET)
 
@@ -68,12 +70,23 @@ class Harness:
         await self.queue.finish(claim, ItemOutcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
 
     async def due(self) -> dict[str, float]:
-        entries = await self.client.zrange("toolcrew:d:runs:webhooks", 0, -1, withscores=True)
+        entries: Any = await self.client.zrange("toolcrew:d:runs:webhooks:acme", 0, -1, withscores=True)
         return {name.decode(): score for name, score in entries}
 
     async def make_due(self) -> None:
         for name in await self.due():
-            await self.client.zadd("toolcrew:d:runs:webhooks", {name: 1.0})
+            await self.client.zadd("toolcrew:d:runs:webhooks:acme", {name: 1.0})
+            await self.client.zadd("toolcrew:d:runs:webhook-tenants", {"acme": 1.0})
+
+    async def delivery(self) -> WebhookDelivery | None:
+        return (await self.queue.batch("acme", "b")).webhook
+
+    async def end_runs(self, tenant: str, count: int) -> list[str]:
+        """End runs with webhooks, and return their ids."""
+        runs = [(await self.hosted.start(tenant, RunBody(instruction="x"), webhook=HOOK)).id for _ in range(count)]
+        for run in runs:
+            await self.hosted.cancel(tenant, run)
+        return runs
 
 
 @pytest.fixture
@@ -85,7 +98,7 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
 async def test_batch_end_is_sent_once_and_signed(harness: Harness) -> None:
     receiver = Receiver(204)
     await harness.end_batch()
-    assert list(await harness.due()) == ["acme|batch|b"]
+    assert list(await harness.due()) == ["batch|b"]
     assert await harness.sender(receiver).send_due() == 1
     assert await harness.sender(receiver).send_due() == 0
     assert await harness.due() == {}
@@ -113,6 +126,10 @@ async def test_failed_notice_is_retried_with_the_same_id_and_finally_dropped(har
             assert at - seconds - microseconds / 1e6 > PAUSES_S[tries - 1] * 0.9
             assert await harness.sender(receiver).send_due() == 0
             await harness.make_due()
+        delivery = await harness.delivery()
+        assert delivery is not None
+        assert (delivery.state, delivery.tries) == ("pending" if tries <= len(PAUSES_S) else "failed", tries)
+        assert delivery.error is not None
     assert await harness.due() == {}
     assert len({sent["headers"]["webhook-id"] for sent in receiver.sent}) == 1
 
@@ -142,8 +159,54 @@ async def test_late_sender_keeps_the_notice_of_a_reopened_batch(harness: Harness
     notices = DueNotices(harness.queue.step)
     (claimed_notice,) = await notices.claim(9, 60)
     await harness.client.hset("toolcrew:d:t:acme:batch.b", "webhook_notice", "2.0")
-    await notices.settle(claimed_notice, None)
-    assert list(await harness.due()) == ["acme|batch|b"]
+    await notices.settle(claimed_notice)
+    assert list(await harness.due()) == ["batch|b"]
+
+
+async def test_run_and_batch_report_the_state_of_their_webhook(harness: Harness) -> None:
+    run = await harness.hosted.start("acme", RunBody(instruction="x"), webhook=HOOK)
+    assert run.webhook == WebhookDelivery(state="pending")
+    await harness.hosted.cancel("acme", run.id)
+    await harness.sender(Receiver(204)).send_due()
+    assert (await harness.queue.hosted("acme", run.id)).webhook == WebhookDelivery(state="delivered", tries=1)
+    assert (await harness.hosted.start("acme", RunBody(instruction="x"))).webhook is None
+    await harness.end_batch()
+    assert await harness.delivery() == WebhookDelivery(state="pending")
+    await harness.sender(Receiver(204)).send_due()
+    assert await harness.delivery() == WebhookDelivery(state="delivered", tries=1)
+
+
+async def test_tenants_with_more_notices_than_one_step_reads_hide_no_other(harness: Harness) -> None:
+    tenants = [f"t{number}" for number in range(6)]
+    for tenant in tenants:
+        await harness.end_runs(tenant, 6)
+    await harness.end_runs("rival", 1)
+    notices = DueNotices(harness.queue.step)
+    claimed = [notice.tenant for _ in range(4) for notice in await notices.claim(2, 60)]
+    assert sorted(claimed) == sorted([*tenants, "rival", claimed[-1]])
+    assert len(await notices.claim(99, 60, tenant_limit=3, busy={"t0": 3, "t1": 2})) == 4 * 3 + 1
+
+
+async def test_slow_receivers_of_one_tenant_delay_no_other(harness: Harness) -> None:
+    is_slow, is_sent = asyncio.Event(), asyncio.Event()
+
+    class SlowReceiver(Receiver):
+        async def dispatch(self, request: Request) -> ToolResult:
+            if request.tenant == "acme":
+                await is_slow.wait()
+            else:
+                is_sent.set()
+            return await super().dispatch(request)
+
+    await harness.end_runs("acme", 20)
+    sending = asyncio.create_task(harness.sender(SlowReceiver(204)).run())
+    try:
+        await harness.end_runs("rival", 1)
+        async with asyncio.timeout(SOON_S):
+            await is_sent.wait()
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
 
 async def test_tenant_with_many_notices_does_not_delay_another(harness: Harness) -> None:
