@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,7 @@ from store.batches import RUN_TTL_S
 from store.connection import SharedClock, broker_errors
 from store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
 from store.sessions import SessionStore
+from store.tenant_threads import in_tenant_thread
 from store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from telemetry.logs import get_logger
 
@@ -90,7 +91,7 @@ def parse_entry(text: str | bytes) -> RunEvent:
     return event
 
 
-PAGE = 64
+PAGE = 16
 """Number of entries of a log that one command reads."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 FULL_S = 30.0
@@ -193,26 +194,11 @@ class RunLog:
         """Load the log of an attempt. Raises BrokerUnavailable when Redis does not answer. Raises ConfigError: the log
         cannot be verified or read.
         """
-        tenant, run = attempt.tenant, attempt.run
         clock = SharedClock()
         with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
             clock.learn(seconds + micros / 1e6)
-            key, texts = run_log_key(deployment, tenant, run), list[str | bytes]()
-            # In pages: an entry may have a megabyte, and Redis serves no other client while it reads.
-            while page := await client.lrange(key, len(texts), len(texts) + PAGE - 1):
-                texts += page
-        try:
-            # In a thread: a log may have a hundred megabytes of results.
-            entries = await asyncio.to_thread(_open_entries, keys, attempt, texts)
-        except EnvelopeRefused as error:
-            raise RecordRefused(
-                f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(
-                f"another release wrote the log of run {run}: finish the batch with that release, or retry the item"
-            ) from error
+        entries = [entry async for entry in read_entries(client, deployment, keys, attempt)]
         return cls(client, deployment, keys, attempt, entries, clock)
 
     async def append(self, entry: RunEvent, spending: ReplySpending | None = None) -> None:
@@ -313,12 +299,37 @@ class RunLog:
         return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
-def _open_entries(keys: SigningKeys, attempt: RunAttempt, texts: Iterable[str | bytes]) -> list[RunEvent]:
-    """Verify and parse the entries of a log. Raises EnvelopeRefused or ValueError."""
-    return [
-        parse_entry(keys.unseal(entry_purpose(attempt.tenant, attempt.run, attempt.number, index), text))
-        for index, text in enumerate(texts)
-    ]
+async def read_entries(
+    client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, attempt: RunAttempt
+) -> AsyncIterator[RunEvent]:
+    """Yield the verified entries of a log, with only a page of them in memory. Raises the errors of `RunLog.load`."""
+    key, count = run_log_key(deployment, attempt.tenant, attempt.run), 0
+    while True:
+        with broker_errors("the run's log was not read"):
+            # In pages: an entry may have a megabyte, and Redis serves no other client while it reads.
+            texts = await client.lrange(key, count, count + PAGE - 1)
+        if not texts:
+            return
+        for entry in await in_tenant_thread(attempt.tenant, _open_entries, keys, attempt, count, texts):
+            yield entry
+        count += len(texts)
+
+
+def _open_entries(keys: SigningKeys, attempt: RunAttempt, first: int, texts: Iterable[str | bytes]) -> list[RunEvent]:
+    """Verify and parse entries of a log from the position `first` on. Raises ConfigError."""
+    try:
+        return [
+            parse_entry(keys.unseal(entry_purpose(attempt.tenant, attempt.run, attempt.number, index), text))
+            for index, text in enumerate(texts, first)
+        ]
+    except EnvelopeRefused as error:
+        raise RecordRefused(
+            f"the log of run {attempt.run} cannot be verified, so the run is not continued: retry the item. {error}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"another release wrote the log of run {attempt.run}: finish the batch with that release, or retry the item"
+        ) from error
 
 
 def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
@@ -365,10 +376,41 @@ async def close_left_sessions(
 
 def pack_transcript(messages: JsonValue) -> bytes:
     """Return the messages in stored form; b"" if they are too large."""
-    text = json.dumps(messages)
+    try:
+        text = json.dumps(messages, allow_nan=False)
+    except ValueError:
+        # JSON has no NaN and no Infinity, and the text is sent to clients as it is.
+        text = json.dumps(json.loads(json.dumps(messages), parse_constant=lambda _: None))
     if len(text) > MAX_TRANSCRIPT_BYTES or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
         return b""
     return zlib.compress(text.encode(), 3)
+
+
+PIECE_BYTES = 64 * 1024
+
+
+def inflate_transcript(run: str, packed: bytes) -> Iterator[bytes]:
+    """Yield the JSON text of a stored transcript in pieces. Raises ConfigError: the data is damaged, or longer than a
+    transcript can be.
+    """
+    inflater, size, rest = zlib.decompressobj(), 0, packed
+    try:
+        while piece := inflater.decompress(rest, PIECE_BYTES):
+            rest, size = inflater.unconsumed_tail, size + len(piece)
+            if size > MAX_TRANSCRIPT_BYTES:
+                break
+            yield piece
+    except zlib.error:
+        pass
+    if not inflater.eof or size > MAX_TRANSCRIPT_BYTES:
+        raise ConfigError(f"the transcript of run {run} in Redis is damaged: read the events of the run instead")
+
+
+def measure_transcript(run: str, packed: bytes) -> int:
+    """Return the length of the JSON text of a stored transcript, in bytes, without keeping the text. Raises
+    ConfigError, as `inflate_transcript`.
+    """
+    return sum(len(piece) for piece in inflate_transcript(run, packed))
 
 
 def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ an item of the tenant's hidden batch HOSTED_BATCH, which never ends.
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,13 +53,14 @@ from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
     RunAttempt,
-    RunLog,
     close_left_sessions,
+    read_entries,
     run_key,
     unpack_transcript,
 )
 from store.run_records import LISTED, HostedRun, HostedState, RunRecord, build_end, pack_end, parse_hosted, parse_run
 from store.tasks import retry_until_available
+from store.tenant_threads import in_tenant_thread
 from store.webhooks import seal_webhook
 from telemetry.logs import get_logger
 
@@ -79,6 +80,8 @@ AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
 STEP_CHARS = 4 * 1024 * 1024
 """Number of characters of signed items after which one step of the script adds no further item."""
+PAGE_BYTES = 8 * 1024 * 1024
+"""Size of the records of runs that are read together, in bytes. The record of a run has up to some 20 MB."""
 RUNS_PER_STEP, MAX_STEPS = 2000, 10
 """Limits of the search for runs in a given state. RUNS_PER_STEP: number of runs that one step reads. MAX_STEPS:
 number of steps for one page.
@@ -138,6 +141,8 @@ class RunQueue:
         self._script = client.register_script(_SCRIPT)
         self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
         self._full_tenants: set[str] = set()
+        self._parsing: dict[tuple[str, str], str] = {}
+        """The claims whose records are being read: (tenant, run) -> token. Their leases are renewed, too."""
 
     # --- Batches
 
@@ -336,7 +341,7 @@ class RunQueue:
         """
         added, waiting = 0, iter(runs)
         # The items are sealed in threads, because an item has up to 16 MB, and reading it may mean parsing it again.
-        while values := await asyncio.to_thread(self._seal_step, tenant, batch, waiting):
+        while values := await in_tenant_thread(tenant, self._seal_step, tenant, batch, waiting):
             count = int(await self.step("add", tenant, batch, *values))
             # The batch was cancelled between two steps. The cancel also ends the runs that earlier steps have added.
             if count == -1:
@@ -374,22 +379,44 @@ class RunQueue:
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
         self._report_full({tenant.decode() for tenant in full_tenants})
-        await self._end_abandoned([tuple(part.decode() for part in row) for row in abandoned])
-        rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
+        rows = [tuple(part.decode() for part in row) for row in reply]
+        parsing = {(tenant, run): token for tenant, run, token, _ in rows}
+        self._parsing |= parsing
+        try:
+            await self._end_abandoned([tuple(part.decode() for part in row) for row in abandoned])
+            return await self._parse_claims(rows)
+        finally:
+            for key in parsing:
+                self._parsing.pop(key, None)
+
+    async def _parse_claims(self, rows: Sequence[tuple[str, ...]]) -> list[RunClaim]:
+        """Return the claims in these rows: tenant, run, token, kind. A large item of one tenant delays no claim of
+        another.
+        """
         records = await self._fields([row[:2] for row in rows])
-        for (tenant, run, token, kind), fields in zip(rows, records, strict=True):
-            # Redis lost the record after the step. The script removes the lease when it ends.
-            if b"item" not in fields:
-                continue
-            try:
-                is_resumed, record = kind == "resumed", await self._parse(tenant, run, fields)
-                claims.append(RunClaim(tenant, run, token, is_resumed, record))
-            except ConfigError as error:
-                # A process of another release, or with other keys, may be able to read it. The delay keeps this process
-                # from claiming it at once again.
-                log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
-                await self.step("give_back", tenant, run, token, LEASE_S, "")
-        return claims
+        claims = await asyncio.gather(
+            *(
+                self._parse_claim(tenant, run, token, kind, fields)
+                for (tenant, run, token, kind), fields in zip(rows, records, strict=True)
+            )
+        )
+        return [claim for claim in claims if claim is not None]
+
+    async def _parse_claim(
+        self, tenant: str, run: str, token: str, kind: str, fields: Mapping[bytes, bytes]
+    ) -> RunClaim | None:
+        """Return a claim; None if its record is lost, or cannot be read and the run was given back."""
+        # Redis lost the record after the step. The script removes the lease when it ends.
+        if b"item" not in fields:
+            return None
+        try:
+            return RunClaim(tenant, run, token, kind == "resumed", await self._parse(tenant, run, fields))
+        except ConfigError as error:
+            # A process of another release, or with other keys, may be able to read it. The delay keeps this process
+            # from claiming it at once again.
+            log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
+            await self.step("give_back", tenant, run, token, LEASE_S, "")
+            return None
 
     def _report_full(self, tenants: set[str]) -> None:
         """Log the tenants whose new runs wait for memory, each once until its runs start again."""
@@ -403,12 +430,14 @@ class RunQueue:
         """
         lost: set[tuple[str, str]] = set()
         cancelled: set[tuple[str, str]] = set()
-        for some in _in_steps(claims):
-            pairs = [part for claim in some for part in (member(claim.tenant, claim.run), claim.token)]
+        tokens = self._parsing | {(claim.tenant, claim.run): claim.token for claim in claims}
+        for some in _in_steps(tokens.items()):
+            pairs = [part for key, token in some for part in (member(*key), token)]
             lost_members, cancelled_members = await self.step("renew", LEASE_S, *pairs)
             lost |= {split_member(name.decode()) for name in lost_members}
             cancelled |= {split_member(name.decode()) for name in cancelled_members}
-        return lost, cancelled
+        held = {(claim.tenant, claim.run) for claim in claims}
+        return lost & held, cancelled & held
 
     async def cancels(self) -> set[tuple[str, str]]:
         """Return the durable runs that their owners must end, as (tenant, run)."""
@@ -426,7 +455,7 @@ class RunQueue:
         if claim.record.batch == HOSTED_BATCH:
             # The last event is written in the same step as the outcome, so that a follower of the event finds the
             # outcome. A thread packs the transcript, because 64 MB take seconds to compress.
-            outcome, event, transcript = await asyncio.to_thread(pack_end, outcome, calls, seconds)
+            outcome, event, transcript = await in_tenant_thread(claim.tenant, pack_end, outcome, calls, seconds)
             rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
@@ -504,7 +533,7 @@ class RunQueue:
                 for (tenant, run), fields in rows
             ]
 
-        return await asyncio.to_thread(parse)
+        return await in_tenant_thread(names[0][0], parse) if rows else []
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
         """Return the custom_ids of a batch's runs; None for a removed run. Raises ConfigError: an item cannot be
@@ -521,7 +550,7 @@ class RunQueue:
                 for run, sealed in rows
             ]
 
-        return await asyncio.to_thread(read_ids)
+        return await in_tenant_thread(tenant, read_ids)
 
     # --- Durable runs
 
@@ -626,10 +655,56 @@ class RunQueue:
         transcript that is too large to store; its log then contains the messages. Raises ConfigError: the transcript
         cannot be read.
         """
-        key = tenant_key(self._deployment, tenant, f"run.{run}:transcript")
+        packed = await self.packed_transcript(tenant, run)
+        return await in_tenant_thread(tenant, unpack_transcript, run, packed) if packed else None
+
+    async def packed_transcript(self, tenant: str, run: str) -> bytes:
+        """Return the stored transcript in its compressed form; b"" if there is none."""
         # GETRANGE and not GET: any process that can write to Redis may have stored a value of any size.
-        packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
-        return await asyncio.to_thread(unpack_transcript, run, packed) if packed else None
+        key = self._transcript_key(tenant, run)
+        return bytes(await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES)))
+
+    async def packed_bytes(self, tenant: str, run: str) -> int:
+        """Return the size of the compressed transcript, in bytes; 0 if there is none."""
+        return min(int(await _ask(self._client.strlen(self._transcript_key(tenant, run)))), MAX_TRANSCRIPT_BYTES + 1)
+
+    def _transcript_key(self, tenant: str, run: str) -> str:
+        return tenant_key(self._deployment, tenant, f"run.{run}:transcript")
+
+    async def log_bytes(self, tenant: str, run: str) -> int:
+        """Return the size of the log of a run, in bytes."""
+        return (await self._counted(tenant, [run], "log_bytes"))[0]
+
+    async def fit_page(self, tenant: str, runs: Sequence[str]) -> tuple[int, int]:
+        """Return how many of these runs fit a page of PAGE_BYTES, at least one if there are any, and the bytes of their
+        records.
+        """
+        sizes = list(accumulate(await self._counted(tenant, runs, "run_bytes")))
+        count = max(1, sum(size <= PAGE_BYTES for size in sizes)) if sizes else 0
+        return count, sizes[count - 1] if count else 0
+
+    async def _counted(self, tenant: str, runs: Sequence[str], field: str) -> list[int]:
+        pipe = self._client.pipeline(transaction=False)
+        for run in runs:
+            pipe.hget(run_key(self._deployment, tenant, run), field)
+        values: Any = await _ask(pipe.execute()) if runs else []
+        return [int(value.split()[0]) if value else 0 for value in values]
+
+    async def open_log(
+        self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
+    ) -> tuple[RunRecord, AsyncIterator[RunEvent]]:
+        """Return the record of a run, and its log, of which only a page is in memory. Raises the errors of
+        `read_log`; the log raises them while it is read.
+        """
+        record = await self._find(tenant, run, batch)
+        attempt = RunAttempt(tenant, run, record.attempt)
+        return record, read_entries(self._client, self._deployment, self.keys, attempt)
+
+    async def _find(self, tenant: str, run: str, batch: str | None) -> RunRecord:
+        (fields,) = await self._fields([(tenant, run)])
+        if b"item" not in fields or (batch is not None and fields.get(b"batch") != batch.encode()):
+            raise not_found(run)
+        return await self._parse(tenant, run, fields)
 
     async def read_log(
         self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
@@ -638,13 +713,8 @@ class RunQueue:
         an hour after its end; with kept states, a day after its end. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         Raises ConfigError: the run cannot be verified or read.
         """
-        (fields,) = await self._fields([(tenant, run)])
-        if b"item" not in fields or (batch is not None and fields.get(b"batch") != batch.encode()):
-            raise not_found(run)
-        record = await self._parse(tenant, run, fields)
-        return record, (
-            await RunLog.load(self._client, self._deployment, self.keys, RunAttempt(tenant, run, record.attempt))
-        ).entries
+        record, entries = await self.open_log(tenant, run, batch)
+        return record, [entry async for entry in entries]
 
     async def forks(self, tenant: str, runs: Sequence[str]) -> list[list[tuple[int, str]]]:
         """Return the forks of each run as (step, run), in the order of their start."""
@@ -670,7 +740,7 @@ class RunQueue:
 
     async def _parse(self, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
         # In a thread: an item has up to 16 MB, and its tenant decides how often it is read.
-        return await asyncio.to_thread(parse_run, self.keys, tenant, run, fields)
+        return await in_tenant_thread(tenant, parse_run, self.keys, tenant, run, fields)
 
     async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
         return await self._hashes([run_key(self._deployment, tenant, run) for tenant, run in names])

@@ -30,6 +30,7 @@ from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
 from store.batches import BatchDefaults, RunLimits
 from store.idempotency import KEEP_S
+from store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
@@ -283,7 +284,7 @@ def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
 async def _check_uploads(caller: Caller, file: BatchFile) -> None:
     """Raise BadBatch for lines with a workspace, or files of a grader, that the tenant has not uploaded."""
     # In a thread, because each pass parses large items again.
-    lines = await asyncio.to_thread(_find_uploads, file)
+    lines = await in_tenant_thread(caller.tenant, _find_uploads, file)
     missing = await caller.app_state.stored_files().find_missing(caller.tenant, lines) if lines else []
     if missing:
         errors = [
@@ -335,4 +336,4 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
 
 async def _parsed(body: io.BytesIO, store: TenantStore) -> BatchFile:
     body.seek(0)
-    return await asyncio.to_thread(read_lines, body, None, "the body", store)
+    return await in_tenant_thread(store.tenant, read_lines, body, None, "the body", store)

@@ -1,6 +1,5 @@
 """Runs over HTTP: start, follow, list, cancel and read runs. Any orchestrator of the deployment processes the runs."""
 
-import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -8,6 +7,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contract.calls import LONGEST_TIMEOUT_S, CallUsage, pick_fields
@@ -34,6 +34,7 @@ from store.archives.files import MAX_LOCATION_CHARS, is_file_id
 from store.batches import ForkPoint, ItemEnvironment, RunBody, RunLimits
 from store.run_events import parse_id
 from store.run_records import HostedRun, HostedState
+from store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 
@@ -245,9 +246,21 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
         # has received them.
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with convert_not_found():
-            messages = await hosted(caller).transcript(caller.tenant, run_id)
-        data = await asyncio.to_thread(dump_exactly, {"messages": messages})
+            pieces = await stack.enter_async_context(hosted(caller).open_transcript(caller.tenant, run_id))
+            if pieces is not None:
+                return StreamingResponse(_send_messages(pieces, stack.pop_all()), media_type="application/json")
+            messages = await stack.enter_async_context(hosted(caller).hold_transcript(caller.tenant, run_id))
+        data = await in_tenant_thread(caller.tenant, dump_exactly, {"messages": messages})
         return FileAnswer(data, {"Content-Type": "application/json"}, stack.pop_all())
+
+
+async def _send_messages(pieces: Iterator[bytes], stack: AsyncExitStack) -> AsyncIterator[bytes]:
+    """Yield the JSON object of a transcript. `stack`: the resources to release at the end."""
+    async with stack:
+        yield b'{"messages":'
+        for piece in pieces:
+            yield piece
+        yield b"}"
 
 
 @router.get("/{run_id}/events", response_class=Response, responses={**responses(404), **_STREAM})

@@ -26,6 +26,7 @@ from contract.schema import Checks, is_quick, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals.approvers import ApprovalRequest, Approver
 from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision
+from store.tenant_threads import in_tenant_thread
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -157,7 +158,7 @@ def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, A
 async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> PolicyDecision:
     if spec.command_parameter is None or len(canonical_json(call.arguments)) <= MAX_INLINE_CHARS:
         return policy.decide(tenant, spec, call.arguments)
-    return await asyncio.to_thread(policy.decide, tenant, spec, call.arguments)
+    return await in_tenant_thread(tenant, policy.decide, tenant, spec, call.arguments)
 
 
 async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: str) -> ToolCall:

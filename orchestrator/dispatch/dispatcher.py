@@ -1,6 +1,5 @@
 """Dispatch calls: check each call, deliver it to a worker, and return its one result."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from store.call_messages import NotSent
 from store.sessions import SessionAddress
 from store.tasks import Backoff
+from store.tenant_threads import in_tenant_thread
 from telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
@@ -223,7 +223,7 @@ class Dispatcher:
         await self._rules.check_switch(spec, tenant)
         check = partial(prepare_arguments, spec, call.arguments, text=request.text_arguments)
         is_short = is_quick(spec, call.arguments, text=request.text_arguments)
-        arguments, request.aliases = check() if is_short else await asyncio.to_thread(check)
+        arguments, request.aliases = check() if is_short else await in_tenant_thread(tenant, check)
         if spec.name == SKILL_TOOL:
             # The arguments may name another tool.
             await self._rules.check_switch(spec, tenant, arguments)

@@ -5,7 +5,6 @@ administrators and the policy of the tenant forbid calls. This module also decid
 run.
 """
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from store.skills import InstalledSkill, SkillStore
+from store.tenant_threads import in_tenant_thread
 from store.tenants import OpenTenants, TenantSource
 from store.tools import CatalogSource, SwitchSource
 
@@ -196,7 +196,7 @@ class CallRules:
 async def check_policy(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
     """Check prepared arguments. Raises ToolFailure: PERMISSION_DENIED, SECURITY_REFUSED (contract/registry.py)."""
     if policy.commands and spec.command_parameter is not None and len(str(arguments)) > MAX_INLINE_CHARS:
-        await asyncio.to_thread(check_call, policy, tenant, spec, arguments)
+        await in_tenant_thread(tenant, check_call, policy, tenant, spec, arguments)
     else:
         check_call(policy, tenant, spec, arguments)
 

@@ -39,6 +39,7 @@ from store.batches import (
     build_ended,
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
+from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from store.run_events import BatchEventReader
 from store.run_records import RunRecord
 from store.runs import RunQueue
@@ -204,7 +205,12 @@ class BatchRuns:
     async def _ended_after(self, batch: str, after: int) -> tuple[int, list[RunRecord | None]]:
         """Return a page of ended runs and the number of its last run; 0 if there are no more."""
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
-        return ended[-1][0] if ended else 0, await self.queue.runs([(self.tenant, run) for _, run in ended])
+        count, size = await self.queue.fit_page(self.tenant, [run for _, run in ended])
+        if not count:
+            return 0, []
+        async with read_memory().reserve(self.tenant, min(size * PARSED_LOG, READ_BYTES)):
+            records = await self.queue.runs([(self.tenant, run) for _, run in ended[:count]])
+        return ended[count - 1][0], records
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
         """Write the rows of all items that have ended. Return the number of new rows. Raises RowsNotWritten."""

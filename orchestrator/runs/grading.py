@@ -35,6 +35,7 @@ from orchestrator.runs.run_gate import QUOTA_CODES
 from store.archives.files import is_stored
 from store.batches import ARTIFACTS_FOLDER, Grader
 from store.tasks import is_being_cancelled, retry_until_available
+from store.tenant_threads import in_tenant_thread
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -206,7 +207,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
             raise
         return Submission(refusal=error.message[:500])
     size = sum(len(content) for content, _ in files.values())
-    return Submission(await asyncio.to_thread(_pack, files), len(files), size)
+    return Submission(await in_tenant_thread(session.tenant, _pack, files), len(files), size)
 
 
 async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[GradingResult]]) -> GradingResult:
@@ -249,7 +250,8 @@ async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes
     names = await _list_names(session, grader)
     if not names:
         return {}
-    return await asyncio.to_thread(_read_archive, await session.export_files(names), frozenset(names))
+    archive = await session.export_files(names)
+    return await in_tenant_thread(session.tenant, _read_archive, archive, frozenset(names))
 
 
 async def _list_names(session: Session, grader: Grader) -> list[str]:
@@ -276,7 +278,7 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
             sizes[name] = int(size) if size.isdigit() and len(size) < 20 else MAX_BYTES + 1
     names = sorted(sizes)
     if grader.artifacts:
-        names, _ = await asyncio.to_thread(choose_paths, sizes, grader.artifacts)
+        names, _ = await in_tenant_thread(session.tenant, choose_paths, sizes, grader.artifacts)
     if len(names) > MAX_FILES:
         raise _ArtifactsRefused(
             f"{len(names)} files match the artifacts of the grader, and the limit is {MAX_FILES}: name fewer files"

@@ -2,12 +2,12 @@
 Redis.
 """
 
-import asyncio
 import hashlib
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,13 +24,15 @@ from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.endpoints import refuse_model
-from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, plan_fork
+from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, name_attempt, plan_fork, read_shared_steps
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ForkPoint, ForkSource, ItemEnvironment, RunBody
 from store.connection import RedisClient
+from store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, read_memory
 from store.run_events import RunEventHub, not_found
+from store.run_log import inflate_transcript, measure_transcript
 from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
 from store.runs import (
     HOSTED_DEFAULTS,
@@ -45,6 +47,7 @@ from store.runs import (
     nearly_full,
 )
 from store.sessions import SessionStore
+from store.tenant_threads import in_tenant_thread
 from store.tenants import RedisTenants
 
 
@@ -191,10 +194,11 @@ class HostedRuns:
         released or has expired. Also raises the errors of `start`.
         """
         check_count(n)
-        record, entries = await self.queue.read_log(tenant, _check_run_id(run), batch=None)
+        record, entries = await self.queue.open_log(tenant, _check_run_id(run), batch=None)
+        shared = await read_shared_steps(entries, name_attempt(run, record.attempt), step)
         batch = record.batch
         defaults = HOSTED_DEFAULTS if batch == HOSTED_BATCH else (await self.queue.batch(tenant, batch)).defaults
-        plan = plan_fork(run, record, entries, step, defaults)
+        plan = plan_fork(run, record, shared, step, defaults)
         if await self._sessions.find(tenant, plan.state) is None:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND,
@@ -262,7 +266,38 @@ class HostedRuns:
         messages = await self.queue.transcript(tenant, _check_run_id(run))
         if messages is not None:
             return messages
-        return await asyncio.to_thread(build_transcript, run, *await self.queue.read_log(tenant, run))
+        record, entries = await self.queue.read_log(tenant, run)
+        return await in_tenant_thread(tenant, build_transcript, run, record, entries)
+
+    @asynccontextmanager
+    async def hold_transcript(self, tenant: str, run: str) -> AsyncIterator[Sequence[dict[str, Any]]]:
+        """Yield the messages as `transcript` returns them. The memory that they need is reserved during the block.
+        Raises the errors of `ReadMemory.reserve`.
+        """
+        async with AsyncExitStack() as stack:
+            memory, packed = read_memory(), await self.queue.packed_bytes(tenant, _check_run_id(run))
+            if packed:
+                async with memory.reserve(tenant, packed):
+                    data = await self.queue.packed_transcript(tenant, run)
+                    size = PARSED_TRANSCRIPT * await in_tenant_thread(tenant, measure_transcript, run, data)
+                    del data
+            else:
+                size = PARSED_LOG * await self.queue.log_bytes(tenant, run)
+            await stack.enter_async_context(memory.reserve(tenant, size))
+            yield await self.transcript(tenant, run)
+
+    @asynccontextmanager
+    async def open_transcript(self, tenant: str, run: str) -> AsyncIterator[Iterator[bytes] | None]:
+        """Yield the stored messages as JSON text in pieces; None if the run has no stored transcript. Memory is
+        reserved for the compressed text only. Raises ConfigError: the transcript is damaged.
+        """
+        packed = await self.queue.packed_bytes(tenant, _check_run_id(run))
+        async with read_memory().reserve(tenant, packed):
+            data = await self.queue.packed_transcript(tenant, run) if packed else b""
+            # The first piece must not be sent if the rest is damaged.
+            if data:
+                await in_tenant_thread(tenant, measure_transcript, run, data)
+            yield inflate_transcript(run, data) if data else None
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, in the form that `follow` yields."""

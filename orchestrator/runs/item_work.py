@@ -67,6 +67,7 @@ from store.batches import (
 from store.runs import RunClaim
 from store.slots import Priority
 from store.tasks import is_being_cancelled, retry_until_available
+from store.tenant_threads import in_tenant_thread
 
 LEAST_WALL_S = 1.0
 """Minimum time, in seconds, that a resumed run gets even if its time limit has passed. The run replays its log in this
@@ -451,7 +452,7 @@ class ItemWork:
         """Ask the session's host to copy the artifacts to the store. Return the logged event."""
         listing = await session.list_files()
         found = [*listing.files, *listing.links]
-        matching, idle = await asyncio.to_thread(choose_paths, found, item.environment.artifacts)
+        matching, idle = await in_tenant_thread(session.tenant, choose_paths, found, item.environment.artifacts)
         links = frozenset(listing.links)
         paths, skipped = [path for path in matching if path not in links], [path for path in matching if path in links]
         file = new_file_id("artifacts") if paths else ""
@@ -465,7 +466,8 @@ class ItemWork:
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
-            copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.environment.artifacts, target)
+            patterns = item.environment.artifacts
+            copied = await in_tenant_thread(session.tenant, copy_artifacts, Path(folder), patterns, target)
         return await journal.record(
             ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing())
         )

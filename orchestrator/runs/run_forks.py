@@ -13,7 +13,7 @@ run. Copied entries have the call ids of the fork. So a call that is made later 
 make it in the same step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,27 +36,62 @@ def name_attempt(run: str, attempt: int) -> str:
     return run if attempt == 1 else f"{run}-{attempt}"
 
 
-def copy_steps(events: Iterable[RunEvent], step: int, parent: str, run: str, name: str) -> list[RunEvent]:
-    """Return the events of the first `step` steps as events of `run`. `parent`, `name`: the names of the attempts of
-    both runs.
+class StepCopier:
+    """Turns the events of a run's first `step` steps into events of `run`. `parent`, `name`: the names of the attempts
+    of both runs.
 
     Events about the session of the other run are left out. The copied steps take no working time of the fork.
     """
-    # Sessions, submissions and artifacts are left out: the fork has its own. `wall_s` is left out, because the limit of
-    # a fork's working time counts its own work.
-    copied, steps = list[RunEvent](), 0
-    for event in events:
-        steps += isinstance(event, ModelReplied)
-        if steps > step:
-            break
+
+    def __init__(self, step: int, parent: str, run: str, name: str) -> None:
+        self._step, self._parent, self._run, self._name = step, parent, run, name
+        self._steps = 0
+        self.is_over = False
+        """True after the first event of a later step."""
+
+    def copy(self, event: RunEvent) -> RunEvent | None:
+        """Return the next event as an event of the fork; None if the fork does not have it."""
+        # Sessions, submissions and artifacts are left out: the fork has its own. `wall_s` is left out, because the
+        # limit of a fork's working time counts its own work.
+        self._steps += isinstance(event, ModelReplied)
+        self.is_over = self._steps > self._step
         match event:
+            case _ if self.is_over:
+                return None
             case ModelReplied() | StateKept():
-                copied.append(replace(event, run=run, wall_s=0.0))
+                return replace(event, run=self._run, wall_s=0.0)
             case CallReviewed() | CallFinished():
-                copied.append(_rename_call(replace(event, run=run, wall_s=0.0), parent, name))
+                return _rename_call(replace(event, run=self._run, wall_s=0.0), self._parent, self._name)
             case _:
-                pass
-    return copied
+                return None
+
+
+def copy_steps(events: Iterable[RunEvent], step: int, parent: str, run: str, name: str) -> list[RunEvent]:
+    """Return the events of the first `step` steps as events of `run` (StepCopier)."""
+    copier = StepCopier(step, parent, run, name)
+    return [copied for event in events if (copied := copier.copy(event)) is not None]
+
+
+@dataclass(frozen=True)
+class SharedSteps:
+    """The parts of a log that a plan of forks needs. `states`: the kept states by step. `count`: the number of entries
+    that a fork of the step copies. `is_empty`: the log has no entries.
+    """
+
+    states: Mapping[int, StateKept]
+    count: int
+    is_empty: bool
+
+
+async def read_shared_steps(entries: AsyncIterator[RunEvent], run: str, step: int) -> SharedSteps:
+    """Read a log up to its end, with only a page of it in memory. `run`: the name of the attempt."""
+    states, count, is_empty, copier = dict[int, StateKept](), 0, True, StepCopier(step, run, run, run)
+    async for event in entries:
+        is_empty = False
+        if isinstance(event, StateKept):
+            states[event.step] = event
+        count += copier.copy(event) is not None
+    return SharedSteps(states, count, is_empty)
 
 
 def _rename_call(event: CallReviewed | CallFinished, parent: str, name: str) -> RunEvent:
@@ -91,19 +126,27 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
     source = claim.record.item.forked_from
     if source is None or len(run_log.entries) >= source.entries:
         return
+    names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
     try:
-        record, entries = await queue.read_log(claim.tenant, source.run, batch=None)
+        # The log is read twice, a page at a time: the process holds only the copy, which the fork needs.
+        record, entries = await queue.open_log(claim.tenant, source.run, batch=None)
+        shared = await read_shared_steps(entries, names[0], source.step)
+        # The original run was retried, or a part of its log has expired. Refuse to fork from fewer steps than the
+        # client has requested.
+        if record.attempt != source.attempt or shared.count != source.entries:
+            raise _build_expired_error(source)
+        _, entries = await queue.open_log(claim.tenant, source.run, batch=None)
     except ToolFailure as failure:
         raise _build_expired_error(source) from failure
-    names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
-    copied = copy_steps(entries, source.step, names[0], claim.run, names[1])
-    # The original run was retried, or a part of its log has expired. Refuse to fork from fewer steps than the client
-    # has requested.
-    if record.attempt != source.attempt or len(copied) != source.entries:
-        raise _build_expired_error(source)
     # An earlier owner may have died while it copied.
-    for entry in copied[len(run_log.entries) :]:
-        await run_log.append(entry)
+    copier, missing = StepCopier(source.step, names[0], claim.run, names[1]), -len(run_log.entries)
+    async for event in entries:
+        copied = copier.copy(event)
+        if copier.is_over:
+            break
+        missing += copied is not None
+        if copied is not None and missing > 0:
+            await run_log.append(copied)
 
 
 def _build_expired_error(source: ForkSource) -> ConfigError:
@@ -123,17 +166,17 @@ class ForkPlan:
     priority: int
 
 
-def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: int, defaults: BatchDefaults) -> ForkPlan:
-    """Return the plan of forks that share the first `step` steps of the run. `defaults`: the defaults of the run's
-    batch.
+def plan_fork(run: str, record: RunRecord, shared: SharedSteps, step: int, defaults: BatchDefaults) -> ForkPlan:
+    """Return the plan of forks that share the first `step` steps of the run. `shared`: what its log says. `defaults`:
+    the defaults of the run's batch.
 
     Raises ToolFailure(INVALID_ARGUMENTS): the run has no state of that step.
     """
     body = record.item.work
-    states = {event.step: event for event in entries if isinstance(event, StateKept)}
+    states = shared.states
     if not isinstance(body, RunBody) or not body.keep_states:
         raise _refused(f"run {run} keeps no states, so it cannot be forked: start it with `keep_states`")
-    if not entries:
+    if shared.is_empty:
         raise _refused(f"the log of run {run} is empty or no longer stored: fork a run within a day of its end")
     if step not in states:
         shown = ", ".join(str(number) for number in sorted(states)) or "none yet"
@@ -145,8 +188,6 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: in
         raise _refused(
             f"the state of run {run} after {step} steps was not stored: {states[step].problem}. Use another step"
         )
-    names = name_attempt(run, record.attempt)
-    count = len(copy_steps(entries, step, names, run, names))
     # The settings are copied now, because the defaults of the batch may change before the fork is claimed.
     limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}
     own: dict[str, Any] = {
@@ -157,7 +198,7 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: in
     }
     state = states[step].session
     return ForkPlan(
-        source=ForkSource(run=run, step=step, attempt=record.attempt, entries=count),
+        source=ForkSource(run=run, step=step, attempt=record.attempt, entries=shared.count),
         state=state,
         body=body.model_copy(update=own),
         environment=ItemEnvironment(fork=state, artifacts=record.item.environment.artifacts),

@@ -2,7 +2,6 @@
 its calls.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,6 +52,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
 from store.slots import Priority
 from store.tasks import retry_until_available
+from store.tenant_threads import in_tenant_thread
 from store.usage import UsageStore
 from telemetry.logs import get_logger
 
@@ -353,7 +353,7 @@ class RunParts:
             if is_quick(spec, call.arguments):
                 refuse_before_approval(switches, own, tenant, spec, call.arguments)
             else:
-                await asyncio.to_thread(refuse_before_approval, switches, own, tenant, spec, call.arguments)
+                await in_tenant_thread(tenant, refuse_before_approval, switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         # Rules of skills only allow. A rule of the client or the tenant that denies or asks takes precedence.

@@ -163,6 +163,7 @@ class LateReplies(redis.asyncio.Redis):
 
 async def test_a_flush_during_a_write_stores_each_event_once(redis_server: RedisProcess) -> None:
     async with LateReplies.from_url(redis_server.url, socket_timeout=5) as client:
+        await client.hset("toolcrew:d:t:acme:batch.b", "state", "in_progress")
         publisher = RunEventPublisher(client, "d")
         publisher.add("acme", "b", BatchNotice(message="first"))
         await client.executed.wait()

@@ -2,6 +2,7 @@
 also after records are lost, and no batch is affected by another.
 """
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,34 @@ async def test_tenant_storage_is_limited_when_redis_is_nearly_full(
             assert failure.value.code is ErrorCode.QUOTA_EXCEEDED
     finally:
         await harness.client.config_set("maxmemory", 0)
+
+
+async def test_lease_is_renewed_while_the_record_of_the_run_is_parsed(
+    harness: RunHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large item, or work of the tenant's other runs, may delay the parsing for longer than a lease."""
+    await harness.submit(1)
+    parse, is_parsing, may_parse = harness.queue._parse, asyncio.Event(), asyncio.Event()
+
+    async def parse_late(*arguments: Any) -> Any:
+        is_parsing.set()
+        await may_parse.wait()
+        return await parse(*arguments)
+
+    monkeypatch.setattr(harness.queue, "_parse", parse_late)
+    claiming = asyncio.create_task(harness.queue.claim(1))
+    await is_parsing.wait()
+    leases = "toolcrew:d:runs:leases"
+    await harness.client.zadd(leases, {"acme|b-1": time.time() + 1})
+    assert await harness.queue.renew([]) == (set(), set())
+    assert (await harness.client.zscore(leases, "acme|b-1") or 0) > time.time() + 10
+    may_parse.set()
+    (claim,) = await claiming
+    await harness.die(claim)
+    assert await harness.queue.renew([]) == (set(), set())
+    (other,) = await harness.other.claim(1)
+    assert await harness.queue.renew([claim]) == ({("acme", "b-1")}, set())
+    assert other.run == claim.run
 
 
 async def test_batch_pages_stay_valid_while_batches_change(harness: RunHarness) -> None:

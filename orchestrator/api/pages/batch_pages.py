@@ -17,7 +17,10 @@ from orchestrator.runs.hosted import build_transcript
 from store.audit import Audit, build_entry
 from store.batches import BatchRecord, BatchState
 from store.overview import OverviewReader
+from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from store.run_records import RunRecord
+from store.runs import PAGE_BYTES
+from store.tenant_threads import in_tenant_thread
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -76,8 +79,8 @@ async def one_batch(request: Request, batch: BatchId, person: PageViewer, done: 
         return render("batch.part.html", await person.viewer(), **values)
     async with _ONE_REPORT:
         batch_events = await runs.batch_events(batch)
-        sections = await asyncio.to_thread(
-            build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total
+        sections = await in_tenant_thread(
+            runs.tenant, build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total
         )
     shown = [(section.id, section.heading, Markup(section.to_html())) for section in sections]
     return render(
@@ -100,14 +103,22 @@ async def batch_items(
     record = await _find_batch(person, runs, batch)
     only_failed = only == "failed"
     items: list[tuple[str, RunRecord | None]] = []
-    following = first
+    following, total = first, 0
     # Only a few of many items may have failed, so a request reads a limited number of items.
     while following < min(record.total, first + MAX_ITEMS_READ) and len(items) < ITEMS_PAGE:
         last = following + ITEMS_PAGE - len(items) - 1
         names = await runs.queue.items(person.owner, batch, following, last)
-        records = await runs.queue.runs([(person.owner, name) for name in names])
-        items += [item for item in zip(names, records, strict=True) if not only_failed or _has_failed(item[1])]
-        following = last + 1
+        count, size = await runs.queue.fit_page(person.owner, names)
+        if not count:
+            # These items are not queued yet.
+            following = last + 1
+            continue
+        if items and (total := total + size) > PAGE_BYTES:
+            break
+        async with read_memory().reserve(person.owner, min(size * PARSED_LOG, READ_BYTES)):
+            records = await runs.queue.runs([(person.owner, name) for name in names[:count]])
+        items += [item for item in zip(names, records, strict=False) if not only_failed or _has_failed(item[1])]
+        following += count
     values: dict[str, Any] = {
         "batch": batch,
         "of": person.owner,
@@ -124,6 +135,12 @@ async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Respon
     """Show one item: its outcome and its messages."""
     runs = _runs(person)
     await _find_batch(person, runs, batch)
+    size = PARSED_LOG * await runs.queue.log_bytes(person.owner, run)
+    async with read_memory().reserve(person.owner, size):
+        return await _show_item(person, runs, batch, run)
+
+
+async def _show_item(person: Person, runs: BatchRuns, batch: str, run: str) -> Response:
     try:
         record, entries = await runs.queue.read_log(person.owner, run, batch)
     except ToolFailure as error:
@@ -133,7 +150,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Respon
         "of": person.owner,
         "run": run,
         "record": record,
-        "messages": await asyncio.to_thread(build_transcript, run, record, entries),
+        "messages": await in_tenant_thread(person.owner, build_transcript, run, record, entries),
         "has_log": bool(entries),
     }
     return await person.render("batch_item.html", title=f"Item {record.item.custom_id}", page="batches", **values)

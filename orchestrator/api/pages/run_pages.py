@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
@@ -84,11 +84,18 @@ async def one_run(request: Request, run: RunId, person: PageViewer, done: str = 
 @router.get("/runs/{run}/transcript")
 async def transcript(run: RunId, person: PageViewer) -> Response:
     """Show the messages of a run, in the form that the model receives."""
-    with _missing_run_as_404():
-        messages = await _get_hosted_runs(person).transcript(person.owner, run)
-    return await person.render(
-        "transcript.html", title=f"Transcript of run {run}", page="runs", run=run, of=person.owner, messages=messages
-    )
+    async with AsyncExitStack() as stack:
+        with _missing_run_as_404():
+            holding = _get_hosted_runs(person).hold_transcript(person.owner, run)
+            messages = await stack.enter_async_context(holding)
+        return await person.render(
+            "transcript.html",
+            title=f"Transcript of run {run}",
+            page="runs",
+            run=run,
+            of=person.owner,
+            messages=messages,
+        )
 
 
 @router.get("/runs/{run}/stream")

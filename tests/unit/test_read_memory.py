@@ -1,0 +1,116 @@
+"""Reading what tenants have stored takes bounded memory, over all requests of a process."""
+
+import asyncio
+import json
+import tracemalloc
+import zlib
+
+import pytest
+import redis.asyncio
+
+from contract.calls import ToolResult
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.run_events import CallFinished
+from orchestrator.runs.run_forks import read_shared_steps
+from store import read_memory
+from store.read_memory import ReadMemory
+from store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
+from tests.builders import KEY
+from tests.run_harness import RunHarness
+
+SIZE, COUNT = 200_000, 100
+
+
+async def test_reads_of_all_requests_together_stay_below_the_limit() -> None:
+    memory, running, highest = ReadMemory(total=100), 0, 0
+
+    async def read(tenant: str) -> None:
+        nonlocal running, highest
+        async with memory.reserve(tenant, 30):
+            running += 1
+            highest = max(highest, running)
+            await asyncio.sleep(0)
+            running -= 1
+
+    await asyncio.gather(*(read(f"tenant-{number}") for number in range(20)))
+    assert highest == 3
+
+
+async def test_a_tenant_with_large_reads_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_memory, "WAIT_S", 0.05)
+    memory = ReadMemory(total=100)
+    async with memory.reserve("greedy", 40):
+        with pytest.raises(ToolFailure) as refused:
+            async with memory.reserve("greedy", 40):
+                pass
+        assert refused.value.code is ErrorCode.RATE_LIMITED
+        async with memory.reserve("other", 40):
+            pass
+    # Everything was given back.
+    async with memory.reserve("greedy", 100):
+        pass
+
+
+async def test_a_read_that_never_fits_is_refused_at_once() -> None:
+    with pytest.raises(ToolFailure) as refused:
+        async with ReadMemory(total=100).reserve("acme", 101):
+            pass
+    assert refused.value.code is ErrorCode.FILE_TOO_LARGE
+
+
+async def test_a_cancelled_read_gives_its_memory_back() -> None:
+    memory, has_begun = ReadMemory(total=100), asyncio.Event()
+
+    async def read() -> None:
+        async with memory.reserve("acme", 100):
+            has_begun.set()
+            await asyncio.get_running_loop().create_future()
+
+    task = asyncio.create_task(read())
+    await has_begun.wait()
+    task.cancel()
+    await asyncio.wait((task,))
+    async with memory.reserve("acme", 100):
+        pass
+
+
+async def test_a_fork_reads_a_large_log_a_page_at_a_time(client: "redis.asyncio.Redis") -> None:
+    harness = RunHarness(client)
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    log = await RunLog.load(client, "d", KEY, claim.attempt)
+    for number in range(COUNT):
+        result = ToolResult(call_id=f"b-1-1-{number}", name="bash_tool", success=True, output="x" * SIZE)
+        await log.append(CallFinished(run="b-1", result=result))
+    assert SIZE * COUNT < await harness.queue.log_bytes("acme", "b-1") < 1.1 * SIZE * COUNT
+    del log
+    tracemalloc.start()
+    try:
+        _, entries = await harness.queue.open_log("acme", "b-1", batch=None)
+        shared = await read_shared_steps(entries, "b-1", 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert shared.count == COUNT
+    assert peak < SIZE * COUNT * 0.8
+
+
+def test_a_transcript_is_inflated_in_pieces() -> None:
+    messages = [{"role": "user", "content": "\u4e16\ud800 " * 1_000_000, "score": float("nan")}]
+    packed = pack_transcript(json.loads(json.dumps(messages)))
+    tracemalloc.start()
+    try:
+        assert measure_transcript("r", packed) > 8_000_000
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    [message] = json.loads(b"".join(inflate_transcript("r", packed)), parse_constant=pytest.fail)
+    assert message == {**messages[0], "score": None}
+
+
+@pytest.mark.parametrize(
+    "packed", [b"x", b"", zlib.compress(b"[]" * 1000)[:-2], zlib.compress(b" " * (65 * 1024 * 1024))]
+)
+def test_a_damaged_or_endless_transcript_is_refused(packed: bytes) -> None:
+    with pytest.raises(ConfigError, match="transcript of run r"):
+        measure_transcript("r", packed)
