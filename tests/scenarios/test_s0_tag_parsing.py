@@ -115,20 +115,24 @@ async def test_s0_02_the_tool_is_called_and_its_result_is_returned_to_the_model(
     assert "5 of 读取文件" in model.requests[1].messages[-1]["content"]
 
 
-async def test_s0_03_several_calls_run_in_order_each_with_its_own_result() -> None:
+@pytest.mark.parametrize("is_read_only", [False, True], ids=["writing", "read-only"])
+@pytest.mark.parametrize("between", ["\n", "", " then "], ids=["line end", "nothing", "text"])
+async def test_s0_03_several_calls_run_in_order_each_with_its_own_result(between: str, is_read_only: bool) -> None:
     ran: list[str] = []
 
-    @tool
+    @tool(read_only=is_read_only)
     async def step(number: int) -> str:
         """One step."""
         ran.append(f"begin {number}")
-        await asyncio.sleep(0)
+        # Long enough for the next call to begin, if it does not wait for this one.
+        for _ in range(200):
+            await asyncio.sleep(0)
         ran.append(f"end {number}")
         if number == 2:
             raise LookupError("no second")
         return f"did {number}"
 
-    reply = "".join(f'<tool_action name="step"><number value="{number}" /></tool_action>\n' for number in (1, 2, 3))
+    reply = between.join(f'<tool_action name="step"><number value="{number}" /></tool_action>' for number in (1, 2, 3))
     result = await work(ScriptedModel([reply, "done"]), tools=[step])
     assert ran == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
     messages = [message for message in result.transcript if message["role"] == "tool"]

@@ -2,6 +2,8 @@
 arguments.
 """
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -92,6 +94,60 @@ def test_s4_08_a_registry_supports_concurrent_access() -> None:
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(register_and_read, range(200))) == list(range(200))
     assert len(registry) == 200
+
+
+class Interrupting(str):
+    """Name of a tool. While a registry compares it, another thread uses the registry."""
+
+    interrupt: Callable[[], None] = staticmethod(lambda: None)
+
+    def __lt__(self, other: str) -> bool:
+        self.interrupt()
+        return str(self) < str(other)
+
+    __hash__ = str.__hash__
+
+
+CHANGES: dict[str, Callable[[ToolRegistry[int]], object]] = {
+    "register": lambda registry: registry.register(Tool(build_spec("new"), 9)),
+    "unregister": lambda registry: registry.unregister("a"),
+    "disable": lambda registry: registry.disable("a"),
+    "enable": lambda registry: registry.enable("b"),
+    "get": lambda registry: registry.get("a"),
+    "switch": lambda registry: registry.switch("a"),
+    "len": len,
+    "specs": lambda registry: registry.specs(),
+    "describe": lambda registry: registry.describe(),
+}
+
+
+@pytest.mark.parametrize("read", ["specs", "describe"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_s4_08_a_registry_is_used_by_one_thread_at_a_time(change: str, read: str) -> None:
+    registry: ToolRegistry[int] = ToolRegistry()
+    for number, name in enumerate(("a", "b", "c")):
+        spec = build_spec(name).model_copy(update={"name": Interrupting(name)})
+        registry.register(Tool(spec, number))
+    is_done, overlapped, threads = threading.Event(), list[bool](), list[threading.Thread]()
+
+    def change_registry() -> None:
+        CHANGES[change](registry)
+        is_done.set()
+
+    def interrupt() -> None:
+        # Only in the first comparison of the thread that reads.
+        if not threads:
+            threads.append(threading.Thread(target=change_registry))
+            threads[0].start()
+            overlapped.append(is_done.wait(0.2))
+
+    Interrupting.interrupt = staticmethod(interrupt)
+    try:
+        assert len(getattr(registry, read)()) == 3
+        threads[0].join(20)
+    finally:
+        Interrupting.interrupt = staticmethod(lambda: None)
+    assert (overlapped, is_done.is_set()) == ([False], True)
 
 
 def test_s4_09_a_lookup_returns_the_tool_or_none() -> None:

@@ -117,6 +117,23 @@ async def test_parallel_calls_stay_within_the_limit() -> None:
     assert (gate.max_running, len(gate.started)) == (2, 6)
 
 
+async def test_results_of_parallel_calls_are_in_the_order_of_the_requests() -> None:
+    ended = {f"r-1-{number}": asyncio.Event() for number in range(4)}
+    ended["r-1-3"].set()
+
+    async def run_call(call: ToolCall) -> ToolResult:
+        # The last call ends first.
+        number = int(call.id[-1])
+        await ended[call.id].wait()
+        if number:
+            ended[f"r-1-{number - 1}"].set()
+        return done(call, call.id)
+
+    async with asyncio.timeout(20):
+        observed = await build_call_runner(run_call).run([build_request("read", number) for number in range(4)])
+    assert [(model_id, result.output) for model_id, result in observed] == [(f"m{n}", f"r-1-{n}") for n in range(4)]
+
+
 async def test_a_failing_parallel_call_does_not_end_the_others() -> None:
     async def run_call(call: ToolCall) -> ToolResult:
         await asyncio.sleep(0)
