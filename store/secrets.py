@@ -168,18 +168,26 @@ class SecretStore(AuditedStore):
         return info.model_copy(update={"revision": present.revision + 1, "created_at": present.created_at})
 
 
+class TenantSecrets(dict[str, Secret]):
+    """The readable secrets of a tenant by name. `unreadable`: names of records that cannot be verified or read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: set[str] = set()
+
+
 class WorkerSecrets:
     """The secrets of tenants, for workers. Thread-safe."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
         self._client, self._deployment, self._keys = client, deployment, keys
-        self._cached: dict[str, tuple[Any, dict[str, Secret]]] = {}
+        self._cached: dict[str, tuple[Any, TenantSecrets]] = {}
 
-    def all(self, tenant: str) -> Mapping[str, Secret]:
+    def all(self, tenant: str) -> TenantSecrets:
         """Return the tenant's secrets by name, as they are in Redis now. A secret that cannot be verified is logged and
-        omitted. Raises BrokerUnavailable when Redis does not answer.
+        is only in `unreadable`. Raises BrokerUnavailable when Redis does not answer.
         """
-        key, (version, found) = secrets_key(self._deployment, tenant), self._cached.get(tenant, (None, {}))
+        key, (version, found) = secrets_key(self._deployment, tenant), self._cached.get(tenant, (None, TenantSecrets()))
         with broker_errors("the secrets were not read"):
             current: Any = self._client.hget(key, VERSION_FIELD)
             if current is not None and current == version:
@@ -191,8 +199,8 @@ class WorkerSecrets:
         self._cached[tenant] = (fields.get(VERSION_FIELD.encode()), found)
         return found
 
-    def _open_all(self, tenant: str, fields: Mapping[bytes, bytes]) -> dict[str, Secret]:
-        found: dict[str, Secret] = {}
+    def _open_all(self, tenant: str, fields: Mapping[bytes, bytes]) -> TenantSecrets:
+        found = TenantSecrets()
         for raw, sealed in fields.items():
             name = raw.decode(errors="replace")
             if name == VERSION_FIELD:
@@ -200,6 +208,7 @@ class WorkerSecrets:
             try:
                 found[name] = open_secret(self._keys, tenant, name, sealed)
             except ConfigError as error:
+                found.unreadable.add(name)
                 log.error("secret_unreadable", tenant=tenant, secret=name, error=str(error))
         return found
 

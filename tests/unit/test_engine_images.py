@@ -102,5 +102,5 @@ async def test_a_pull_is_stopped_at_its_next_event(tmp_path: Path, monkeypatch: 
         pulling = asyncio.create_task(EngineImages(Engine()).pull(NAME, None, progress))
         await wait_until_async(lambda: progress.bytes() != (0, 0), 10, "the pull begins")
         progress.stop()
-        with pytest.raises(PullFailed, match="is stopping"):
+        with pytest.raises(PullFailed, match="has stopped"):
             await pulling

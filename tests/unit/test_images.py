@@ -15,9 +15,10 @@ from contract.image_names import ImageName, parse_image_name
 from tests.fake_sandboxd import FakeHost, open_host
 from tests.waiting import wait_until_async
 from workers.sandboxd import images as images_module
-from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, explain_pull_failure
+from workers.sandboxd import pull_queue
+from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, PullDisk, explain_pull_failure
 from workers.sandboxd.plans import Plans, SandboxPlan
-from workers.sandboxd.records import Records
+from workers.sandboxd.records import ImageRecord, Records
 from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
 from workers.sandboxd.sessions import SessionParameters
 from workers.settings import RegistryLogin, SandboxdSettings, TenantClass
@@ -38,6 +39,8 @@ class MemoryEngine:
         self.pulled: list[str] = []
         self.accounts: list[RegistryAccount | None] = []
         self.failure: str | None = None
+        self.checked: list[RegistryAccount | None] = []
+        self.download_bytes = 2_000_000
         self.pull_gate = asyncio.Event()
         self.pull_gate.set()
         self.remove_gate = asyncio.Event()
@@ -85,15 +88,26 @@ class MemoryEngine:
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
         self.pulled.append(name.full)
         self.accounts.append(account)
-        progress.update({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
-        await self.pull_gate.wait()
+        progress.update(
+            {"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": self.download_bytes}}
+        )
+        while not self.pull_gate.is_set():
+            if progress.is_stopped:
+                raise PullFailed("stopped")
+            await asyncio.sleep(0.001)
         if self.failure is not None:
             raise PullFailed(self.failure)
         if name.full not in self.images:
             self.tag(name.full)
 
+    async def check_access(self, name: ImageName, account: RegistryAccount | None) -> None:
+        self.checked.append(account)
+        if self.failure is not None:
+            raise PullFailed(self.failure)
+
 
 def build(engine: MemoryEngine, folder: Path, budget: int = 10 * SIZE, plans: Plans = PLANS) -> Images:
+    engine.download_bytes = min(engine.download_bytes, budget)
     return Images(engine, plans, Records(folder), budget)
 
 
@@ -101,8 +115,8 @@ def plan_of(image: str, image_id: str | None = None) -> SandboxPlan:
     return replace(PLANS.standard(), image=image, image_id=image_id)
 
 
-async def use(images: Images, image: str) -> str:
-    async with images.pinned(plan_of(image)) as plan:
+async def use(images: Images, image: str, tenant: str = "") -> str:
+    async with images.pinned(plan_of(image), tenant=tenant) as plan:
         assert plan.image_id is not None
         return plan.image_id
 
@@ -116,7 +130,7 @@ def engine() -> MemoryEngine:
 
 
 async def test_concurrent_requests_share_one_pull(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path)
+    images = build(engine, tmp_path, budget=10_000_000)
     engine.pull_gate.clear()
     waiting = [asyncio.create_task(use(images, "ghcr.io/team/a")) for _ in range(8)]
     await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
@@ -134,23 +148,65 @@ async def test_concurrent_requests_share_one_pull(engine: MemoryEngine, tmp_path
 async def test_concurrent_and_waiting_pulls_are_limited(
     engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images_module, "MAX_PULLS", 6)
+    monkeypatch.setattr(pull_queue, "MAX_PULLS", 6)
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
-    tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}")) for number in range(6)]
+    tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}", f"t{number % 3}")) for number in range(6)]
     await wait_until_async(lambda: len(images.describe()["pulls"]) == 6, 5, "all wait")
-    assert len(engine.pulled) == images_module.AT_ONCE
+    assert len(engine.pulled) == pull_queue.AT_ONCE
     with pytest.raises(SandboxUnavailable, match="6 images are already being pulled"):
         await use(images, "ghcr.io/team/b")
-    with pytest.raises(SandboxUnavailable, match=r"no image local: build it .* begins with a registry"):
+    with pytest.raises(SandboxUnavailable, match=r"no image local: build or load it there\. .* begins with a registry"):
         await use(images, "local")
     engine.pull_gate.set()
     await asyncio.gather(*tasks)
     assert len(engine.pulled) == 6
 
 
-async def test_pull_continues_after_its_request_times_out(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_slow_pulls_of_one_tenant_leave_a_turn_for_others(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path)
+    engine.pull_gate.clear()
+    names = [f"ghcr.io/team/slow{number}" for number in range(pull_queue.MAX_PULLS_OF_TENANT)]
+    slow = [asyncio.create_task(use(images, name, "greedy")) for name in names]
+    await wait_until_async(lambda: len(images.describe()["pulls"]) == len(names), 5, "all wait")
+    with pytest.raises(SandboxUnavailable, match="for tenant greedy: try again"):
+        await use(images, "ghcr.io/team/more", "greedy")
+    # The other tenant has its turn with an image of its own, and with one that the greedy tenant has queued last.
+    other = asyncio.create_task(use(images, names[-1], "other"))
+    await wait_until_async(lambda: len(engine.pulled) == pull_queue.AT_ONCE, 5, "the other pull begins")
+    assert parse_image_name(names[-1]).full in engine.pulled
+    engine.pull_gate.set()
+    await asyncio.gather(other, *slow)
+
+
+async def test_pull_of_an_image_larger_than_the_cache_is_stopped(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path)
+    engine.download_bytes = 10 * SIZE + 1
+    engine.pull_gate.clear()
+    with pytest.raises(ImageRefused, match=r"needs more than the 1000 bytes .*; use a smaller image"):
+        await use(images, "ghcr.io/team/a")
+    assert images.describe()["pulls"] == Records(tmp_path).images() == []
+
+
+@pytest.mark.parametrize(("free", "kind"), [(49, SandboxUnavailable), (150, ImageRefused)])
+async def test_pull_that_fills_the_disk_is_stopped(
+    engine: MemoryEngine, tmp_path: Path, free: int, kind: type[Exception]
+) -> None:
+    left, budget = [1151] if kind is ImageRefused else [1000], 1000
+    engine.download_bytes = budget
+    engine.pull_gate.clear()
+    images = Images(engine, PLANS, Records(tmp_path), budget, PullDisk(lambda: left[0], 50))
+    request = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    left[0] = free
+    with pytest.raises(kind) as refused:
+        await request
+    assert type(refused.value) is kind
+    assert str(refused.value).startswith("image ghcr.io/team/a:latest was not pulled: ")
+
+
+async def test_pull_continues_after_its_request_times_out(engine: MemoryEngine, tmp_path: Path) -> None:
+    images = build(engine, tmp_path, budget=10_000_000)
     engine.pull_gate.clear()
     with pytest.raises(ImageNotReady, match=r"still being pulled \(0 MB of at least 2 MB\): try again"):
         async with images.pinned(plan_of("ghcr.io/team/a"), 0.01):
@@ -209,6 +265,58 @@ async def test_registry_login_is_used_only_for_its_class_and_registry_and_is_mas
     with pytest.raises(SandboxUnavailable, match=r"password file for the registry ghcr\.io cannot be read \(File"):
         async with images.pinned(team_plan):
             pass
+
+
+async def test_private_image_is_used_only_by_classes_that_the_registry_lets_read_it(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("very-secret")
+    login, images_of_all = RegistryLogin(user="robot", password_file=secret), ("ghcr.io/team/*",)
+    classes = {
+        "team": TenantClass(images=images_of_all, registries={"ghcr.io": login}),
+        "partner": TenantClass(images=images_of_all, registries={"ghcr.io": login}),
+        "others": TenantClass(images=images_of_all),
+    }
+    plans = Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes))
+    images = build(engine, tmp_path, plans=plans)
+
+    async def use_as(name: str, image: str = "ghcr.io/team/a") -> None:
+        async with images.pinned(replace(plan_of(image), tenant_class=name)):
+            pass
+
+    await use_as("team")
+    # Also after a restart, and under another name of the same content.
+    images = build(engine, tmp_path, plans=plans)
+    engine.tag("ghcr.io/team/a:v1", engine.images["ghcr.io/team/a:latest"])
+    engine.failure = "denied: requested access to the resource is denied"
+    for image in ("ghcr.io/team/a", "ghcr.io/team/a:v1"):
+        with pytest.raises(ImageRefused, match=r"add a login for ghcr\.io"):
+            await use_as("others", image)
+    await use_as("team")
+    engine.failure = None
+    await use_as("partner")
+    await use_as("partner")
+    assert engine.checked == [None, None, RegistryAccount("robot", "very-secret")]
+    engine.failure = "denied"
+    await use_as("partner")
+    with pytest.raises(ImageRefused):
+        await use_as("others")
+    engine.failure = None
+    await use_as("others")
+    assert len(engine.pulled) == 1
+
+
+async def test_image_that_a_dead_sandboxd_pulled_with_a_login_stays_private(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
+    Records(tmp_path).keep_image(ImageRecord("ghcr.io/team/a:latest", None, None, 0, 0.0, ("team",)))
+    engine.tag("ghcr.io/team/a")
+    images = build(engine, tmp_path)
+    await images.refresh()
+    engine.failure = "denied"
+    with pytest.raises(ImageRefused):
+        await use(images, "ghcr.io/team/a")
 
 
 @pytest.mark.parametrize("registry", ["team", "ghcr.io/team", "", "*.io", "https://ghcr.io"])

@@ -20,8 +20,10 @@ from orchestrator.command import app
 from store import secrets as stored
 from store.secrets import SecretStore, WorkerSecrets
 from store.tenants import RedisTenants
-from tests.builders import KEY
+from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
+from workers.tools.builtin import build_registry
 
 VALUE = "ghp-canary-value-1234"
 
@@ -71,6 +73,7 @@ async def test_moved_or_forged_secret_record_is_refused(harness: Harness) -> Non
             await harness.secrets.get(owner, name)
         assert isinstance((await harness.secrets.all(owner))[name], ConfigError)
     assert harness.worker.all("acme") == harness.worker.all("rival") == {}
+    assert "TOKEN" in harness.worker.all("acme").unreadable
     with pytest.raises(ConfigError):
         await SecretStore(harness.client, "d", SigningKeys.of("x", deployment="d")).get("acme", "TOKEN")
     await harness.secrets.set("acme", "TOKEN", VALUE)
@@ -157,3 +160,22 @@ def test_secrets_command_reads_stdin_or_a_file_and_prints_no_value(redis_server:
     assert "KEY" in outputs[3].stdout
     assert json.loads(outputs[5].stdout) == []
     assert invoke(redis_server, "revoke", "TOKEN").exit_code != 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("TOKEN", "CONFIG_MISSING"), ("OTHER", "INVALID_ARGUMENTS")])
+async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: Harness, name: str, code: str) -> None:
+    await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
+    key = secrets_key("d", "acme")
+    sealed = await harness.client.hget(key, "TOKEN")  # type: ignore[misc]
+    await harness.client.hset(key, "TOKEN", sealed.replace(b"api.example", b"bad.example"))  # type: ignore[misc]
+    executor = build_executor(
+        build_registry(),
+        FakeSandboxClient(),
+        MemoryLedger(),
+        MemoryBlobs(),
+        {"host": "h", "queue": "q"},
+        find_secrets=harness.worker.all,
+    )
+    call = build_call("session.open", ttl_s=60, options={"secrets": [name]})
+    result = executor.execute(call, build_context())
+    assert (result.error_code, name in str(result.error)) == (code, True)

@@ -36,7 +36,7 @@ from workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_u
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceNotMounted, count_states
 from workers.sandboxd.forks import SessionForker
-from workers.sandboxd.images import Images
+from workers.sandboxd.images import Images, PullDisk
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
@@ -120,6 +120,7 @@ class Daemon:
             plans,
             records,
             settings.image_cache_bytes,
+            PullDisk(partial(_free_for_images, setup), 2 * settings.host_free_bytes),
         )
         self.factory.images = self.images
         self.images.release = self._release_image
@@ -304,6 +305,15 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
             "TOOLCREW_SANDBOX_START=engine"
         )
     return None
+
+
+def _free_for_images(setup: HostSetup) -> int:
+    """Return the free bytes of the disks that a pull may fill: that of the engine's data, if this process sees it, and
+    that of the workspaces.
+    """
+    root = setup.facts.data_root
+    folders = [setup.settings.state(), *([Path(root)] if root and Path(root).is_dir() else [])]
+    return min(shutil.disk_usage(folder).free for folder in folders)
 
 
 async def _prepare_network(

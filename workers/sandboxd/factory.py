@@ -203,11 +203,13 @@ class SandboxFactory:
         self.is_ending = False
         self.shortage: str | None = None
 
-    def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AbstractAsyncContextManager[SandboxPlan]:
+    def pinned(
+        self, plan: SandboxPlan, wait_s: float = WAIT_S, tenant: str = ""
+    ) -> AbstractAsyncContextManager[SandboxPlan]:
         """Return a context manager that gives the plan with the content id of its image. The image is not removed
         inside the block (Images.pinned).
         """
-        return nullcontext(plan) if self.images is None else self.images.pinned(plan, wait_s)
+        return nullcontext(plan) if self.images is None else self.images.pinned(plan, wait_s, tenant)
 
     def images_in_use(self) -> set[str | None]:
         """Return the content ids of the images of all sandboxes that are not removed yet."""

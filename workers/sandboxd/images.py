@@ -20,6 +20,7 @@ from contract.errors import SandboxUnavailable
 from contract.image_names import ImageName, ImageNameError, find_matches, parse_image_name
 from store.tasks import begin_shared
 from workers.sandboxd.plans import Plans, SandboxPlan
+from workers.sandboxd.pull_queue import PullQueue, PullTicket
 from workers.sandboxd.records import ImageRecord, Records
 from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
 from workers.settings import RegistryLogin
@@ -28,18 +29,14 @@ log = structlog.get_logger(__name__)
 
 WAIT_S: Final = 30.0
 """Seconds that a call or the pool waits for a pull."""
-AT_ONCE: Final = 3
-"""Maximum number of pulls at a time. More pulls would only share the same network and disk."""
-MAX_PULLS: Final = 200
-"""Maximum number of running and waiting pulls. A pull continues to wait even if the session that asked for it is
-closed.
-"""
 REFRESH_S: Final = 60.0
 """Seconds between two comparisons with the engine. The operator may remove images there at any time."""
 MAX_PRESENT_CHARS: Final = 8 * 1024
 """Maximum number of characters of all names of images in a report of this host."""
 _MAX_ROWS: Final = 20
 _LOG_S: Final = 10.0
+CHECK_S: Final = 0.5
+"""Seconds between two checks of the size of a running pull."""
 _USE_RECORD_INTERVAL_S: Final = 60.0
 """Age of the recorded time of last use after which it is written again."""
 _MASK: Final = "********"
@@ -66,6 +63,54 @@ class ImageEngine(Protocol):
 
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None: ...
 
+    async def check_access(self, name: ImageName, account: RegistryAccount | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class PullDisk:
+    """The disk of the engine's images. `free`: returns its free bytes. A pull ends when less than `keep_bytes` are
+    free.
+    """
+
+    free: Callable[[], int]
+    keep_bytes: int
+
+
+class _PullStopped(PullFailed):
+    """Error: sandboxd has stopped a pull. `is_too_large`: no host of this kind can pull the image."""
+
+    def __init__(self, reason: str, *, is_too_large: bool) -> None:
+        super().__init__(reason)
+        self._is_too_large = is_too_large
+
+    def explain(self, name: ImageName) -> SandboxUnavailable:
+        kind = ImageRefused if self._is_too_large else SandboxUnavailable
+        return kind(f"image {name.short} was not pulled: {self}")
+
+
+class _PullSize:
+    """Limits of a running pull. The registry tells sizes of compressed layers only, so the disk is measured too."""
+
+    def __init__(self, budget_bytes: int, disk: PullDisk | None) -> None:
+        self._budget_bytes, self._disk = budget_bytes, disk
+        self._free_before = disk.free() if disk is not None else 0
+
+    def check(self, progress: PullProgress) -> None:
+        """Raise _PullStopped when the image is too large, or the disk has too little free space."""
+        _, total = progress.bytes()
+        free = self._disk.free() if self._disk is not None else 0
+        if max(total, self._free_before - free) > self._budget_bytes:
+            raise _PullStopped(
+                f"it needs more than the {self._budget_bytes} bytes of TOOLCREW_IMAGE_CACHE_BYTES; use a smaller image",
+                is_too_large=True,
+            )
+        if self._disk is not None and free < self._disk.keep_bytes:
+            raise _PullStopped(
+                f"the disk of the Docker engine would have less than {self._disk.keep_bytes} bytes free; free space "
+                "there, or use a smaller image",
+                is_too_large=False,
+            )
+
 
 @dataclass(eq=False)
 class _Pull:
@@ -74,6 +119,7 @@ class _Pull:
     image: str
     task: "asyncio.Task[None]"
     progress: PullProgress
+    ticket: PullTicket
     began_at: float = field(default_factory=time.monotonic)
 
     def describe(self) -> dict[str, Any]:
@@ -104,8 +150,12 @@ class Images:
     image (pins).
     """
 
-    def __init__(self, engine: ImageEngine, plans: Plans, records: Records, budget_bytes: int) -> None:
-        """`budget_bytes`: limit of the sum of the pulled images' sizes."""
+    def __init__(
+        self, engine: ImageEngine, plans: Plans, records: Records, budget_bytes: int, disk: PullDisk | None = None
+    ) -> None:
+        """`budget_bytes`: limit of the sum of the pulled images' sizes, and so of each image. `disk` None: pulls may
+        fill the disk.
+        """
         self._engine = engine
         self._plans = plans
         self._store = records
@@ -114,7 +164,8 @@ class Images:
         self.release: Callable[[str], Awaitable[None]] | None = None
         self._records = {record.name: record for record in records.images()}
         self._pulls: dict[tuple[str, str], _Pull] = {}
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._queue = PullQueue()
+        self._disk = disk
         self._users = Counter[str]()
         self._removing: dict[str, asyncio.Event] = {}
         self._is_due = asyncio.Event()
@@ -123,9 +174,9 @@ class Images:
         self._reported_bytes = 0
 
     @asynccontextmanager
-    async def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AsyncIterator[SandboxPlan]:
+    async def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S, tenant: str = "") -> AsyncIterator[SandboxPlan]:
         """Yield the plan with the content id of its image, which is pulled if the engine lacks it. The image is not
-        removed inside the block.
+        removed inside the block. `tenant`: the tenant that waits for the image; "" for the pool.
 
         A plan that already has a content id keeps it while the engine has that image. Raises ImageNotReady after
         `wait_s` seconds, ImageRefused, and SandboxUnavailable.
@@ -137,9 +188,9 @@ class Images:
         try:
             for key in keys:
                 await self._wait_removed(key)
-            found = await self._find(name, plan, wait_s)
+            found = await self._find(name, plan, wait_s, tenant)
             while await self._wait_removed(found.id):  # The image was removed meanwhile: find it again.
-                found = await self._find(name, plan, wait_s)
+                found = await self._find(name, plan, wait_s, tenant)
             keys.append(found.id)
             self._users[found.id] += 1
             self._record_use(found.id)
@@ -180,7 +231,7 @@ class Images:
                 continue
             if record.id is None and (image := by_name.get(record.name)) is not None:
                 log.info("pulled_image_found", image=record.name)
-                self._keep(_build_record(parse_image_name(record.name), image))
+                self._keep(_build_record(parse_image_name(record.name), image, record.classes))
             elif record.id not in ids:
                 self._forget(record.name)
         self._present = self._list_present(by_name)
@@ -247,32 +298,53 @@ class Images:
             await removing.wait()
         return removing is not None
 
-    async def _find(self, name: ImageName, plan: SandboxPlan, wait_s: float) -> EngineImage:
+    async def _find(self, name: ImageName, plan: SandboxPlan, wait_s: float, tenant: str) -> EngineImage:
         found = await self._engine.find(plan.image_id) if plan.image_id is not None else None
-        found = found or await self._engine.find(name.full)
-        if found is None and self._plans.may_pull(plan) and not name.is_id:
-            await self._wait_for_pull(name, plan.tenant_class, wait_s)
+        if found is not None:
+            return found
+        found = await self._engine.find(name.full)
+        may_pull = self._plans.may_pull(plan) and not name.is_id
+        if found is None and may_pull:
+            await self._wait_for_pull(name, plan.tenant_class, wait_s, tenant)
             found = await self._engine.find(name.full)
         if found is None:
-            raise SandboxUnavailable(
-                f"the engine has no image {plan.image}: build it with scripts/build-image, or pull it; sandboxd pulls "
-                "images whose entry in TOOLCREW_SANDBOX_IMAGES_ALLOWED begins with a registry"
-            )
+            raise build_missing_error(plan.image, self._plans.may_pull(plan))
+        if may_pull:
+            await self._check_access(name, found.id, plan.tenant_class)
         return found
 
-    async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float) -> None:
+    async def _check_access(self, name: ImageName, image_id: str, tenant_class: str) -> None:
+        """Raise ImageRefused if the image was pulled only with logins of other classes, and the registry does not let
+        this class read it.
+        """
+        records = [record for record in self._records.values() if record.id == image_id]
+        if not records or any(record.classes is None or tenant_class in record.classes for record in records):
+            return
+        login = self._plans.classes[tenant_class].registries.get(name.registry)
+        account = None if login is None else _read_account(name.registry, login)
+        try:
+            await self._engine.check_access(name, account)
+        except PullFailed as error:
+            reason = _without_password(str(error), account)
+            raise explain_pull_failure(reason, name, has_login=login is not None) from None
+        for record in records:
+            if record.name in self._records:
+                self._keep(_add_class(self._records[record.name], tenant_class if login is not None else None))
+
+    async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float, tenant: str) -> None:
         """Wait for the pull of an image, and begin it if none runs. The pull continues when the caller is cancelled."""
         login = self._plans.classes[tenant_class].registries.get(name.registry)
         # Tenant classes with different logins at the registry do not share a pull.
         key = (name.full, tenant_class if login is not None else "")
         pull = self._pulls.get(key)
         if pull is None:
-            if len(self._pulls) >= MAX_PULLS:
-                raise SandboxUnavailable(f"{MAX_PULLS} images are already being pulled on this host: try again later")
-            progress = PullProgress()
-            task = begin_shared(self._pull(name, login, progress), "image-pull")
-            pull = self._pulls[key] = _Pull(name.full, task, progress)
+            ticket, progress = self._queue.join(tenant), PullProgress()
+            reader = tenant_class if login is not None else None
+            task = begin_shared(self._pull(name, reader, progress, ticket), "image-pull")
+            pull = self._pulls[key] = _Pull(name.full, task, progress, ticket)
             task.add_done_callback(lambda task: self._end_pull(key, task))
+        else:
+            self._queue.share(pull.ticket, tenant)
         await asyncio.wait({pull.task}, timeout=wait_s)
         if not pull.task.done():
             done, total = pull.progress.bytes()
@@ -285,29 +357,39 @@ class Images:
         pull.task.result()
 
     def _end_pull(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
-        del self._pulls[key]
+        self._queue.leave(self._pulls.pop(key).ticket)
         if not task.cancelled():
             task.exception()  # retrieve the exception, because all callers may have been cancelled
 
-    async def _pull(self, name: ImageName, login: RegistryLogin | None, progress: PullProgress) -> None:
+    async def _pull(
+        self, name: ImageName, tenant_class: str | None, progress: PullProgress, ticket: PullTicket
+    ) -> None:
+        """Pull an image with the login of a class; None: without a login."""
+        login = None if tenant_class is None else self._plans.classes[tenant_class].registries[name.registry]
         account = None if login is None else _read_account(name.registry, login)
-        async with self._slots:
+        async with self._queue.turn(ticket):
             # Record the pull before it begins: after kill -9, the record shows that sandboxd pulled the image that the
-            # engine then has.
-            self._keep(ImageRecord(name.full, None, None, 0, time.time()))
+            # engine then has, and for which class.
+            if name.full not in self._records:
+                classes = None if tenant_class is None else (tenant_class,)
+                self._keep(ImageRecord(name.full, None, None, 0, time.time(), classes))
             log.info("image_pull_started", image=name.full)
             began_at = time.monotonic()
             try:
-                await self._pull_logged(name, account, progress)
+                await self._pull_checked(name, account, progress)
                 image = await self._engine.find(name.full)
                 if image is None:
                     raise PullFailed("the engine has no such image after the pull")
             except PullFailed as error:
-                self._forget(name.full)
+                # Another class may have pulled the image at the same time.
+                if (record := self._records.get(name.full)) is not None and record.id is None:
+                    self._forget(name.full)
                 reason = _without_password(str(error), account)
                 log.warning("image_pull_failed", image=name.full, error=reason)
+                if isinstance(error, _PullStopped):
+                    raise error.explain(name) from None
                 raise explain_pull_failure(reason, name, has_login=login is not None) from None
-            self._keep(_build_record(name, image))
+            self._complete(name, image, tenant_class)
             log.info(
                 "image_pulled",
                 image=name.full,
@@ -317,14 +399,31 @@ class Images:
             )
             self._is_due.set()
 
-    async def _pull_logged(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
-        pulling = asyncio.ensure_future(self._engine.pull(name, account, progress))
+    def _complete(self, name: ImageName, image: EngineImage, tenant_class: str | None) -> None:
+        """Record a complete pull. Classes that read the same content before may still use it."""
+        before = self._records.get(name.full)
+        known = before.classes if before is not None and before.id == image.id else ()
+        self._keep(_add_class(_build_record(name, image, known), tenant_class))
+
+    async def _pull_checked(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
+        """Pull an image, and stop the pull when the image is too large for this host."""
+        size = _PullSize(self._budget_bytes, self._disk)
+        size.check(progress)
+        pulling, logged_at = asyncio.ensure_future(self._engine.pull(name, account, progress)), time.monotonic()
         try:
-            while not (await asyncio.wait({pulling}, timeout=_LOG_S))[0]:
-                done, total = progress.bytes()
-                log.info("image_pulling", image=name.full, bytes=done, total_bytes=total)
+            while not (await asyncio.wait({pulling}, timeout=CHECK_S))[0]:
+                size.check(progress)
+                if time.monotonic() - logged_at >= _LOG_S:
+                    logged_at, (done, total) = time.monotonic(), progress.bytes()
+                    log.info("image_pulling", image=name.full, bytes=done, total_bytes=total)
         except asyncio.CancelledError:
             pulling.cancel()
+            raise
+        except _PullStopped:
+            progress.stop()
+            # The pull keeps its slot until the engine has ended it.
+            await asyncio.wait({pulling})
+            pulling.exception()
             raise
         await pulling
 
@@ -470,12 +569,33 @@ def _without_password(text: str, account: RegistryAccount | None) -> str:
     return text.replace(account.password, _MASK) if account is not None and account.password else text
 
 
-def _build_record(name: ImageName, image: EngineImage) -> ImageRecord:
+def build_missing_error(image: str, may_pull: bool) -> SandboxUnavailable:
+    """Return the exception for an image that the engine does not have."""
+    if may_pull:
+        return SandboxUnavailable(f"the engine has no image {image}: pull it there, or use its name in the registry")
+    own = "build it with scripts/build-image" if image.startswith(_OWN_IMAGES) else "build or load it there"
+    return SandboxUnavailable(
+        f"the engine of this host has no image {image}: {own}. sandboxd pulls only images whose entry in "
+        "TOOLCREW_SANDBOX_IMAGES_ALLOWED, or in `images` of the tenant class, begins with a registry"
+    )
+
+
+_OWN_IMAGES: Final = ("toolcrew-sandbox:", "toolcrew-sandbox-")
+
+
+def _add_class(record: ImageRecord, tenant_class: str | None) -> ImageRecord:
+    """Return the record with a class that can read the image; None: everyone can."""
+    if tenant_class is None or record.classes is None:
+        return replace(record, classes=None)
+    return replace(record, classes=tuple(sorted({*record.classes, tenant_class})))
+
+
+def _build_record(name: ImageName, image: EngineImage, classes: tuple[str, ...] | None) -> ImageRecord:
     repository = replace(name, tag=None, digest="").full
     digest = next(
         (text.rpartition("@")[2] for text in _names_of(image) if text.startswith(repository) and "@" in text), None
     )
-    return ImageRecord(name.full, image.id, digest, image.size_bytes, time.time())
+    return ImageRecord(name.full, image.id, digest, image.size_bytes, time.time(), classes)
 
 
 def _names_of(image: EngineImage) -> Iterable[str]:

@@ -68,6 +68,7 @@ class _ContainerRecord:
 class ImageRecord:
     """An image that sandboxd pulls or has pulled. `name`: the complete name, with the registry. `id`: the content id;
     None while it is being pulled. `digest`: the digest in its registry. `used_at`: epoch seconds, some minutes old.
+    `classes`: the tenant classes whose registry logins can read the image; None: it was pulled without a login.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ImageRecord:
     digest: str | None
     size_bytes: int
     used_at: float
+    classes: tuple[str, ...] | None = None
 
 
 _SESSION, _CONTAINER, _IMAGE = TypeAdapter(SessionRecord), TypeAdapter(_ContainerRecord), TypeAdapter(ImageRecord)

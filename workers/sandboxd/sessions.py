@@ -353,7 +353,7 @@ class Sessions:
         if warm is not None:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
-            plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
+            plan, workspace, sandbox = await self._make_pinned(session, start)
         entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, policy=start.policy or SandboxPolicy())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
@@ -382,10 +382,10 @@ class Sessions:
         if entry.plan.secrets:
             await sandbox.set_variables({**dict(entry.plan.secrets), **AUTHORITY_VARIABLES})
 
-    async def _make_pinned(self, plan: SandboxPlan, wait_s: float) -> tuple[SandboxPlan, Workspace, Sandbox]:
+    async def _make_pinned(self, session: str, start: SessionParameters) -> tuple[SandboxPlan, Workspace, Sandbox]:
         """Start a sandbox. Its image gets a content id, and is pulled first if needed; the pull needs no slot."""
         try:
-            async with self._factory.pinned(plan, wait_s) as pinned:
+            async with self._factory.pinned(start.plan, start.image_wait_s, session.partition(":")[0]) as pinned:
                 return pinned, *await self._make_cold(pinned)
         # With these error codes the orchestrator does not try other hosts, each of which would pull the image too.
         except ImageRefused as refused:
@@ -482,7 +482,7 @@ class Sessions:
         # After a fork, the state of the old container may still be being packed. A container that starts before its end
         # would lack this state.
         await entry.handed_over()
-        async with self._factory.pinned(self._plan_again(entry)) as plan:
+        async with self._factory.pinned(self._plan_again(entry), tenant=entry.tenant) as plan:
             await self._factory.slots.take()
             sandbox = await self._factory.make(plan, entry.workspace, entry.generation + 1)
         if plan.image == entry.plan.image and entry.plan.image_id not in (None, plan.image_id):

@@ -11,13 +11,13 @@ import structlog
 from pydantic import JsonValue
 
 from contract.calls import CallUsage, Clocks, KillReport, SandboxInfo, SessionUsage, Spill, ToolCall, ToolContext
-from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from contract.errors import ConfigError, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxPolicy
-from store.secrets import Secret
+from store.secrets import TenantSecrets
 from workers.call_events import CallEvents
 from workers.sandbox_client import (
     GuestAnswer,
@@ -86,7 +86,7 @@ class WorkerResources:
     client: SandboxClient | None = None
     states: SessionStates | None = None
     open_events: Callable[[ToolCall, ToolContext], CallEvents] | None = None
-    find_secrets: Callable[[str], Mapping[str, Secret]] | None = None
+    find_secrets: Callable[[str], TenantSecrets] | None = None
 
 
 class ToolEnvironment:
@@ -276,11 +276,19 @@ class ToolEnvironment:
         return {name: value for name, value in fields.items() if name not in ("ok", "sandbox")}
 
     def _check_secrets(self, names: Sequence[str]) -> None:
-        """Raise ToolFailure when the tenant has no such secret. Do not check a session that moves: a secret that it may
-        use can be revoked meanwhile.
+        """Raise ToolFailure when the tenant has no such secret, and ConfigError when the record of one is damaged or
+        forged. Do not check a session that moves: a secret that it may use can be revoked meanwhile.
         """
         find = self._resources.find_secrets
-        secrets = find(self.context.tenant) if names and find is not None else {}
+        secrets = find(self.context.tenant) if names and find is not None else None
+        if secrets is None:
+            return
+        if damaged := [name for name in names if name in secrets.unreadable]:
+            raise ConfigError(
+                f"the record of secret {damaged[0]} of tenant {self.context.tenant} cannot be verified or read: set it "
+                f"again (toolcrew secrets set {damaged[0]}), and tell the operator, whose log has the cause "
+                "(secret_unreadable)"
+            )
         if missing := [name for name in names if name not in secrets]:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,

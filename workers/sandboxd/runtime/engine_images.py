@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ SILENCE_S: Final = 120
 """A pull fails when the engine reports no progress for this time, in seconds. It reports every retry of a download."""
 PULL_S: Final = 1800.0
 """Time limit of a pull, in seconds."""
+_CHECK_S: Final = 30
 _LATE: Final = f"it is not complete after {PULL_S:g} s"
 _MAX_LAYERS: Final = 1000
 _MAX_ERROR_CHARS: Final = 500
@@ -123,6 +125,14 @@ class EngineImages:
         except TimeoutError:
             raise PullFailed(_LATE) from None
 
+    async def check_access(self, name: ImageName, account: RegistryAccount | None) -> None:
+        """Ask the registry whether it lets the account read an image. Raises PullFailed."""
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                await in_thread(lambda: _check_access(name, account), "image-check")
+        except TimeoutError:
+            raise PullFailed("the registry check timed out") from None
+
 
 class _PullClient(docker.APIClient):
     """A client whose pull has a time limit for each part of the answer. The SDK's own pull waits without limit."""
@@ -146,7 +156,7 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
                         raise PullFailed(str(event["error"])[:_MAX_ERROR_CHARS])
                     progress.update(event)
                     if progress.is_stopped:
-                        raise PullFailed("sandboxd is stopping")
+                        raise PullFailed("sandboxd has stopped the pull")
                     if time.monotonic() > until:
                         raise PullFailed(_LATE)
             finally:
@@ -166,6 +176,18 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
         raise PullFailed(f"the Docker engine does not answer: {str(error)[:_MAX_ERROR_CHARS]}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PullFailed(f"the Docker engine's response cannot be read: {error!r}"[:_MAX_ERROR_CHARS]) from error
+
+
+def _check_access(name: ImageName, account: RegistryAccount | None) -> None:
+    # An empty account prevents the SDK from using the logins in this user's Docker configuration.
+    login = {} if account is None else {"username": account.user, "password": account.password}
+    try:
+        with closing(docker.APIClient(timeout=_CHECK_S, **docker.utils.kwargs_from_env())) as api:
+            api.inspect_distribution(name.full, auth_config=login)  # type: ignore[no-untyped-call]
+    except docker.errors.APIError as error:
+        raise PullFailed(str(error.explanation or error)[:_MAX_ERROR_CHARS]) from error
+    except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+        raise PullFailed(f"the Docker engine does not answer: {str(error)[:_MAX_ERROR_CHARS]}") from error
 
 
 def _list_used(api: docker.APIClient) -> frozenset[str]:
