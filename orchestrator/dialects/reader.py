@@ -14,6 +14,16 @@ from orchestrator.dialects.model import Chunk, Message, TokenUsage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.thinking import (
+    LONGEST_MARK,
+    REASONING,
+    THINK,
+    find_end,
+    find_first_end,
+    find_lone_end,
+    find_opened,
+    may_open,
+)
 from telemetry.logs import get_logger
 
 BROKEN = "the connection to the model was interrupted, so this call was not run; write it again"
@@ -60,11 +70,13 @@ class StreamReader:
         self._waiting: list[TagEvent] = []
         self._index = 0
         self._texts: list[str] = []
+        self._start = _ReplyStart()
         self._usage = TokenUsage()
 
     def feed(self, chunk: Chunk) -> list[Event]:
         events: list[Event] = []
         self._usage = read_usage(chunk) or self._usage
+        self._start.expect(chunk.get(REASONING))
         for text in self._assembler.feed(chunk):
             events += self._read_text(text)
         if self._tags is not None and self._assembler.has_calls:
@@ -73,10 +85,11 @@ class StreamReader:
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
         events = [event for text in self._assembler.flush() for event in self._read_text(text)]
+        events += self._release_start()
         reply = self._assembler.finish(strict=False)
         ending = classify_ending(reply.finish_reason, is_refusal=reply.refusal)
         if self._tags is not None:
-            waiting = [*self._waiting, *self._tags.finish()]
+            waiting = self._drop_reasoning([*self._waiting, *self._tags.finish()])
             events += [self._convert_tag_event(event, ending) for event in waiting]
         # Keep one call more than the limit, so that the model gets an error for it. The rest of the reply is dropped.
         natives = reply.in_order()[: MAX_CALLS + 1]
@@ -98,7 +111,26 @@ class StreamReader:
     def _read_text(self, text: Text) -> list[Event]:
         if self._tags is None:
             return [text]
-        return self._convert_tag_events(self._tags.feed(text.text))
+        reasoning, rest = self._start.feed(text.text)
+        events: list[TagEvent] = [Text(reasoning)] if reasoning else []
+        return self._convert_tag_events([*events, *(self._tags.feed(rest) if rest else ())])
+
+    def _release_start(self) -> list[Event]:
+        """Read the start of a reply whose reasoning did not end: all of it is reasoning only if it has a beginning."""
+        text, is_reasoning = self._start.finish()
+        if not text or self._tags is None:
+            return [Text(text)] if text else []
+        return self._convert_tag_events([Text(text)] if is_reasoning else self._tags.feed(text))
+
+    def _drop_reasoning(self, waiting: list[TagEvent]) -> list[TagEvent]:
+        """Return the waiting events of a complete reply. If a lone end of reasoning is in them, everything before it is
+        text.
+        """
+        raw = "".join(event.text if isinstance(event, Text) else event.raw for event in waiting)
+        if not waiting or not (end := find_lone_end(raw)) or self._tags is None:
+            return waiting
+        parser = self._tags.renew()
+        return [Text(raw[:end]), *parser.feed(raw[end:]), *parser.finish()]
 
     def _convert_tag_events(self, tag_events: list[TagEvent]) -> list[Event]:
         """Convert tag events to events of the reply.
@@ -124,7 +156,11 @@ class StreamReader:
                 "native_calls_after_tags",
                 message="Tag calls of this reply have already run. Later tags are treated as text.",
             )
-        texts = [event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]]
+        start, _ = self._start.finish()
+        texts = [
+            start,
+            *(event.text if isinstance(event, Text) else event.raw for event in [*waiting, *tags.release()]),
+        ]
         return [Text(text) for text in texts if text]
 
     def _convert_tag_event(self, event: TagEvent, ending: ReplyEnding = ReplyEnding.NORMAL) -> Event:
@@ -169,6 +205,60 @@ class StreamReader:
     def _record_texts(self, events: list[Event]) -> list[Event]:
         self._texts += [event.text for event in events if isinstance(event, Text)]
         return events
+
+
+class _ReplyStart:
+    """The start of a reply, which is held back while it may be reasoning."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._size = 0
+        self._expected: int | bool = False
+        self._opened: str | None = None
+        self._tail = ""
+        self._is_open = True
+
+    def expect(self, reasoning: object) -> None:
+        """Set what the client of the endpoint knows about the reasoning of this reply (`REASONING`)."""
+        if isinstance(reasoning, bool | int) and self._is_open:
+            self._expected = self._expected or reasoning
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the reasoning that has ended, and the text after it. Both are "" while the text is held back."""
+        if not self._is_open:
+            return "", text
+        self._pieces.append(text)
+        self._size += len(text)
+        # Only the new piece and the length of a mark before it can contain the end.
+        recent, self._tail = self._tail + text, (self._tail + text)[-LONGEST_MARK:]
+        if not self._expected and self._opened is None:
+            return self._look_for_opening()
+        if self._expected is not True and self._expected:
+            return self._split(self._expected) if self._size >= self._expected else ("", "")
+        end = find_end(recent, self._opened) if self._opened else find_first_end(recent)
+        return self._split(self._size - len(recent) + end) if end else ("", "")
+
+    def finish(self) -> tuple[str, bool]:
+        """Return the text that is still held back, and whether it is reasoning."""
+        text, self._pieces = "".join(self._pieces), []
+        self._is_open = False
+        return text, self._opened is not None
+
+    def _look_for_opening(self) -> tuple[str, str]:
+        text = "".join(self._pieces)
+        if may_open(text):
+            return "", ""
+        opened = find_opened(text)
+        # The parser of tags reads blocks of the most usual kind itself.
+        if opened is None or opened == THINK:
+            return self._split(0)
+        self._opened = opened
+        end = find_end(text, opened)
+        return self._split(end) if end else ("", "")
+
+    def _split(self, end: int) -> tuple[str, str]:
+        text, self._pieces, self._is_open = "".join(self._pieces), [], False
+        return text[:end], text[end:]
 
 
 def build_call_event(

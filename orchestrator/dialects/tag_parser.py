@@ -48,7 +48,7 @@ class TagStreamParser:
         if max_tag_chars < SMALLEST_LIMIT:
             raise ValueError(f"max_tag_chars is {max_tag_chars}: use at least {SMALLEST_LIMIT}")
         self._fences = FenceTracker() if ignore_fenced else None
-        self._max_tag_chars = max_tag_chars
+        self._ignore_fenced, self._max_tag_chars = ignore_fenced, max_tag_chars
         # Text that may begin a tag. If longer than the marker, it is a tag in the common form so far. `_is_certain`
         # means that it has passed the commit point.
         self._buffer = ""
@@ -64,6 +64,10 @@ class TagStreamParser:
         # True if, in addition, no text is held back and no tag is open. Checked first, because nearly every chunk is
         # plain text.
         self._is_plain = False
+
+    def renew(self) -> "TagStreamParser":
+        """Return a parser with the same options that has read nothing."""
+        return TagStreamParser(ignore_fenced=self._ignore_fenced, max_tag_chars=self._max_tag_chars)
 
     def feed(self, chunk: str) -> list[TagEvent]:
         """Return the events that `chunk` completes, in order."""

@@ -428,7 +428,7 @@ class _Run:
 
     def _find_calls_in_code(self, end: ReplyEnd) -> list[CallRequested]:
         """Return the call of the command in the reply's code block, if there is one."""
-        command = find_command(end.text) if end.ending is ReplyEnding.NORMAL else None
+        command = find_command(strip_thinking(end.text)) if end.ending is ReplyEnding.NORMAL else None
         if command is None or not any(spec.name == SHELL_TOOL for spec in self._agent.specs):
             return []
         self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="code_block"))

@@ -1,6 +1,6 @@
 """Chunks of a reply: normalises streamed deltas, and splits a whole reply into chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from orchestrator.dialects.model import Chunk
@@ -28,6 +28,19 @@ def has_content(chunk: Chunk) -> bool:
         if isinstance(delta, dict) and any(delta.get(name) for name in _CONTENT_FIELDS):
             return True
     return False
+
+
+def join_content(chunks: Iterable[Chunk]) -> str:
+    """Return the text of the first choice in these chunks."""
+    texts: list[str] = []
+    for chunk in chunks:
+        choices = chunk.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        content = delta.get("content") if isinstance(delta, dict) else None
+        if isinstance(content, str):
+            texts.append(content)
+    return "".join(texts)
 
 
 def is_end(chunk: Chunk) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -20,9 +20,10 @@ from orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classif
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.reader import read_usage
 from orchestrator.dialects.reply_fields import build_origin, has_fields, mark_origin, select_fields
+from orchestrator.dialects.thinking import REASONING, LoneEndFinder, mark_reasoning
 from orchestrator.dialects.token_estimates import estimate_prompt
 from orchestrator.models.capabilities import ModelFacts
-from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
+from orchestrator.models.chunks import has_content, is_end, join_content, normalize, split_reply
 from orchestrator.models.failures import (
     AttemptFailure,
     FailedEndpoint,
@@ -46,6 +47,8 @@ NO_KEY = "no-key"
 CONNECT_TIMEOUT_S = 10.0
 PROBE = ModelRequest([{"role": "user", "content": "Say ok."}], extra={"max_tokens": 16})
 """The request that shows whether a server denies every request."""
+REASONING_TOKENS = 2048
+"""Limit of the reply that shows whether the prompt of a model opens its reasoning."""
 _USAGE_FIELD, _NEW_LIMIT = "stream_options", "max_completion_tokens"
 # In addition to the SDK's errors: version 2 does not wrap errors that break a stream.
 _BROKEN = (httpx.HTTPError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
@@ -79,6 +82,7 @@ class OpenAIModel:
         self._streaming = streaming
         self._form = _Form()
         self._is_uncounted = False
+        self._opens_reasoning: bool | None = None
         self._probing, self._probed_at = asyncio.Lock(), 0.0
         self._probe_error: ModelUnavailable | None = None
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
@@ -117,17 +121,20 @@ class OpenAIModel:
         attempts = _Attempts()
         while True:
             lease = await self._acquire(request, attempts)
-            has_started, tokens = False, 0
+            has_started, tokens, text = False, 0, LoneEndFinder()
             try:
                 if request.before_send is not None:
                     await request.before_send()
                 async with aclosing(read(request)) as chunks:
                     async for chunk in chunks:
                         has_started = True
+                        text.feed(join_content([chunk]))
                         usage = read_usage(chunk)
                         tokens = usage.prompt_tokens + usage.completion_tokens if usage is not None else tokens
                         yield chunk
                 self._note_uncounted(tokens)
+                if text.is_found and self._streaming:
+                    await self._learn_reasoning()
                 return
             except (_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN) as error:
                 # ValueError stands for a number with more digits than Python parses, or for a request that cannot be
@@ -219,6 +226,20 @@ class OpenAIModel:
         if not is_block:
             await policy.sleep(wait_s)
 
+    async def _learn_reasoning(self) -> None:
+        """Find out once whether the prompt of this model opens its reasoning. The reply that raised the question may
+        only quote an end mark, so the reply to a request without content of a tenant decides.
+        """
+        if self._opens_reasoning is None:
+            self._opens_reasoning, text, chunks = False, LoneEndFinder(), list[Chunk]()
+            probe = replace(PROBE, extra={"max_tokens": REASONING_TOKENS})
+            with suppress(_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN):
+                async with aclosing(self._read_stream(probe)) as replies:
+                    chunks = [chunk async for chunk in replies]
+            text.feed(join_content(chunks))
+            self._opens_reasoning = text.is_found
+            log.info("model_reasoning_learned", model=self.name, opens_in_prompt=text.is_found)
+
     async def _check_denial(self, denial: ModelDenied, failure: AttemptFailure) -> ModelUnavailable:
         """Return the error of a request that the server denied. It is a denial only if the server denies a request
         without content of a tenant too: moderation, credit and routes may depend on the content.
@@ -261,6 +282,8 @@ class OpenAIModel:
                         yield chunk
                         continue
                     pending.append(chunk)
+                    if self._opens_reasoning:
+                        pending[0][REASONING] = True
                     if has_content(chunk):
                         for pending_chunk in pending:
                             yield pending_chunk
@@ -281,7 +304,9 @@ class OpenAIModel:
         chunks = split_reply(reply)
         if chunks is None:
             raise _AttemptFailed(AttemptFailure("no_chat"))
-        for chunk in chunks:
+        parts = list(chunks)
+        mark_reasoning(parts, join_content(parts))
+        for chunk in parts:
             mark_origin(chunk, self._origin)
             yield chunk
 

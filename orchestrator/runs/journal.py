@@ -27,6 +27,8 @@ from contract.run_events import (
     SubmissionTaken,
 )
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from orchestrator.dialects.thinking import mark_reasoning
+from orchestrator.models.chunks import join_content
 from orchestrator.runs.billed_model import Reservation
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
@@ -313,9 +315,10 @@ class LoggedModel:
                 await self._before_request()
             # Logging comes before the first yield: a process that resumes the run must see the same reply.
             sent_request = replace(request, extra={**request.extra, **self._extra})
-            chunks = tuple(
-                _as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(sent_request)])
-            )
+            received = [chunk async for chunk in self._shown(sent_request)]
+            parts = [_as_text(chunk) for chunk in join_chunks(received)]
+            mark_reasoning(parts, join_content(parts))
+            chunks = tuple(parts)
             await self._journal.record_reply(chunks)
         for chunk in chunks:
             yield chunk

@@ -6,7 +6,7 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.run_events import ReplyTokens, Warned
 from contract.traceparent import trace_id_of
-from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
+from orchestrator.dialects.thinking import strip_thinking, take_thinking
 from orchestrator.traces.reading import Trace, format_instant
 from orchestrator.traces.steps import RunCall, RunStep
 
@@ -56,8 +56,7 @@ def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     thought = message.get("reasoning_content") or message.get("reasoning")
-    if text.startswith(THINK):
-        inner = text[len(THINK) :].partition(THINK_END)[0].strip()
+    if inner := take_thinking(text):
         text, thought = strip_thinking(text), thought or inner
     return text, thought if isinstance(thought, str) and thought else None
 
