@@ -311,7 +311,9 @@ class ToolResult(Record):
         message of a failed command as the answer.
         """
         if self.success:
-            return self._explain_exit(self.output or "")
+            # Some model servers refuse a message without visible text.
+            output = self.output or ""
+            return self._explain_exit(output if output.strip() else NO_OUTPUT)
         head = f"Error [{self.error_code}]: {self.error}"
         return f"{head}\n{self.output}" if self.output else head
 

@@ -121,6 +121,18 @@ def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
     return text, None, ""
 
 
+def find_last_object(text: str) -> tuple[int | None, int]:
+    """Return where the only decision at the end of a text begins and ends, without the code fence around it. The start
+    is None if no object can be a decision.
+    """
+    opening = _OPENING.search(text, len(text) - len(strip_thinking(text)))
+    if opening is None:
+        return None, len(text)
+    end = len(text.rstrip())
+    is_fenced = text.endswith("```", 0, end) and "```" in text[: opening.start()]
+    return opening.start(), len(text[: end - 3].rstrip()) if is_fenced else end
+
+
 def _strip_fence(text: str) -> str:
     opening = _FENCE.match(text)
     return text[opening.end() : -3].strip() if opening and text.endswith("```", opening.end()) else text

@@ -13,6 +13,7 @@ from orchestrator.dialects.decisions import (
     REPLY_FORM,
     ToolDecisionOutput,
     build_decision_schema,
+    find_last_object,
     parse_tool_decision,
 )
 from orchestrator.dialects.model import Chunk, Message, ModelRequest
@@ -86,8 +87,20 @@ class JsonDecisionDialect:
         return {**message, "content": f"{text}\n\n{RESULT_HINT}"}
 
     def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> ReplyReader:
-        parse = self._parse
-        return DecisionReader(run, step, lambda raw: ("", parse(raw), ""))
+        return DecisionReader(run, step, self._parse_reply)
+
+    def _parse_reply(self, raw: str) -> tuple[str, ToolDecisionOutput, str]:
+        """Return the text before a decision, the decision, and "". Many models write a sentence before their object;
+        nothing may follow it.
+        """
+        try:
+            return "", self._parse(raw), ""
+        except ValueError:
+            start, end = find_last_object(raw)
+            if start is None:
+                raise
+            decision = self._parse(raw[start:end])
+            return raw[:start], decision, raw[end:]
 
     def build_observations(self, results: Sequence[tuple[str, ToolResult]]) -> list[Message]:
         return [_build_observation(call_id, result) for call_id, result in results]

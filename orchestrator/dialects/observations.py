@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from contract.calls import COMMAND_FAILED, FOUND_NOTHING, ToolResult
+from contract.calls import COMMAND_FAILED, FOUND_NOTHING, NO_OUTPUT, ToolResult
 from orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
@@ -19,6 +19,20 @@ def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Messa
     ]
 
 
+NO_TEXT = "(no text)"
+"""The content of an assistant message without text and calls."""
+
+
+def fill_blank(message: Message) -> Message:
+    """Return the message with visible content, or with none: some servers refuse blank content."""
+    content, role = message.get("content"), message.get("role")
+    if role not in ("tool", "assistant") or not isinstance(content, str | None) or (content or "").strip():
+        return message
+    if role == "tool":
+        return {**message, "content": NO_OUTPUT}
+    return {**message, "content": None if message.get("tool_calls") else NO_TEXT}
+
+
 def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> list[Message]:
     """Return the transcript in the form that servers accept.
 
@@ -29,7 +43,7 @@ def build_wire_messages(messages: Sequence[Message], closing_hint: str = "") -> 
     wire: list[Message] = []
     native_ids: set[str] = set()
     sections: list[str] = []
-    for message in messages:
+    for message in map(fill_blank, messages):
         if message.get("role") == "tool":
             if message.get("tool_call_id") in native_ids:
                 wire.append({key: value for key, value in message.items() if key != "name"})

@@ -3,9 +3,12 @@ failures.
 """
 
 import asyncio
+import difflib
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
@@ -127,8 +130,11 @@ class CallRunner:
         if switch is not None:
             return ToolResult.failed(call, ErrorCode.TOOL_DISABLED, switch.refusal(call.name))
         nearest = find_nearest(call.name, [*self._specs, *(name for name in self._skills if name not in self._specs)])
+        similar = "".join(
+            f"; a tool with a similar name: {name}" for name in nearest[:1] if _is_similar(call.name, name)
+        )
         return ToolResult.failed(
-            call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}", metadata={"nearest": nearest}
+            call, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}{similar}", metadata={"nearest": nearest}
         )
 
     async def _execute(self, call: ToolCall) -> ToolResult:
@@ -147,6 +153,10 @@ class CallRunner:
 
     def _resolve_call(self, request: CallRequested) -> ToolCall:
         """Return the call to execute. A call of a skill that is no tool becomes a call that loads its instructions."""
+        if (
+            meant := find_meant_name(request.call.name, {*self._specs, *self._switched_off, *self._skills})
+        ) is not None:
+            request = replace(request, call=request.call.model_copy(update={"name": meant}))
         call = request.call
         if call.name in self._specs or call.name in self._switched_off or call.name not in self._skills:
             return self._coerce_arguments(request)
@@ -174,6 +184,33 @@ class CallRunner:
         if result.success:
             return result.model_copy(update={"output": _with_note(result.output, note, MAX_OUTPUT_CHARS)})
         return result.model_copy(update={"error": _with_note(result.error, note, MAX_ERROR_CHARS)})
+
+
+def _is_similar(name: str, other: str) -> bool:
+    is_part = min(len(name), len(other)) >= 3 and (name in other or other in name)
+    return is_part or difflib.SequenceMatcher(None, name, other).ratio() >= 0.8
+
+
+_CONTROL_TOKENS = re.compile(r"<\|[^|<>]{0,64}\|>")
+_ROUTE = re.compile(r"^(?:commentary|analysis|final|assistant|to=|\s)+")
+_NAMESPACE = re.compile(r"^(?:functions?|tools?|default_api|api|namespace)(?:[.:/_-]|::)+", re.IGNORECASE)
+_ENDING = re.compile(r"(?:\(\)|\{\}|:\d{1,3}|[\s`'\",;:.()])+$")
+
+
+def find_meant_name(name: str, names: Collection[str]) -> str | None:
+    """Return the name among `names` that a model meant by `name`; None if none or several are possible.
+
+    Models write the namespace of their training (`functions.x`, `default_api:x`), control tokens (`x<|channel|>json`),
+    marks of a call (`x()`, `x:0`), quotes, blanks, or the name twice.
+    """
+    if name in names:
+        return name
+    found: set[str] = set()
+    for part in _CONTROL_TOKENS.split(name[:MAX_NAME_CHARS]):
+        bare = _ENDING.sub("", _ROUTE.sub("", part).strip(" \t\r\n`'\""))
+        forms = {bare, _NAMESPACE.sub("", bare), bare[: len(bare) // 2] if bare == bare[: len(bare) // 2] * 2 else bare}
+        found |= forms & set(names)
+    return found.pop() if len(found) == 1 else None
 
 
 def build_interrupted_results(

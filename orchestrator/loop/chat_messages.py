@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.dialects.model import Message, TokenUsage
+from orchestrator.dialects.observations import fill_blank
 from orchestrator.dialects.reader import build_wire_name
 from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
 
@@ -79,7 +80,7 @@ def convert_to_wire(message: Any) -> Message:
     `content`. Raises TypeError for anything else.
     """
     if isinstance(message, Mapping):
-        return dict(message)
+        return dict(fill_blank(dict(message)))
     role = _find_role(message)
     wire: Message = {"role": role, "content": message.content}
     if role == "assistant" and isinstance(fields := getattr(message, "additional_kwargs", None), Mapping):
@@ -90,7 +91,7 @@ def convert_to_wire(message: Any) -> Message:
     if calls:
         wire["tool_calls"] = [_build_entry(call) for call in calls]
         wire["content"] = message.content or None
-    return wire
+    return fill_blank(wire)
 
 
 def _find_role(message: Any) -> str:
