@@ -28,7 +28,8 @@ INTRO = """\
 **Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. If `output` is only a part,
 `truncated` is true, and `spill` names the file in `/output` that has the whole output. After a success, a model reads the output. After a failure, it
 reads `Error [CODE]: sentence`, which also says what to do next, and then the output that the call had produced. Nothing is omitted silently: a line in
-[brackets] reports text that was cut or skipped and values that were changed. It names the call that returns the rest.
+[brackets] reports text that was cut or skipped and values that were changed. It names the call that returns the rest. Output of commands is shown as a terminal shows it: colors and overwritten parts of a line are removed. Bytes that
+are not UTF-8 are shown as U+FFFD and counted (`metadata.not_utf8_bytes`). The file of `spill` has the bytes of the program.
 
 **Parameters.** Tools accept the parameter names of other agents and list them in `metadata.aliases_used`. An unknown name is refused, with the nearest
 valid name. Values must match the schema. In the [tags dialect](agents.md#which-dialect-should-i-use) all values are text: a text is converted to the type

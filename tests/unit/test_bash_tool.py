@@ -96,6 +96,11 @@ def test_a_timeout_returns_the_output_printed_so_far() -> None:
             {"state": {**STATE, "outcome": "too_large"}},
             "[cwd, exported variables and functions of this command were not kept: they are more than 256 KiB]",
         ),
+        (
+            {"exit_code": None, "signal": 9, "supervisor_killed": True},
+            "[killed by SIGKILL]\n[the command killed the process that runs it, so its output is lost, and its cwd and "
+            "variables were not kept: kill single processes by name or pid]",
+        ),
     ],
 )
 def test_the_exit_state_is_a_note_below_the_output(fields: dict[str, Any], note: str) -> None:
@@ -216,7 +221,33 @@ def test_stdin_that_a_new_job_did_not_receive_is_reported() -> None:
 
 
 def test_control_bytes_in_the_output_are_replaced() -> None:
-    assert BashHarness(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f")).bash().output == "\ufffd\ufffd\ufffd"
+    assert (
+        BashHarness(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f"))
+        .bash()
+        .output.startswith("\ufffd\ufffd\n\ufffd\n[4 bytes are not UTF-8")
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "count"),
+    [(b"caf\351 \377 end\n", 2), (b"\xe4", 1), (b"a\0b", 1), ("caf\u00e9 \ufffd".encode(), 0), (b"\xed\xa0\x80", 3)],
+)
+def test_bytes_that_are_not_utf_8_are_counted_in_the_result_of_a_command_and_a_job(output: bytes, count: int) -> None:
+    for result in (
+        BashHarness(build_exec_response(output)).bash(),
+        BashHarness(job_response(output)).act(action="poll", job_id="job-1"),
+    ):
+        assert (f"[{count} byte" in str(result.output)) == (count > 0)
+        assert result.metadata.get("not_utf8_bytes", 0) == count
+
+
+def test_a_cut_code_point_does_not_count_as_invalid() -> None:
+    whole = ("\u20ac" * 30_000).encode()
+    counts = {"total": len(whole), "head": 1000, "tail": 2000}
+    response = build_exec_response(
+        whole[:1000] + whole[-2000:], streams=dict.fromkeys(("merged", "stdout", "stderr"), counts)
+    )
+    assert "not_utf8_bytes" not in BashHarness(response).bash().metadata
 
 
 def test_a_cancelled_command_fails_with_cancelled() -> None:

@@ -86,7 +86,7 @@ def test_fold_takes_linear_time() -> None:
 
 def test_long_output_is_cut_in_the_middle() -> None:
     raw = b"".join(b"%d\n" % n for n in range(MAX_LINES * 2))
-    text, cut = show_output(raw, {}, "see line {offset}")
+    text, cut, _ = show_output(raw, {}, "see line {offset}")
     lines = text.splitlines()
     assert (cut, lines[499], lines[501], lines[-1], len(lines)) == (True, "499", "2500", "3999", MAX_LINES + 1)
     assert lines[500].endswith(": see line 501 ...]")
@@ -99,7 +99,7 @@ def test_cut_output_has_whole_characters_and_counts_omitted_bytes(data: st.DataO
     head = data.draw(st.integers(0, 20))
     tail = data.draw(st.integers(0, 20))
     visible = raw[:head] + raw[len(raw) - tail :]
-    text, cut = show_output(visible, {"total": len(raw), "head": head, "tail": tail})
+    text, cut, _ = show_output(visible, {"total": len(raw), "head": head, "tail": tail})
     before, _, rest = text.partition("[... ")
     omitted = int(rest.partition(" bytes")[0])
     after = rest.partition(" ...]")[2]

@@ -9,7 +9,15 @@ from contract.calls import NO_OUTPUT
 from contract.errors import ErrorCode, ToolFailure
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment
-from workers.tools.text import MAX_OUTPUT_BYTES, build_read_call, encode, name_signal, show_name, show_output
+from workers.tools.text import (
+    MAX_OUTPUT_BYTES,
+    build_invalid_notes,
+    build_read_call,
+    encode,
+    name_signal,
+    show_name,
+    show_output,
+)
 
 FIRST_OUTPUT_MS = 1000
 """Milliseconds that the call waits for the first output of a new job."""
@@ -107,8 +115,12 @@ def _build_job_request(job_id: str, op: str, environment: ToolEnvironment, **fie
 def _show(response: GuestResponse, empty_text: str, notes: list[str]) -> Outcome:
     job = response.done["job"]
     rest = f"the log has the last {LOG_MIB} MiB: {build_read_call(job.get('log', ''))}"
-    body, is_cut = show_output(response.streams.get("merged", b""), response.done["streams"].get("merged", {}), rest)
-    return Outcome("\n".join([body.rstrip("\n") or empty_text, *notes]), _metadata(job), is_cut)
+    body, is_cut, invalid = show_output(
+        response.streams.get("merged", b""), response.done["streams"].get("merged", {}), rest
+    )
+    metadata = {**_metadata(job), **({"not_utf8_bytes": invalid} if invalid else {})}
+    notes = [*build_invalid_notes(invalid), *notes]
+    return Outcome("\n".join([body.rstrip("\n") or empty_text, *notes]), metadata, is_cut)
 
 
 def _state(job: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
@@ -56,6 +56,19 @@ def decode(data: bytes) -> str:
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
+def count_invalid(data: bytes) -> int:
+    """Return the number of bytes that are not UTF-8. `decode` replaces them, and NUL, by U+FFFD."""
+    return len(data) - len(data.decode("utf-8", "ignore").encode()) + data.count(b"\0")
+
+
+def build_invalid_notes(count: int) -> list[str]:
+    """Return a note about the bytes that `decode` has replaced; none when there are none."""
+    if count == 0:
+        return []
+    bytes_are = "1 byte is" if count == 1 else f"{count} bytes are"
+    return [f"[{bytes_are} not UTF-8 text and shown as \ufffd: convert with iconv, or show with od or base64]"]
+
+
 def fold(text: str) -> str:
     """Return the text that a terminal would show: no escape sequences, and only the last version of an overwritten
     line or frame.
@@ -81,8 +94,16 @@ def show_name(text: str) -> str:
     )
 
 
-def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> tuple[str, bool]:
-    """Return a captured stream as text of at most MAX_LINES lines, and whether a part was omitted.
+class ShownText(NamedTuple):
+    """A captured stream as text. `is_cut`: a part was omitted. `invalid`: number of bytes that `decode` replaced."""
+
+    text: str
+    is_cut: bool
+    invalid: int
+
+
+def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> ShownText:
+    """Return a captured stream as text of at most MAX_LINES lines.
 
     A note replaces the omitted part. `counts` has the numbers of total, head and tail bytes, as the guest reports them.
     `rest` is a text that says how to read the omitted part; `{offset}` in it is replaced by the number of the first
@@ -93,7 +114,7 @@ def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) ->
         first, last = data, b""
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
         if lines <= MAX_LINES:
-            return fold(decode(data)), False
+            return ShownText(fold(decode(data)), False, count_invalid(data))
         first, last = _first_lines(data, HEAD_LINES), _last_lines(data, MAX_LINES - HEAD_LINES)
     else:
         first = _first_lines(_to_edge(data[:head]), HEAD_LINES)
@@ -101,7 +122,8 @@ def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) ->
     advice = rest.replace("{offset}", str(first.count(b"\n") + 1))
     note = f"[... {total - len(first) - len(last)} bytes omitted of {total}: {advice} ...]"
     above = fold(decode(first)).removesuffix("\n")
-    return "\n".join(part for part in (above, note, fold(decode(last))) if part), True
+    text = "\n".join(part for part in (above, note, fold(decode(last))) if part)
+    return ShownText(text, True, count_invalid(first) + count_invalid(last))
 
 
 def _fold_backspaces(line: str) -> str:
@@ -177,14 +199,23 @@ def build_outcome(
     """
     done, streams = response.done, response.streams
     counts, spill = done["streams"], _spill(done)
-    body, is_cut = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
+    body, is_cut, invalid = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
     shown = {name: show_output(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr")}
-    notes = [*_place_notes(done), *_end_notes(done, background), *_limit_notes(arguments, done, context)]
+    notes = [
+        *build_invalid_notes(invalid),
+        *_place_notes(done),
+        *_end_notes(done, background),
+        *_limit_notes(arguments, done, context),
+    ]
     body = body or NO_OUTPUT
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
     fields: dict[str, Any] = {
-        "metadata": {"stdout": shown["stdout"][0], "stderr": shown["stderr"][0], **_metadata(arguments, done, context)},
-        "truncated": is_cut or shown["stdout"][1] or shown["stderr"][1],
+        "metadata": {
+            **{name: stream.text for name, stream in shown.items()},
+            **({"not_utf8_bytes": invalid} if invalid else {}),
+            **_metadata(arguments, done, context),
+        },
+        "truncated": is_cut or shown["stdout"].is_cut or shown["stderr"].is_cut,
         "spill": spill,
     }
     if done["timed_out"]:
@@ -272,6 +303,11 @@ def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
         notes.append(f"[killed by {name_signal(done['signal'])}{cause}]")
     elif done["oom"]:
         notes.append("[a process was killed: out of memory]")
+    if done.get("supervisor_killed"):
+        notes.append(
+            "[the command killed the process that runs it, so its output is lost, and its cwd and variables were not "
+            "kept: kill single processes by name or pid]"
+        )
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
         notes.append(
