@@ -572,6 +572,7 @@ class _Exec(_Shape):
     spill: _Spill | None = None
     spill_failed: bool = False
     live: _Live | None = None
+    supervisor_killed: bool = False
     timed_out: bool
     cancelled: bool
     oom: bool

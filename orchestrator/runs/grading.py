@@ -363,14 +363,7 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
     await session.import_archive(archive, ARTIFACTS_FOLDER)
     sandbox = await _identify(session)
     argv, env = ["bash", "-c", grader.command], {"ARTIFACTS": ARTIFACTS_FOLDER}
-    try:
-        done = await session.exec(argv, env=env, cwd="/workspace", timeout_s=grader.timeout_s)
-    except OperatorError as error:
-        # This code comes from a working sandbox: the grader's command has killed the process that supervised it. A
-        # retry would end in the same way, so the grader has failed.
-        if error.code is ErrorCode.INTERNAL:
-            raise _GraderFailed(str(error)) from error
-        raise
+    done = await session.exec(argv, env=env, cwd="/workspace", timeout_s=grader.timeout_s)
     content: bytes | None = None
     if grader.reward_file is not None:
         try:

@@ -1,6 +1,7 @@
 """The program that the sandbox's entry point runs, installed as /opt/toolcrew/__main__.py."""
 
 import os
+import pwd
 import sys
 
 from guest.loop import main, parse_options
@@ -11,5 +12,11 @@ try:
 except ValueError as error:
     sys.exit(f"toolcrew guest: {error}")
 paths = GuestPaths(has_all_files=os.geteuid() == 0, cpus=options.cpus)
+try:
+    user = pwd.getpwuid(os.geteuid()).pw_name
+except KeyError:
+    # The image does not know the user of the sandbox. Many programs then use these variables.
+    user = "root" if os.geteuid() == 0 else "sandbox"
+paths.add_variables({"USER": user, "LOGNAME": user})
 paths.add_variables(os.environ)
 main(options, paths)

@@ -80,6 +80,8 @@ class Call:
         self.watch_at = 0.0
         self.cancelled = False
         self.overdue = False
+        # The signal that ended the supervisor before it reported the end of the call.
+        self.killed_by: int | None = None
         self.answered = False
         # The done fields that the supervisor has reported.
         self.done: dict[str, object] | None = None
@@ -184,18 +186,35 @@ class Call:
         A tool or PID 1 has killed the supervisor.
         """
         if not (self.cancelled or self.overdue):
-            message = (
-                "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
-            )
-            if self.supervisor is not None and not self.supervisor.progress.is_taken:
-                message = "not started: a program killed the processes that start calls; send the call again"
-            return {"error": {"code": INTERNAL, "message": message}, "kill": report.as_field()}
+            return self._build_killed_end(report)
         if not self._is_exec:
             code = CANCELLED if self.cancelled else TIMEOUT
             return {"error": {"code": code, "message": "ended by PID 1: the request did not end by itself"}}
-        streams = self._count_streams()
+        return self._build_stopped_end(report)
+
+    def _build_killed_end(self, report: KillReport) -> dict[str, object]:
+        """Return the done fields when a program of the sandbox has killed the supervisor.
+
+        A supervisor that has ended without a signal has a bug.
+        """
+        if self.killed_by is None:
+            failure = RequestFailure(INTERNAL, "the process of this request ended without a report")
+        elif self.supervisor is not None and not self.supervisor.progress.is_taken:
+            failure = RequestFailure(
+                CANCELLED, "not started: a program kills the processes that start calls; end it and send the call again"
+            )
+        elif self._is_exec:
+            # To the caller, a command that kills its supervisor looks like one that kills its own shell.
+            return {**self._build_stopped_end(report), "signal": self.killed_by, "supervisor_killed": True}
+        else:
+            failure = RequestFailure(
+                CANCELLED, "a program of the sandbox killed the process of this request: check what it did, repeat it"
+            )
+        return {"error": failure.as_error(), "kill": report.as_field()}
+
+    def _build_stopped_end(self, report: KillReport) -> dict[str, object]:
         oom_rose = read_oom_kills() != self.oom_kills
-        return self._build_exec_end(time.monotonic() - self._started_at, streams, report, oom_rose)
+        return self._build_exec_end(time.monotonic() - self._started_at, self._count_streams(), report, oom_rose)
 
     def _count_streams(self) -> dict[str, dict[str, int]]:
         """Return the field `streams` when no supervisor has reported it: for each requested stream, the bytes that were

@@ -1,4 +1,4 @@
-"""System calls that the standard library does not offer: prctl and openat2."""
+"""What the standard library does not offer: prctl, openat2, and the title of a process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ WRITE_LATER = (errno.EAGAIN, errno.ENOMEM)
 ENOMEM: the sandbox has no memory for the pipe's next page, until the OOM killer has ended a program.
 """
 PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 0x02
@@ -29,6 +30,21 @@ def set_process_flag(option: int, value: int) -> None:
     if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def set_title(title: bytes) -> None:
+    """Replace the name and the arguments of this process, which other processes read in /proc. Children inherit both.
+
+    The arguments stay as they are when the kernel does not report where they are, or when they are shorter.
+    """
+    _LIBC.prctl(_PR_SET_NAME, title, 0, 0, 0)
+    with open("/proc/self/stat", "rb") as file:
+        # The name in brackets may contain blanks. After its bracket, the fields begin with the third one.
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = (int(fields[48 - 3]), int(fields[49 - 3])) if len(fields) > 49 - 3 else (0, 0)
+    if start and end - start > len(title):
+        # The kernel reads the arguments from this memory. The bytes after the title must be zero.
+        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:

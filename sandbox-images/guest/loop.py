@@ -22,7 +22,7 @@ from guest.commands.jobs import Job, Jobs
 from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.fields import check_fields
 from guest.frames import Frame, FrameDecoder, FrameError, HostDisconnected, Outbox, encode_frame
-from guest.kernel import PR_SET_DUMPABLE, set_process_flag
+from guest.kernel import PR_SET_DUMPABLE, set_process_flag, set_title
 from guest.paths import GuestPaths
 from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
 from guest.requests import CALL_OPS, is_request_id, read_variables
@@ -42,6 +42,8 @@ _READ_BYTES = 65_536
 _OUTBOX_BYTES = 262_144
 _TICK_MS = 1
 _LONGEST_WAIT_S = 3600.0
+TITLE = b"init"
+"""Title of PID 1 and of the supervisors. `pkill -f python3` must not end them."""
 
 
 class Options:
@@ -147,7 +149,7 @@ class Loop:
         self._supervisors = Supervisors(paths)
         self._cleanup = Cleanup()
         self._lanes = CallLanes()
-        self._jobs = Jobs()
+        self._jobs = Jobs(paths)
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
         # Calls that may run now, because the call before them in their lane has ended.
         self._ready_calls: list[Call] = []
@@ -418,7 +420,7 @@ class Loop:
         if supervisor is not None and call.check_delay(supervisor):
             self._supervisors.kill(supervisor)
 
-    def _on_exit(self, pid: int, _status: int) -> None:
+    def _on_exit(self, pid: int, status: int) -> None:
         """Process the exit of a child of PID 1: answer its call, start the call again, or kill what is left."""
         supervisor = self._supervisors.take_reaped(pid)
         if supervisor is None:
@@ -437,6 +439,8 @@ class Loop:
         elif call is not None and job is None and can_retry:
             self._retry(call)
         elif call is not None or has_orphans:
+            if call is not None and os.WIFSIGNALED(status):
+                call.killed_by = os.WTERMSIG(status)
             self._cleanup.hold(call)
             # End the waiting supervisor too: it would hide that no child is left, and then all processes can be killed
             # at once.
@@ -503,6 +507,7 @@ def main(options: Options | None = None, paths: GuestPaths | None = None) -> NoR
     # signals to PID 1 that have no handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
+    set_title(TITLE)
     loop = Loop(paths or GuestPaths(), options or Options())
     gc.collect()
     gc.freeze()

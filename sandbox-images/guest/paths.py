@@ -66,6 +66,10 @@ class GuestPaths:
         printable = {name: value for name, value in variables.items() if value and value.isprintable()}
         self.environment = {**self.environment, **printable}
 
+    def job_log(self, job: str) -> str:
+        """Return the path of the log of a job."""
+        return f"{self.output.decode()}/jobs/{job}.log"
+
     def offer_proxy(self, port: int) -> None:
         """Set the proxy variables of programs. Programs differ in the variable names that they read."""
         proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), f"http://127.0.0.1:{port}")
@@ -80,9 +84,14 @@ ENVIRONMENT: Mapping[str, str] = {
     "TERM": "dumb",
     "PAGER": "cat",
     "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "SYSTEMD_PAGER": "cat",
+    "GIT_EDITOR": "true",
     "GIT_TERMINAL_PROMPT": "0",
+    "GIT_CONFIG_SYSTEM": "/opt/toolcrew/etc/gitconfig",
     "DEBIAN_FRONTEND": "noninteractive",
     "NO_COLOR": "1",
     "PYTHONUNBUFFERED": "1",
     "PIP_PROGRESS_BAR": "off",
+    "PIP_NO_INPUT": "1",
 }

@@ -57,24 +57,15 @@ MAX_ARGUMENT_BYTES = 131_071
 _BASH_PATHS = (b"/bin/bash", b"/usr/bin/bash", b"/usr/local/bin/bash")
 BASH = (
     next((path for path in _BASH_PATHS if os.access(path, os.X_OK)), TOOLKIT + b"/bash"),
-    b"--noprofile",
     b"--norc",
     b"-c",
 )
-"""Path of bash: that of the image, or in an image without bash, that of the toolkit."""
+"""Path of bash and its first arguments: the bash of the image, or in an image without bash, that of the toolkit."""
 # Above the number of every descriptor that a supervisor opens.
 _SPARE_FD = 200
 
 # SIGKILL and SIGSTOP cannot be set. The C library uses 32 and 33 for itself.
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
-
-
-def build_bash_argv(script: bytes) -> list[bytes]:
-    """Return the arguments that run `script` with bash. Raises RequestFailure when the script has a NUL byte."""
-    if b"\0" in script:
-        raise RequestFailure(INVALID_ARGUMENTS, "the script has a NUL byte")
-    # The last argument is the script's own name, $0. Bash prints this name in front of its error messages.
-    return [*BASH, script, b"bash"]
 
 
 def enter_directory(path: str, workspace: bytes) -> None:
@@ -125,6 +116,8 @@ def _find_program(name: bytes, search_path: bytes) -> bytes:
         candidate = os.path.join(directory or b".", name)
         if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
             return candidate
+    if name == os.path.basename(BASH[0]):
+        return BASH[0]
     raise RequestFailure(
         SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH; give its full path"
     )

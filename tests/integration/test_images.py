@@ -398,3 +398,48 @@ async def test_an_image_that_cannot_be_a_sandbox_is_refused_with_the_reason(api:
         assert "its /workspace is not a folder" in str(caught.value)
         assert time.monotonic() - started_at < 10
     assert host.factory.slots.used == 0
+
+
+@pytest.fixture(scope="module")
+def image_of_a_task(api: APIClient) -> Iterator[str]:
+    """Return an image as benchmarks have them: a repository of root, and a configuration of git."""
+    name = f"toolcrew-test:{secrets.token_hex(4)}"
+    lines = (
+        f"FROM {IMAGE}",
+        "USER 0",
+        "RUN git config --system alias.fromimage 'log --oneline' && git init -q -b main /testbed && cd /testbed"
+        " && git config user.email a@b.example && git config user.name a && echo one > f && git add f"
+        " && git commit -qm first && git checkout -qb side && echo side > g && git add g && git commit -qm side"
+        " && git checkout -q main && echo two > h && git add h && git commit -qm second && chown -R 0:0 /testbed",
+        "ENV GIT_PAGER=head",
+    )
+    for line in api.build(fileobj=io.BytesIO("\n".join(lines).encode()), tag=name, network_mode="none", decode=True):
+        assert "error" not in line, line
+    yield name
+    api.remove_image(name, force=True)
+
+
+async def test_git_works_with_a_repository_of_another_user(either_host: Host, image_of_a_task: str) -> None:
+    sandbox = await either_host.make(image_of_a_task)
+    assert await bash(sandbox, "git -C /testbed status --short && git -C /testbed fromimage | wc -l") == "2\n"
+    copy = "cp -r /testbed . && cd testbed && git checkout -q side && "
+    assert (
+        await bash(sandbox, copy + "git rebase -q main && git merge -q --no-ff main; git log --oneline | wc -l")
+    ) == "3\n"
+    amend = "cd testbed && git commit --amend -q && git log -1 --format=%s; echo $GIT_PAGER $USER $LOGNAME"
+    assert await bash(sandbox, amend) == "side\nhead sandbox sandbox\n"
+
+
+async def test_bash_scripts_run_in_an_image_without_bash_and_show_their_lines(
+    either_host: Host, foreign_image: str
+) -> None:
+    for image in (foreign_image, IMAGE):
+        sandbox = await either_host.make(image)
+        assert (await run(sandbox, "bash", "-c", "pkill -f nothing-xyz; echo $0 $1", "name", "first"))[1].endswith(
+            "name first\n"
+        )
+        for script, line in (("\n\nnosuch", "line 3"), ("echo 1\n\necho (", "line 3")):
+            assert line in (await run(sandbox, "bash", "-c", script))[1]
+        titles = "for file in /proc/[0-9]*/comm; do read -r name < $file; echo $name; done"
+        names = (await run(sandbox, "bash", "-c", titles))[1].split()
+        assert set(names) == {"init", "bash"}

@@ -48,6 +48,7 @@ def test_a_program_has_three_descriptors_an_own_session_and_a_clean_environment(
     names = {line.split("=")[0] for line in lines[4:]}
     assert names == {
         *("PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "GIT_TERMINAL_PROMPT", "DEBIAN_FRONTEND", "NO_COLOR"),
+        *("MANPAGER", "SYSTEMD_PAGER", "GIT_EDITOR", "GIT_CONFIG_SYSTEM", "PIP_NO_INPUT"),
         *("PYTHONUNBUFFERED", "PIP_PROGRESS_BAR", "MINE", "PWD", "SHLVL", "_"),
     }
 
@@ -81,8 +82,7 @@ def test_no_signal_is_blocked_or_ignored(guest: Guest) -> None:
         ({"surprise": 1}, "INVALID_ARGUMENTS"),
         ({"script_bytes": 9999}, "INVALID_ARGUMENTS"),
         ({"script": b"echo a\0b"}, "INVALID_ARGUMENTS"),
-        ({"script": b"#" * 131_072}, "INVALID_ARGUMENTS"),
-        ({"script": b"#" * 131_071}, None),
+        ({"script": b"#" * 131_072}, None),
     ],
 )
 def test_an_invalid_exec_request_is_refused_with_its_code(

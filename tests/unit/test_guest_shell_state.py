@@ -196,6 +196,11 @@ def test_shell_errors_show_the_original_name_and_line(guest: Guest) -> None:
         ("false | true", [1, 0]),
         ("true | (exit 3) | false; ", [0, 3, 1]),
         ("set -eo pipefail; false | true", [1, 0]),
+        ("set -eo pipefail; true | false\necho no", [0, 1]),
+        ("false | true; exit", [1, 0]),
+        ("false | true # a comment", [1, 0]),
+        # Here the end of the script could be seen, so that only the status of the whole is reported.
+        ("cat <<E | false\ndocument\nE", [1]),
     ],
 )
 def test_the_exit_codes_of_the_last_pipeline_are_reported(guest: Guest, script: str, statuses: list[int]) -> None:

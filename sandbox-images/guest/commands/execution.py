@@ -10,6 +10,7 @@ import select
 import time
 
 from guest.commands.outputs import Outputs
+from guest.commands.scripts import build_script_start, hide_script
 from guest.commands.shell_state import ShellSession
 from guest.failures import INVALID_ARGUMENTS, RequestFailure
 from guest.fields import encode_text
@@ -18,7 +19,6 @@ from guest.processes import (
     TERM_GRACE_S,
     KillReport,
     ask_to_end,
-    build_bash_argv,
     enter_directory,
     kill_below,
     offer_to_oom_killer,
@@ -97,12 +97,11 @@ class Execution:
     def _start(self) -> None:
         """Start the program. Raises RequestFailure or OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
-        inherited: list[int] = []
         if self._request.has_state:
             self._session = ShellSession(self._request, self._paths)
             argv, env, inherited = self._session.prepare(script)
         else:
-            argv, env = build_argv(self._request, script), build_environment(self._request, self._paths)
+            argv, env, inherited = build_program(self._request, script, self._paths)
             enter_directory(str(self._request.cwd), self._paths.workspace)
         self._outputs = Outputs(self._request, self._pipes.writer, self._paths)
         stdin = self._pipes.open_stdin(self._request.script_bytes)
@@ -214,23 +213,25 @@ class Execution:
         return {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
 
 
-def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
-    """Return the arguments of the program. Raises RequestFailure when an argument or the script is too long."""
+def build_program(
+    request: ExecRequest, script: bytes, paths: GuestPaths
+) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
+    """Return the arguments, the environment and the descriptors from 3 on of the program.
+
+    Raises RequestFailure when an argument is too long, and OSError.
+    """
+    environment = build_environment(request, paths)
     if request.argv is None:
-        if len(script) > MAX_ARGUMENT_BYTES:
-            raise RequestFailure(
-                INVALID_ARGUMENTS,
-                f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the "
-                "file",
-            )
-        return build_bash_argv(script)
-    argv = [encode_text(argument, "an argument") for argument in request.argv]
+        return build_script_start(script, environment)
+    argv, environment, inherited = hide_script(
+        [encode_text(argument, "an argument") for argument in request.argv], environment
+    )
     longest = max(len(argument) for argument in argv)
     if longest > MAX_ARGUMENT_BYTES:
         raise RequestFailure(
             INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file"
         )
-    return argv
+    return argv, environment, inherited
 
 
 def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:

@@ -21,12 +21,12 @@ class JobLog:
     """
 
     def __init__(self, paths: GuestPaths, job: str, max_bytes: int = LOG_BYTES) -> None:
-        folder = paths.output + b"/jobs"
+        self.path = paths.job_log(job)
+        folder, name = os.path.split(self.path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         self._directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._name = job.encode() + b".log"
-        self.path = f"{folder.decode()}/{job}.log"
+        self._name = name.encode()
         self._max_bytes = max_bytes
         self._fd = self._create(self._name)
         self._skip = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from guest.failures import INVALID_ARGUMENTS, RequestFailure
@@ -9,6 +10,7 @@ from guest.failures import INVALID_ARGUMENTS, RequestFailure
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from guest.commands.job_requests import JobStartRequest
+    from guest.paths import GuestPaths
     from guest.supervisors import SupervisorHandle
 
 MAX_JOBS = 16
@@ -50,7 +52,8 @@ class Job:
 class Jobs:
     """The jobs of the session by id, oldest first. Ended jobs stay in the table until a new job needs their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: GuestPaths) -> None:
+        self._paths = paths
         self._jobs: dict[str, Job] = {}
         self._count = 0
 
@@ -75,6 +78,10 @@ class Jobs:
                 )
             self.forget(ended)
         self._count += 1
+        # An earlier sandbox of the session, or the session that this one was forked from, may have used the name. Its
+        # log is a file of the session and stays.
+        while os.path.lexists(self._paths.job_log(f"job-{self._count}")):
+            self._count += 1
         job = self._jobs[f"job-{self._count}"] = Job(f"job-{self._count}", request.label)
         request.job = job.id
         return job

@@ -1,7 +1,7 @@
 """The state of a session's shells: the current folder, the exported variables and the functions at the end of the last
 command.
 
-The shell writes its state at its end. The next shell reads the state from BASH_ENV, a script that bash runs first.
+The shell writes its state at its end. The next shell reads the state before its script (`build_setup`).
 
 Invariant: the state files contain untrusted text, because programs of the sandbox can write them. A state is replaced
 completely or not at all. A shell that was killed does not change the state.
@@ -14,10 +14,11 @@ import os
 import re
 import stat
 
+from guest.commands.scripts import build_script_start, quote
 from guest.failures import PATH_NOT_ALLOWED, RequestFailure
 from guest.fields import printable
 from guest.paths import ENVIRONMENT, GuestPaths
-from guest.processes import BASH, MAX_ARGUMENT_BYTES, build_bash_argv, enter_directory
+from guest.processes import enter_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_PATH = 4096
 MAX_STATE_BYTES = 262_144
-PREAMBLE_FD = 3
-_RUN_LONG = b'eval "$BASH_EXECUTION_STRING"'
-SCRIPT_FD = 4
 _END = b"end"
 _MAX_STATUSES = 64
 # Code of an EXIT trap. It uses only builtins, so no process is forked. Output of the script's own traces and traps also
@@ -201,50 +199,35 @@ def prepare_saving(paths: GuestPaths) -> None:
             os.chmod(paths.state, 0o700)
 
 
-def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is_long: bool) -> bytes:
-    """Return the script for BASH_ENV.
+def build_setup(state: ShellState, paths: GuestPaths, token: bytes | None) -> bytes:
+    """Return the bash source text that runs before a script.
 
-    `token`: the text that ends the state that the shell writes, or None when the shell stores no state. `is_long`:
-    the command is read from SCRIPT_FD, because the command is too long for an argument.
+    `token`: the text that ends the state that the shell writes, or None when the shell stores no state.
     """
-    lines = [f"exec {PREAMBLE_FD}<&-".encode(), b"builtin unset -v BASH_ENV"]
-    if is_long:
-        lines.append(f"IFS= builtin read -r -d '' -u {SCRIPT_FD} BASH_EXECUTION_STRING\nexec {SCRIPT_FD}<&-".encode())
+    lines = []
     if token is not None:
         # Set the trap before the session's source text is read: the session may define a function named `trap`.
-        save = _SAVE.format(next=os.fsdecode(_quote(_path_of_next(paths, token))), token=token.decode())
-        lines.append(b"builtin trap -- " + _quote(os.fsencode(save)) + b" EXIT")
+        save = _SAVE.format(next=os.fsdecode(quote(_path_of_next(paths, token))), token=token.decode())
+        lines.append(b"builtin trap -- " + quote(os.fsencode(save)) + b" EXIT")
     if state.variables:
-        lines.append(b"builtin eval " + _quote(state.variables) + b" >/dev/null 2>&1")
+        lines.append(b"builtin eval " + quote(state.variables) + b" >/dev/null 2>&1")
     if state.functions:
         # Turn extglob on: bash may not be able to parse a function without it that was defined with it.
         lines.append(b"builtin shopt -s extglob")
-        lines.append(b"builtin eval " + _quote(state.functions) + b" >/dev/null 2>&1")
+        lines.append(b"builtin eval " + quote(state.functions) + b" >/dev/null 2>&1")
         lines.append(b"builtin shopt -u extglob")
-    return b"\n".join(lines) + b"\n"
+    return b"\n".join(lines)
 
 
 def build_shell(
     script: bytes, state: ShellState, paths: GuestPaths, token: bytes | None
 ) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
     """Return a shell's arguments, its environment, and its descriptors from 3 on. Raises RequestFailure and OSError."""
-    argv = build_bash_argv(script)
-    is_long = len(script) > MAX_ARGUMENT_BYTES
-    inherited = [open_in_memory(build_preamble(state, paths, token, is_long))]
-    if is_long:
-        argv[len(BASH)] = _RUN_LONG
-        inherited.append(open_in_memory(script))
-        os.lseek(inherited[1], 0, os.SEEK_SET)
-    return argv, {**state.environment, b"BASH_ENV": f"/proc/self/fd/{PREAMBLE_FD}".encode()}, inherited
-
-
-def open_in_memory(text: bytes) -> int:
-    """Return the descriptor of a memory file with this content. Raises OSError."""
-    fd = os.memfd_create("shell", os.MFD_CLOEXEC)
-    view = memoryview(text)
-    while view:
-        view = view[os.write(fd, view) :]
-    return fd
+    # What the image's BASH_ENV defines is in the state afterwards. To run it again could undo later commands.
+    setup = build_setup(state, paths, token)
+    return build_script_start(
+        script, state.environment, setup, runs_file=state.raw is None, keeps_statuses=token is not None
+    )
 
 
 def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_in: bytes, token: bytes) -> StateOutcome:
@@ -331,10 +314,6 @@ def _read_statuses(field: bytes) -> list[int] | None:
     ):
         return None
     return [min(int(status), 255) for status in statuses]
-
-
-def _quote(text: bytes) -> bytes:
-    return b"'" + text.replace(b"'", b"'\\''") + b"'"
 
 
 class ShellSession:
