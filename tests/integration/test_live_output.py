@@ -81,3 +81,25 @@ def test_call_live_shows_output_on_stderr_and_the_result_once_on_stdout(
     # stdout is not a terminal here, so a program that reads stdout gets every byte.
     assert live.stdout.splitlines()[:2] == ["one", "\x07two"]
     assert "two" not in quiet.stderr
+
+
+async def test_the_lines_of_a_search_arrive_while_it_still_searches(session: Session) -> None:
+    """An older file takes the search longer than its time limit, so only early lines can arrive."""
+    slow = "printf '%040d!' 0 | tr 0 a > slow.txt; head -c 5000000 /dev/zero | tr '\\0' z > large.txt"
+    await session.call("bash_tool", {"command": f"{slow}; sleep 0.01; echo hit > new.txt"})
+    arrived, pieces = asyncio.Event(), list[str]()
+
+    def on_output(_: str, text: str) -> None:
+        pieces.append(text)
+        arrived.set()
+
+    pattern = {"pattern": "(?=h)hit|(?=a)(a+)+$"}
+    call = asyncio.create_task(session.call("grep_tool", pattern, on_output=on_output))
+    async with asyncio.timeout(20):
+        await arrived.wait()
+        running = "cat /proc/[0-9]*/comm 2>/dev/null | grep -cx rg"
+        searching = await session.call("bash_tool", {"command": running})
+    assert (call.done(), str(searching.output).split()[0]) == (False, "1")
+    assert "".join(pieces) == "new.txt:1: hit\n"
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

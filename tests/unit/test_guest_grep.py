@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
-from tests.search_harness import Harness
+from tests.search_harness import Harness, LocalContext
 from tests.waiting import wait_until
 
 assert GUEST_PARENT
@@ -31,6 +31,41 @@ def test_match_totals_are_exact_for_any_limit(harness: Harness) -> None:
     assert reply.lines[8:] == ["f6:1: hit", "f6:2: hit"]
     limited = harness.grep("hit", max_per_file=1)
     assert (limited["matches"], limited["shown"], limited.lines[0]) == (36, 8, "f7:1: hit")
+
+
+@pytest.mark.parametrize(("files", "size"), [(600, 2), (3, 3 << 20)], ids=["many files", "large files"])
+def test_lines_of_the_newest_file_are_sent_before_the_other_files_are_searched(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, files: int, size: int
+) -> None:
+    oldest = harness.make("oldest.txt", "nothing here\n" + "x" * size)
+    for number in range(files):
+        harness.make(f"d/{number}.txt", "nothing\n" + "y" * size)
+    harness.make("newest.txt", "hit one\nhit two\n")
+    times = oldest.stat()
+
+    def send(context: LocalContext, stream: str, data: bytes) -> None:
+        # The file matches only from now on: a search that had read it would not find it.
+        if data and not context.sent:
+            oldest.write_text("hit three\n" + "x" * size)
+            os.utime(oldest, ns=(times.st_atime_ns, times.st_mtime_ns))
+        context.sent += data
+
+    monkeypatch.setattr(LocalContext, "send", send)
+    found = harness.grep("hit", path=".")
+    assert found.lines == ["newest.txt:1: hit one", "newest.txt:2: hit two", "oldest.txt:1: hit three"]
+    assert (found["matches"], found["files"], found["shown"], found["shown_files"]) == (3, 2, 3, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 5, 300, 1000])
+def test_early_lines_change_neither_order_nor_counts(harness: Harness, limit: int) -> None:
+    for number in range(700):
+        harness.make(f"d/{number:03}.txt", "hit\nhit\n" if number % 2 else b"\0hit\n" if number % 10 == 0 else "no\n")
+    found = harness.grep("hit", limit=limit, max_lines=1500, max_bytes=1 << 20)
+    expected = [f"d/{number:03}.txt:{line}: hit" for number in range(699, 0, -2) for line in (1, 2)]
+    assert found.lines == expected[:limit]
+    assert found["shown"] == min(limit, 700)
+    assert found["matches"] >= 700, "binary files count until their lines would be shown"
+    assert len(harness.grep("hit", max_per_file=1, limit=1000, max_lines=1500, max_bytes=1 << 20).lines) == 350
 
 
 def test_context_lines_are_marked_and_groups_separated(harness: Harness) -> None:

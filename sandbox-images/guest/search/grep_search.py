@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import time
 
@@ -45,6 +46,13 @@ _REST_S = 0.001
 _LARGE_CHECK_S = 0.05
 _FIRST_BATCH = 4
 _LAST_BATCH = 128
+MIN_EARLY_FILES = 500
+MIN_EARLY_BYTES = 4 << 20
+MAX_EARLY_FILES = 256
+EARLY_S = 3.0
+"""The lines of the newest files are sent before all files are searched, unless there are few and small files. Limits of
+these files, and of the time for them.
+"""
 
 
 class _LargeFileError(Exception):
@@ -79,7 +87,7 @@ def _find(pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPa
     """Return the search with its matching files. If nothing matches, the pattern may mean something else to its writer:
     the first other reading that matches is used, and the hints name it.
     """
-    search = _find_as_read(pattern, names, open_search)
+    search = _find_as_read(pattern, names, open_search, sends_early=True)
     if search.has_matches or search.is_partial:
         return search
     readings = build_readings(pattern.written, fixed=pattern.fixed_strings, ignore_case=pattern.ignore_case)
@@ -94,13 +102,15 @@ def _find(pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPa
     return search
 
 
-def _find_as_read(pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPattern], _Search]) -> _Search:
+def _find_as_read(
+    pattern: GrepPattern, names: NameFilter, open_search: Callable[[GrepPattern], _Search], *, sends_early: bool = False
+) -> _Search:
     search = open_search(pattern)
     try:
-        search.find(names)
+        search.find(names, sends_early)
     except _NeedsPcreError:
         search = open_search(pattern)
-        search.find(names)
+        search.find(names, sends_early)
     return search
 
 
@@ -148,6 +158,8 @@ class _Search:
         self._searched: int | None = None
         self.is_partial = self._was_killed = False
         self.hints: list[str] = []
+        # Files whose lines were sent.
+        self._sent: set[bytes] = set()
         self._shown = self._shown_files = 0
         self._ripgrep = Ripgrep(self._paths.ripgrep, pattern)
 
@@ -160,14 +172,58 @@ class _Search:
 
     # --- which files --------------------------------------------------------------------------------------------------
 
-    def find(self, names: NameFilter) -> None:
+    def find(self, names: NameFilter, sends_early: bool) -> None:
         """Find the matching files, or if the request names one file, its matches. Raises RequestFailure, and
         _NeedsPcreError.
+
+        `sends_early`: send the lines of the newest files first, before all files are searched.
         """
         if self._start.file is None:
+            if sends_early and self._request.mode == "content":
+                self._send_newest(names)
             self._find_files(names)
         else:
             self._find_in_file(self._start.file)
+
+    def _send_newest(self, names: NameFilter) -> None:
+        """Search the newest files one batch after the other, and send the lines of each batch at once. The complete
+        search then counts all matches, and `send` continues behind these files.
+        """
+        late_at = time.monotonic() + EARLY_S
+        newest = self._list_newest(names, late_at)
+        at, batch = 0, 1
+        while at < len(newest) and self._shown < self._request.limit and time.monotonic() < late_at:
+            paths = newest[at : at + batch]
+            self._send_files(paths, self._request.limit - self._shown, late_at)
+            if self._page.is_full:
+                return
+            at, batch = at + batch, min(4 * batch, _LAST_BATCH)
+
+    def _list_newest(self, names: NameFilter, late_at: float) -> list[bytes]:
+        """Return the MAX_EARLY_FILES newest files that the search covers. Return nothing if all files are searched soon
+        anyway, or cannot be listed in time.
+        """
+        files = size = 0
+        selection = FileSelection(self._start, self._paths, not self._request.include_ignored)
+        options = selection.options(names.included, names.excluded, names.type_name)
+
+        def read_times(child: Child) -> Iterator[tuple[int, bytes]]:
+            nonlocal files, size
+            for record in child.read_records(b"\0", lambda: self._clock.is_over or time.monotonic() > late_at):
+                path = record[2:]
+                with contextlib.suppress(OSError):
+                    if names.takes(path) and (status := os.lstat(path)).st_size <= MAX_FOUND_BYTES:
+                        files, size = files + 1, size + status.st_size
+                        yield -status.st_mtime_ns, path
+
+        with Child(list_files(self._paths.ripgrep, options), _REST_S, opens_rule_files=True) as child:
+            try:
+                newest = heapq.nsmallest(MAX_EARLY_FILES, read_times(child))
+            except BlockedError:
+                return []
+        # After an incomplete list, a newer file could follow the lines that were sent.
+        is_small = files < MIN_EARLY_FILES and size < MIN_EARLY_BYTES
+        return [] if is_small or child.was_cut_off or child.has_refused else [path for _, path in newest]
 
     def _find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start.
@@ -326,12 +382,14 @@ class _Search:
         self._context.writer.send("lines", self._page.take())
 
     def _send_lines(self) -> None:
-        remaining, batch = self._request.limit, _FIRST_BATCH
+        remaining, batch = self._request.limit - self._shown, _FIRST_BATCH
         while remaining > 0 and self._matches and not self._page.is_full:
             paths: list[bytes] = []
             expected = 0
             while self._matches and len(paths) < batch and expected < remaining:
                 path, count = self._take()
+                if path in self._sent:
+                    continue
                 expected += count if self._request.max_per_file is None else min(count, self._request.max_per_file)
                 paths.append(path)
             remaining -= self._send_files(paths, remaining)
@@ -340,31 +398,39 @@ class _Search:
                 self.is_partial = self.is_partial or (remaining > 0 and bool(self._matches))
                 return
 
-    def _send_files(self, paths: list[bytes], limit: int) -> int:
-        """Send the lines of some files, at most `limit` matches. Returns the number of matches sent."""
-        shown = 0
+    def _send_files(self, paths: list[bytes], limit: int, late_at: float = math.inf) -> int:
+        """Send the lines of some files, at most `limit` matches. Returns the number of matches sent.
+
+        `late_at`: the monotonic time at which an early search stops. It leaves it to the complete search to name files
+        that it cannot read.
+        """
+        shown, is_early = 0, late_at < math.inf
         with contextlib.ExitStack() as opened:
             by_name: dict[bytes, tuple[bytes, int]] = {}
             for path in paths:
                 try:
                     fd = open_file(self._start.fd, path, self._paths.use_openat2)
                 except OSError:
-                    self._unreadable.add(path)
+                    if not is_early:
+                        self._unreadable.add(path)
                     continue
                 opened.callback(os.close, fd)
                 if is_binary(os.pread(fd, HEAD_BYTES, 0)):
-                    self._binary.add(path)
+                    if not is_early:
+                        self._binary.add(path)
                     continue
                 by_name[b"/proc/self/fd/%d" % fd] = (path, fd)
             if not by_name:
                 return 0
             most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
             child = opened.enter_context(Child(self._ripgrep.start_marking([fd for _, fd in by_name.values()], most)))
-            for name, positions in group_positions(child.read_records(b"\n", lambda: self._clock.is_over)):
+            records = child.read_records(b"\n", lambda: self._clock.is_over or time.monotonic() > late_at)
+            for name, positions in group_positions(records):
+                self._sent.add(by_name[name][0])
                 shown += self._send_file(*by_name[name], itertools.islice(positions, min(most, limit - shown)))
                 if shown >= limit or self._page.is_full:
                     return shown
-            if child.was_cut_off:
+            if child.was_cut_off and (shown or not is_early):
                 self.is_partial = True
         return shown
 
