@@ -44,11 +44,11 @@ def _count_chars(value: Any, key_weight: int = 1) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        if value.get("type") in _MEDIA:
+        # A tool may have a parameter `type`, whose value is a schema.
+        if isinstance(kind := value.get("type"), str) and kind in _MEDIA:
             return PART_TOKENS * CHARS_PER_TOKEN
-        return sum(
-            key_weight * len(key) + _count_chars(inner, key_weight) for key, inner in value.items() if key not in _NAMES
-        )
+        counted = {key: inner for key, inner in value.items() if key not in _NAMES or isinstance(inner, Mapping)}
+        return sum(key_weight * len(key) + _count_chars(inner, key_weight) for key, inner in counted.items())
     if isinstance(value, list | tuple):
         return sum(_count_chars(inner, key_weight) for inner in value)
     return 0
