@@ -29,6 +29,7 @@ from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
+from orchestrator.runs.webhooks import build_webhook_check
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.recorder import Traces
 from store.batches import (
@@ -89,7 +90,7 @@ class BatchRuns:
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._publisher = RunEventPublisher(pool.redis, settings.deployment)
-        self.batches = Batches(self.queue, self._publisher, tenant)
+        self.batches = Batches(self.queue, self._publisher, tenant, build_webhook_check(pool.dispatcher))
 
     async def check_models(self, file: BatchFile, defaults: BatchDefaults) -> None:
         """Check the models of a file. Call this method before `batches.submit`.

@@ -13,6 +13,7 @@ from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.event_publisher import RunEventPublisher
+from orchestrator.runs.webhooks import CheckWebhook, accept_webhook
 from orchestrator.terminal.commands import build_resubmission
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
 from store.runs import AT_ONCE, BatchCancelled, RunQueue
@@ -48,9 +49,16 @@ class Batches:
     ToolFailure(INVALID_ARGUMENTS) for an invalid request; the message says what to do.
     """
 
-    def __init__(self, queue: RunQueue, publisher: RunEventPublisher, tenant: str) -> None:
+    def __init__(
+        self,
+        queue: RunQueue,
+        publisher: RunEventPublisher,
+        tenant: str,
+        check_webhook: CheckWebhook = accept_webhook,
+    ) -> None:
         self._queue = queue
         self._publisher = publisher
+        self._check_webhook = check_webhook
         self.tenant = tenant
 
     async def submit(
@@ -80,6 +88,8 @@ class Batches:
             await asyncio.to_thread(check_detached, file, artifacts, name or "the batch")
         batch_id = batch or new_batch_id()
         check_batch_id(batch_id)
+        if webhook is not None:
+            await self._check_webhook(self.tenant, webhook)
         record = BatchRecord(
             state=BatchState.IN_PROGRESS,
             total=len(file.items),

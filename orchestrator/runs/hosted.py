@@ -25,6 +25,7 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.endpoints import refuse_model
 from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, name_attempt, plan_fork, read_shared_steps
+from orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
@@ -117,6 +118,7 @@ class HostedRuns:
         self._sessions = SessionStore(client, deployment)
         self.queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_listed)
+        self.check_webhook: CheckWebhook = accept_webhook
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
@@ -124,7 +126,9 @@ class HostedRuns:
         """Return the durable runs of a pool. Create one instance per process: all followers of the instance share one
         connection. Close `hub` before the pool.
         """
-        return cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
+        runs = cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
+        runs.check_webhook = build_webhook_check(pool.dispatcher)
+        return runs
 
     async def start(
         self,
@@ -149,8 +153,8 @@ class HostedRuns:
         session stays open after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
-        - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
-          session that another run uses.
+        - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, a
+          session that another run uses, or a webhook that can never be delivered.
         - QUOTA_EXCEEDED: too many runs wait, or Redis is nearly full.
         - BUDGET_EXCEEDED: a budget of the tenant is used up.
         - SESSION_NOT_FOUND: the session is not open.
@@ -168,6 +172,8 @@ class HostedRuns:
         await self._tenants.check_budgets(tenant)
         if environment.session is not None:
             await self._check_session(tenant, environment.session)
+        if webhook is not None:
+            await self.check_webhook(tenant, webhook)
         text = item.model_dump_json()
         notice = f"\0{webhook.model_dump_json()}" if webhook is not None else ""
         # The digest covers everything that the client sent, so that a second request with the same key is accepted only

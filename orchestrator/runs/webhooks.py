@@ -12,14 +12,15 @@ import random
 import secrets
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pydantic import ValidationError
 
 from contract.calls import ToolCall
 from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ToolFailure
-from contract.webhooks import SEND_TOOL, sign
+from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.webhooks import SEND_TOOL, Webhook, sign
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.runs.batch_status import build_status
@@ -31,6 +32,8 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 CHECK_INTERVAL_S = 1.0
+CHECK_LIMIT_S = 5.0
+"""Limit, in seconds, of the check of a new webhook by a web worker."""
 LEASE_S = 120.0
 """Seconds for which a notice belongs to the process that sends it, longer than one delivery takes. If that process
 dies, another one sends the notice after this time.
@@ -41,6 +44,34 @@ PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0,
 """Pauses after the first, second, ... failure, in seconds. After the last pause the notice is dropped, about a day
 after the end.
 """
+
+
+CheckWebhook = Callable[[str, Webhook], Awaitable[None]]
+"""Checks the webhook of a tenant before a run or batch is queued. Raises ToolFailure(INVALID_ARGUMENTS)."""
+
+
+def build_webhook_check(dispatcher: Dispatcher) -> CheckWebhook:
+    """Return a check that asks a web worker, because only web workers know which hosts and ports the operator allows.
+
+    A webhook is accepted if no web worker answers: the delivery is tried later anyway.
+    """
+
+    async def check(tenant: str, webhook: Webhook) -> None:
+        arguments: dict[str, Any] = {"url": webhook.url, "check_only": True}
+        call = ToolCall(id=secrets.token_hex(16), name=SEND_TOOL, arguments=arguments)
+        result = await dispatcher.dispatch(Request(call, tenant, None, audience="session", timeout_s=CHECK_LIMIT_S))
+        if result.error_code in (ErrorCode.SECURITY_REFUSED, ErrorCode.INVALID_ARGUMENTS):
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"the webhook can never be delivered: {(result.error or '')[:500]}"
+            )
+        if not result.success:
+            log.info("webhook_not_checked", tenant=tenant, error=(result.error or "")[:500])
+
+    return check
+
+
+async def accept_webhook(_tenant: str, _webhook: Webhook) -> None:
+    """Accept every webhook: the default of parts that are used without a pool."""
 
 
 class WebhookSender:

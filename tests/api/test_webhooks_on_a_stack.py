@@ -12,7 +12,6 @@ import pytest
 
 from orchestrator.operations.ports import reserve_port
 from tests.api_stack import SOON_S, ApiStack
-from tests.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -72,18 +71,22 @@ async def test_webhooks_for_ended_batches_and_runs_are_repeated_until_accepted(
         assert (result["type"], result["data"]["id"]) == ("run.ended", run.json()["id"])  # type: ignore[index]
 
 
-async def test_no_webhook_is_sent_to_a_private_address(api_stack: ApiStack) -> None:
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/", "https://example.com:22/", "http://db.internal/"])
+async def test_a_webhook_that_can_never_be_delivered_is_refused(api_stack: ApiStack, url: str) -> None:
     port = reserve_port()
     async with api_stack.client() as client, open_receiver(port, 204) as received:
-        url = f"http://127.0.0.1:{port}/"
-        run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
-        # Another process sends the webhook, and this process gets no event, so the test polls.
-        await until(
-            lambda: bool(
-                any(api.has_logged("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
-            ),
-            SOON_S,
+        webhook = {"url": url.format(port=port), "secret": SECRET}
+        run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": webhook})
+        batch = await client.post(
+            "/v1/batches",
+            content=json.dumps({"id": "a", "tool": "bash_tool", "arguments": {"command": "true"}}),
+            headers={"Content-Type": "application/jsonl", "Webhook-Secret": SECRET},
+            params={"webhook_url": webhook["url"]},
         )
+        assert [(answer.status_code, answer.json()["code"]) for answer in (run, batch)] == [
+            (422, "INVALID_ARGUMENTS"),
+            (422, "INVALID_ARGUMENTS"),
+        ]
         assert received.empty()
 
 

@@ -22,8 +22,9 @@ WEBHOOK_SPEC = ToolSpec(
             "url": {"type": "string", "minLength": 1, "maxLength": MAX_URL_CHARS},
             "headers": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1024}},
             "body": {"type": "string", "maxLength": 64 * 1024},
+            "check_only": {"type": "boolean"},
         },
-        "required": ["url", "headers", "body"],
+        "required": ["url"],
         "additionalProperties": False,
     },
     timeout_s=20,
@@ -37,15 +38,19 @@ WEBHOOK_SPEC = ToolSpec(
 def build_webhook(
     resolver: Resolver, rules: WebAccessRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
 ) -> WorkerTool:
-    """Return the tool. Redirects are not followed, and the body of the response is not read."""
+    """Return the tool. Redirects are not followed, and the body of the response is not read. With `check_only`, the
+    tool only checks the URL, without a name lookup, so that a submission can refuse a URL that no delivery can reach.
+    """
     bounds, context = limits or FetchLimits(), tls or build_tls()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         deadline, target = Deadline(environment.context.timeout_s), parse_url(arguments["url"])
         rules.check_target(target)
+        if arguments.get("check_only"):
+            return Outcome()
         addresses = find_addresses(resolver, target, deadline, bounds)
         rules.check_addresses(target, addresses)
-        request = HttpRequest(target, "POST", arguments["headers"], arguments["body"].encode())
+        request = HttpRequest(target, "POST", arguments.get("headers", {}), arguments.get("body", "").encode())
         response = exchange(request, ConnectionOptions(addresses, bounds, deadline, context), lambda _: 0)
         return Outcome(metadata={"status": response.head.status})
 
