@@ -20,6 +20,8 @@ from pydantic import AfterValidator, Field
 
 MAX_IMAGE_CHARS: Final = 256
 """Limit of the characters of an image name or pattern."""
+ImageText = Annotated[str, Field(min_length=1, max_length=MAX_IMAGE_CHARS)]
+"""The name of an image in a request, a line of a batch or a call."""
 ANY_DIGEST: Final = "sha256:*"
 """End of a pattern, after `@`, that only names with a digest match."""
 _HUB: Final = "docker.io"

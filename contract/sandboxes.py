@@ -15,6 +15,9 @@ Cpus = Annotated[float, Field(ge=0.01, le=4096)]
 Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
 SandboxUser = Literal["sandbox", "root"]
+CHECKPOINT_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
+CheckpointId = Annotated[str, Field(pattern=CHECKPOINT_PATTERN)]
+"""The id of a checkpoint in a request, a line of a batch or a call."""
 
 
 def _is_none(value: object) -> bool:

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from contract.calls import LONGEST_TIMEOUT_S, CallUsage, pick_fields
 from contract.clock import Instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from contract.image_names import ImageText
 from contract.json_limits import is_deeper
 from contract.run_events import Failure
-from contract.sandboxes import SandboxOptions
+from contract.sandboxes import CheckpointId, SandboxOptions
 from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook, WebhookDelivery
 from orchestrator.api.access import AnyCaller, Caller
@@ -70,10 +71,10 @@ class NewRun(SandboxOptions):
     profile: ProfileName | None = None
     tools: list[str] | None = Field(default=None, max_length=200)
     session: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    image: str | None = Field(default=None, min_length=1, max_length=256)
+    image: ImageText | None = None
     workspace: str | None = Field(default=None, min_length=1, max_length=MAX_LOCATION_CHARS)
     artifacts: list[str] = Field(default_factory=list, max_length=MAX_PATTERNS)
-    restore: str | None = Field(default=None, min_length=1, max_length=64)
+    restore: CheckpointId | None = None
     network: Literal["none", "egress"] | None = None
     max_iterations: int | None = Field(default=None, ge=1, le=10_000)
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)

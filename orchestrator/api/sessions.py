@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.sandboxes import SandboxOptions, pick_options
+from contract.image_names import ImageText
+from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
@@ -70,10 +71,10 @@ class NewSession(SandboxOptions):
     files.
     """
 
-    image: str | None = Field(default=None, min_length=1, max_length=256)
+    image: ImageText | None = None
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     network: Literal["none", "egress"] | None = None
-    restore: str | None = Field(default=None, min_length=1, max_length=64)
+    restore: CheckpointId | None = None
 
 
 class SessionView(SandboxOptions):

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
-from contract.sandboxes import SandboxOptions, pick_options
+from contract.image_names import ImageText
+from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
     ARTIFACTS_FOLDER,
@@ -78,7 +79,7 @@ class GraderFields(SandboxOptions, Shape):
 
     command: Annotated[str, Field(min_length=1, max_length=65_536)]
     files: _Path | None = None
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    image: ImageText | None = None
     artifacts: list[str] = []
     reward_file: _Path | None = None
     timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
@@ -114,8 +115,8 @@ class EnvironmentFields(SandboxOptions, Shape):
     """Fields of a line for the item's environment and priority, and for the number of its attempts and samples."""
 
     workspace: _Path | None = None
-    restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    restore: CheckpointId | None = None
+    image: ImageText | None = None
     network: Literal["none", "egress"] | None = None
     fork: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     artifacts: list[str] = []

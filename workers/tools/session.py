@@ -10,7 +10,8 @@ from typing import Any
 
 from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
-from contract.sandboxes import SandboxOptions
+from contract.image_names import MAX_IMAGE_CHARS
+from contract.sandboxes import CHECKPOINT_PATTERN, SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
@@ -25,7 +26,7 @@ MAX_HEADER_ARGV_BYTES = 128 * 1024
 
 Larger arguments travel in the body.
 """
-_CHECKPOINT = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_CHECKPOINT = {"type": "string", "pattern": CHECKPOINT_PATTERN}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
 _MOVED = {
     "type": "object",
@@ -222,7 +223,7 @@ SESSION_VERBS = (
             "open",
             "Give the session a sandbox.",
             {
-                "image": {"type": "string", "minLength": 1},
+                "image": {"type": "string", "minLength": 1, "maxLength": MAX_IMAGE_CHARS},
                 "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTL_S, "default": DEFAULT_TTL_S},
                 "restore": _CHECKPOINT,
                 "workspace": _PATH,
