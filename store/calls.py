@@ -241,7 +241,7 @@ redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', ARGV[1], 'tool', ARGV[
   'queue', KEYS[2], 'queued_at', time[1] .. '.' .. string.format('%06d', time[2]),
   'nonce', ARGV[2], 'task', ARGV[5], 'ticket', ARGV[6])
 redis.call('EXPIRE', KEYS[1], CALL_TTL_S)
-if first and string.sub(ARGV[3], 1, 8) ~= 'session.' then
+if first and not string.find(ARGV[3], '.', 1, true) then  -- no operation of a session, and no webhook
   redis.call('ZADD', KEYS[4], time[1] .. '.' .. string.format('%06d', time[2]), ARGV[8])
   redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -1 - CALLS_LISTED)
   redis.call('EXPIRE', KEYS[4], CALL_TTL_S)
@@ -463,12 +463,12 @@ _FINISH = (
     + """
 if ARGV[3] ~= '' then
   -- `pcall`: the key may have another type, and the caller must get its result all the same.
-  local record = redis.pcall('HMGET', KEYS[2], 'attempt', 'state', 'is_counted')
+  local record = redis.pcall('HMGET', KEYS[2], 'attempt', 'state', 'is_counted', 'tool')
   local is_late = not record.err and (tonumber(record[1] or '0') or 0) > tonumber(ARGV[3])
   local is_first = not record.err and not is_late and record[2] ~= 'done'
   -- The usage of a lost attempt counts too: its sandbox did the work. The call counts once, even if its effects were
   -- lost and its record was renewed.
-  local calls = is_first and not record[3] and 1 or 0
+  local calls = is_first and not record[3] and not string.find(record[4] or '', '.', 1, true) and 1 or 0
   count_usage(ARGV[7], KEYS[3], ARGV[8], ARGV[9], calls, change_stored(KEYS[4], ARGV[10], ARGV[11], ARGV[12]))
   if is_late then return 0 end
   if not record.err and record[2] ~= 'forbidden' then

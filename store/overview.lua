@@ -28,11 +28,16 @@ while held[at] do
 end
 for _, name in ipairs(redis.call('ZRANGE', admission .. 'wake', 0, -1)) do names[name] = true end
 
--- Returns the time since which the oldest call of a queue waits. The number of tenants is bounded, because Redis serves no other client meanwhile.
+-- Returns the time since which the oldest call of a queue waits, counted from its request for a slot. A call also waits while a limit of its tenant blocks
+-- it; the queue does not list such tenants, so all names are read after `tenants`. The number of tenants is bounded, because Redis serves no other client meanwhile.
 local remaining_tenants = MAX_TENANTS
 local function oldest_of(queue, tenants)
-  local oldest = nil
-  for tenant in pairs(tenants) do
+  local oldest, ordered = nil, {}
+  for tenant in pairs(tenants) do table.insert(ordered, tenant) end
+  for tenant in pairs(names) do
+    if not tenants[tenant] then table.insert(ordered, tenant) end
+  end
+  for _, tenant in ipairs(ordered) do
     if remaining_tenants == 0 then return oldest end
     remaining_tenants = remaining_tenants - 1
     local pair = queue .. '|' .. tenant

@@ -216,7 +216,7 @@ def format_times(result: ToolResult) -> str:
     known.
     """
     if result.error_code in (ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN):
-        return f"lost, noticed after {result.clocks.total_s:.1f} s"
+        return f"lost, noticed {result.clocks.total_s:.1f} s after the call was sent"
     return format_clocks(result.clocks)
 
 

@@ -110,7 +110,7 @@ async def test_rate_limited_tenant_is_listed_with_waiting_calls(
 ) -> None:
     await report_host(client)
     with redis_server.client() as blocking:
-        harness = Harness(blocking, now=time.time())
+        harness = Harness(blocking, now=time.time() - 40)
         set_slots(blocking, 8, QUEUE)
         for _ in range(4):
             harness.ask("slow", queue=QUEUE, limit_s=0.5, policy=TenantPolicy(rate_per_s=0.01, burst=1))
@@ -119,6 +119,9 @@ async def test_rate_limited_tenant_is_listed_with_waiting_calls(
     overview = await reader.read()
 
     assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in overview.tenants] == [("slow", 0, 3)]
+    # The wait counts from the request, also while a limit of the tenant blocks the calls.
+    assert overview.queues[0].oldest_s is not None
+    assert 39 < overview.queues[0].oldest_s < 300
 
 
 async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:

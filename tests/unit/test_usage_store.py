@@ -71,6 +71,15 @@ async def test_usage_counts_once_in_any_order_of_reports(harness: Harness) -> No
     assert await harness.store.read_session("acme", "other") == {}
 
 
+@pytest.mark.parametrize(("tool", "calls"), [("bash_tool", 1), ("session.open", 0), ("webhook.send", 0)])
+async def test_only_calls_of_tools_count_as_calls(harness: Harness, tool: str, calls: int) -> None:
+    harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "running", "attempt": 1, "tool": tool})
+    assert harness.finish(build_ending(used=usage(3.0)))
+    sums = await harness.sums()
+    assert sums.get("calls", 0) == calls
+    assert sums["cpu_us"] == 3_000_000
+
+
 async def test_result_of_a_lost_attempt_is_dropped_but_its_usage_counts(harness: Harness) -> None:
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
     assert not harness.finish(build_ending(1, usage(1.0)))
