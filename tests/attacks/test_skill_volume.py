@@ -3,14 +3,16 @@ other content under a digest.
 """
 
 import io
+import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
+from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.skills import BundleDigest
-from tests.attack_sandboxd import HostileSession, OwnSandboxd
+from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from workers.sandbox_client import SandboxClient
 
 FILES = {
@@ -68,12 +70,10 @@ def test_a_skill_cannot_be_changed_from_inside_a_sandbox(sandboxd: OwnSandboxd) 
         for one in tries:
             assert session.bash(one).done["exit_code"] != 0, one
         assert run_script(session, f"SKILL_DIR={folder} {folder}/scripts/run.sh") == "found"
-        assert run_script(session, f"stat -c '%u %a %A' {folder}/scripts/run.sh {folder}/data/word.txt").split("\n")[
-            :2
-        ] == [
-            "0 755 -rwxr-xr-x",
-            "0 644 -rw-r--r--",
-        ]
+        shown = run_script(session, f"stat -c '%u %a' {folder}/scripts/run.sh {folder}/data/word.txt").splitlines()
+        # With sandboxd's own start, the owner is no user of the sandbox.
+        assert [line.split()[1] for line in shown] == ["755", "644"]
+        assert {line.split()[0] for line in shown} <= {"0", "65534"}
 
 
 def test_skills_of_another_tenant_cannot_be_found(sandboxd: OwnSandboxd) -> None:
@@ -96,6 +96,41 @@ def test_skills_of_another_tenant_cannot_be_found(sandboxd: OwnSandboxd) -> None
             assert client.find_skill(owner.name, digest_of(secret), shared=False) == folder
         # The same content from another tenant is at another path.
         assert place_skill(sandboxd, rival, secret) != folder
+
+
+@pytest.fixture(scope="module")
+def rooted(engine: APIClient) -> Iterator[OwnSandboxd]:
+    classes = {"default": {"user": "root", "workspace_bytes": 64 * 1024 * 1024}}
+    settings = {"TOOLCREW_TENANT_CLASSES": json.dumps(classes), "TOOLCREW_SANDBOX_START": "oci"}
+    with open_own_sandboxd(engine, settings) as opened:
+        yield opened
+
+
+NO_CAPABILITIES = "setpriv --inh-caps=-all --ambient-caps=-all --bounding-set=-all "
+
+
+@pytest.mark.parametrize("prefix", ["", NO_CAPABILITIES], ids=["with capabilities", "without capabilities"])
+def test_root_in_a_sandbox_cannot_find_skills_of_another_tenant(rooted: OwnSandboxd, prefix: str) -> None:
+    """Aim: list the volume as root of the sandbox, who must be neither its owner nor have power over its files."""
+    with rooted.session("acme") as owner, rooted.session("rival") as rival:
+        folder = place_skill(rooted, owner)
+        assert run_script(owner, f"{prefix}cat {folder}/data/word.txt") == "found"
+        assert run_script(owner, f"SKILL_DIR={folder} {prefix}{folder}/scripts/run.sh") == "found"
+        tries = [
+            "ls /skills",
+            "find /skills -mindepth 1",
+            "sh -c 'cat /skills/*/SKILL.md'",
+            "chmod 755 /skills",
+            "chown 0 /skills",
+            "touch /skills/new",
+            "rm -rf /skills",
+            f"chmod 777 {folder}",
+            f"touch {folder}/new",
+        ]
+        for one in tries:
+            answer = rival.bash(f"cd / && {prefix}{one} 2>/dev/null")
+            assert (answer.done["exit_code"] != 0, answer.streams.get("merged", b"")) == (True, b""), one
+        assert run_script(rival, f"{prefix}stat -c %u:%g /skills {folder}").split() == ["65534:65534"] * 2
 
 
 def test_a_shared_skill_is_stored_once(sandboxd: OwnSandboxd) -> None:

@@ -2,7 +2,8 @@
 
 All sandboxes mount the same volume read-only, so its names must protect the bundles of one tenant from another. The top
 folder cannot be listed, and the folder of a bundle is an HMAC with a secret of this process. A program can only find
-the folder of a skill that its session runs, even if it knows the digest of another bundle.
+the folder of a skill that its session runs, even if it knows the digest of another bundle. No user of a sandbox owns
+the files, not even its root user: the volume is mounted without the sandbox's id map (runtime/oci.py).
 """
 
 import asyncio
