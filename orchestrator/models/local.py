@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ import httpx
 
 from contract.errors import ModelUnavailable
 from orchestrator.models.openai import OpenAIModel
+from orchestrator.settings import child_environment, program
 
 # Greedy sampling. The prompt cache makes a step three times as fast. It changes rounding, which can change the wording
 # of an answer, but not its facts.
@@ -90,12 +90,13 @@ class LocalModelServer:
         await self._stop()
 
     async def _start(self) -> None:
-        command = [sys.executable, "-m", "orchestrator.models.local_server"]
+        command = [*program("orchestrator.models.local_server")]
         command += ["--weights", str(self._weights), "--threads", str(self._threads)]
         pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        # Run in the package's parent folder, so that `-m` finds the package even if it is not installed.
+        # Python finds the package even if it is not installed, and imports nothing from the current folder.
+        environment = child_environment({"PYTHONPATH": str(PACKAGE_ROOT)})
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=silent, cwd=PACKAGE_ROOT
+            *command, stdin=pipe, stdout=pipe, stderr=silent, env=environment
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

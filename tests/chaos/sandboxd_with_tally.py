@@ -10,7 +10,7 @@ from workers.sandboxd import daemon
 from workers.sandboxd.__main__ import main
 from workers.sandboxd.runtime.base import AttachedContainer
 from workers.sandboxd.runtime.hardening import SandboxSpec
-from workers.sandboxd.runtime.mounts import ROOTS, attach, clone_tree
+from workers.sandboxd.runtime.mounts import ROOTS, attach_below, clone_tree
 from workers.sandboxd.runtime.oci import OciRuntime
 
 PLACE = "srv"
@@ -23,7 +23,11 @@ class TallyRuntime(OciRuntime):
     def _run_program(self, sandbox: str, running: Any, lock: int) -> AttachedContainer:
         mount = clone_tree(os.environ["TALLY"], id_map=self._ranges.namespace(running.base))
         try:
-            attach(mount, ROOTS / sandbox / PLACE)
+            root = os.open(ROOTS / sandbox, os.O_PATH | os.O_DIRECTORY)
+            try:
+                attach_below(mount, root, PLACE)
+            finally:
+                os.close(root)
         finally:
             os.close(mount)
         return super()._run_program(sandbox, running, lock)

@@ -43,9 +43,9 @@ _ERROR_CHARS = 500
 CHANGES, WORKSPACE = "changes", "workspace"
 """Folders of a disk: the changes of the root file system, and the files of /workspace."""
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-WORKSPACE_OPTIONS = {"redirect_dir": "on", "xino": "on"}
+WORKSPACE_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "on"}
 """Options of the overlay of a workspace: folders of a layer can be renamed; and all files are on one device, as tar and
-find expect of a file system.
+find expect of a file system. The other two are set because some kernels have other defaults.
 """
 
 
@@ -274,7 +274,7 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
 async def _run_merging(target: Path, sources: Sequence[int]) -> None:
     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        argv = [sys.executable, "-m", "workers.sandboxd.disks.merging", str(fd), *map(str, sources)]
+        argv = [sys.executable, "-P", "-m", "workers.sandboxd.disks.merging", str(fd), *map(str, sources)]
         merging = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, pass_fds=(fd, *sources))
         try:
             async with asyncio.timeout(_MERGE_S):

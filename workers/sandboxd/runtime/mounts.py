@@ -15,14 +15,20 @@ from typing import Final
 
 from workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
 
-_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _OPEN_TREE_CLONE = 1
-_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
+_RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_IN_ROOT = 1, 2, 4, 0x10
+_MOUNT_POINT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _IDMAP = 0x100000
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 _MNT_DETACH = 2
+_OVERLAY_OPTIONS: Final[Mapping[str, str]] = {"redirect_dir": "off", "metacopy": "off", "index": "off"}
+"""Set explicitly, because some kernels have other defaults. With redirects, root of a sandbox could rename folders of
+the image, such as the mount points that sandboxd makes.
+"""
 ROOTS: Final = Path("/mnt")
 """Folder in a private namespace under which the root file systems of sandboxes are mounted."""
 ID_RANGE: Final = 65_536
@@ -58,7 +64,7 @@ def mount_overlay(
 ) -> int:
     """Return the descriptor of an overlay over the folders of `lower`, the top one first. `upper`: descriptors of the
     folder for changes and of the work folder, both below one mount; without it, the overlay is read-only. These folders
-    and those of `lower` must be in mounts with the `id_map`. Raises OSError.
+    and those of `lower` must be in mounts with the `id_map`. `options` replace `_OVERLAY_OPTIONS`. Raises OSError.
     """
     with ExitStack() as stack:
         context = stack.enter_context(open_context("overlay"))
@@ -72,7 +78,7 @@ def mount_overlay(
         if upper is not None:
             context.set("upperdir", upper[0])
             context.set("workdir", upper[1])
-        for name, value in (options or {}).items():
+        for name, value in {**_OVERLAY_OPTIONS, **(options or {})}.items():
             context.set(name, value)
         context.set("source", "toolcrew")
         return context.mount(NOSUID | NODEV | (RDONLY if upper is None else 0))
@@ -80,18 +86,36 @@ def mount_overlay(
 
 @contextmanager
 def attached(mount: int, place: Path) -> Iterator[None]:
-    """Attach a detached mount inside the block, with the mounts below it."""
-    attach(mount, place)
+    """Attach a detached mount to a folder of this process inside the block, with the mounts below it. No program of a
+    sandbox may be able to change the path `place`.
+    """
+    _move(mount, _AT_FDCWD, os.fsencode(place), 0)
     try:
         yield
     finally:
         check(LIBC.umount2(os.fsencode(place), _MNT_DETACH), str(place))
 
 
-def attach(mount: int, place: Path) -> None:
-    """Attach a mount. Raises OSError."""
-    flags = _MOVE_MOUNT_F_EMPTY_PATH
-    check(LIBC.syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(place), flags), str(place))
+def attach_below(mount: int, root: int, folder: str) -> None:
+    """Attach a detached mount to a folder below the attached mount `root`. Programs of a sandbox may have changed the
+    tree: a link on the way, or a folder of another mount, is an error. Raises OSError.
+    """
+    fd = _open_below(root, folder)
+    try:
+        _move(mount, fd, b"", _MOVE_MOUNT_T_EMPTY_PATH)
+    finally:
+        os.close(fd)
+
+
+def _open_below(root: int, folder: str) -> int:
+    resolve = _RESOLVE_IN_ROOT | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_XDEV
+    how = struct.pack("QQQ", _MOUNT_POINT, 0, resolve)
+    return check(LIBC.syscall(_OPENAT2, root, os.fsencode(folder), how, len(how)), folder)
+
+
+def _move(mount: int, parent: int, path: bytes, flags: int) -> None:
+    flags |= _MOVE_MOUNT_F_EMPTY_PATH
+    check(LIBC.syscall(_MOVE_MOUNT, mount, b"", parent, path, flags), path.decode(errors="replace") or "move_mount")
 
 
 def enter_private_namespace(needed: Sequence[Path]) -> None:

@@ -60,7 +60,7 @@ from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, Sand
 from workers.sandboxd.runtime.id_ranges import IdRanges
 from workers.sandboxd.runtime.mounts import (
     ROOTS,
-    attach,
+    attach_below,
     attached,
     clone_tree,
     enter_private_namespace,
@@ -360,11 +360,13 @@ class OciRuntime:
                 stack.callback((ROOTS / sandbox).rmdir)
                 with attached(root, ROOTS / sandbox):
                     if content.workspace is not None:
-                        attach(content.workspace, ROOTS / sandbox / "workspace")
+                        attach_below(content.workspace, root, "workspace")
                     for folder, volume in volumes.items():
-                        mount = clone_tree(volume, RDONLY | NOSUID | NODEV, namespace)
+                        # Without the id map, no id of the sandbox owns a file of the volume: its root user has no
+                        # power over the modes, which hide the skills of other tenants.
+                        mount = clone_tree(volume, RDONLY | NOSUID | NODEV)
                         stack.callback(os.close, mount)
-                        attach(mount, ROOTS / sandbox / folder.lstrip("/"))
+                        attach_below(mount, root, folder.lstrip("/"))
                     started = self._run_program(sandbox, running, lock)
                 if content.changes is not None:
                     for fd in (content.changes[0], *content.changed):
