@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docker import APIClient
 
-from workers.sandboxd.runtime.cgroups import PARENT, ROOT
+from workers.sandboxd.cgroups import PARENT, ROOT
 from workers.sandboxd.runtime.oci import FOLDER
 
 FOLDERS = FOLDER / "sandboxes"

@@ -26,8 +26,8 @@ from docker import APIClient
 
 from benchmarks.sandboxes import FOLDERS, find_own
 from tests.waiting import wait_until
+from workers.sandboxd.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime import bundle
-from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec, build_container_config
 from workers.sandboxd.runtime.oci import FOLDER, OciRuntime, find_obstacle, find_program

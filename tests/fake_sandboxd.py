@@ -269,7 +269,7 @@ async def running_sandboxd(
         host.sessions,
         SessionForker(host.sessions, host.factory),
         plans,
-        HostStores(checkpoints, files, skills),
+        HostStores(checkpoints, files, skills, path),
         SecretExchange(values, _read_no_uses),
         lambda: {"boot": "b00t"},
     )

@@ -7,9 +7,9 @@ checkpoint without a record is deleted.
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ QUIET_S = 1.0
 AT_ONCE = 2
 """Maximum number of checkpoints of a host at the same time. Each uses a processor that calls need."""
 MAX_PAUSE_S = 600.0
+ROUND_S = 30.0
+"""Maximum time in seconds that a round waits for its saves."""
+
+
+def tenant_of(name: str) -> str:
+    """Return the tenant in the name of a session."""
+    return name.partition(":")[0]
 
 
 class AutomaticCheckpoints:
@@ -172,6 +179,8 @@ class CheckpointMonitor:
         self._every_s = every_s
         self._stop = stop
         self._watched: dict[str, WatchedSession] = {}
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="checkpoint")
+        self._saving: dict[str, Future[bool]] = {}
 
     def run_round(self, client: SandboxClient) -> int:
         """Run one round: save the sessions that are due. Return the number of saved sessions. Raises OperatorError."""
@@ -190,20 +199,43 @@ class CheckpointMonitor:
         due_names = [name for name, row in rows.items() if self._watched[name].is_due(row, now, self._every_s)]
         # The session that has waited longest is first.
         due_names.sort(key=lambda name: self._watched[name].changed_at or now)
-        saved_count = self._save_all(due_names) if due_names else 0
+        due_names = [name for name in due_names if name not in self._saving]
+        saved_count = self._save_all(due_names, len({tenant_of(name) for name in rows}))
         self._checkpoints.forget_superseded(client)
         return saved_count
 
-    def _save_all(self, names: Sequence[str]) -> int:
-        locations = self._sessions.find(names)
-        own_names = [name for name in names if name in locations and locations[name].queue == self._sessions.queue]
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="checkpoint") as threads:
-            return sum(threads.map(lambda name: self._save(name, locations[name].fence), own_names))
+    def _save_all(self, names: Sequence[str], tenants: int) -> int:
+        """Save sessions, and return how many were saved. Saves that are not complete after ROUND_S continue during the
+        next rounds. `tenants`: number of tenants on this host; with several, one tenant never takes all threads.
+        """
+        locations = self._sessions.find(names) if names else {}
+        waiting = [name for name in names if name in locations and locations[name].queue == self._sessions.queue]
+        share, until, saved = (AT_ONCE - 1 if tenants > 1 else AT_ONCE), time.monotonic() + ROUND_S, 0
+        while True:
+            while (name := self._choose_next(waiting, share)) is not None:
+                waiting.remove(name)
+                self._saving[name] = self._threads.submit(self._save, name, locations[name].fence)
+            if not self._saving:
+                return saved
+            done, _ = wait(self._saving.values(), max(0.0, until - time.monotonic()), FIRST_COMPLETED)
+            for name in [name for name, saving in self._saving.items() if saving in done]:
+                saved += self._saving.pop(name).result()
+            if not done:
+                return saved
+
+    def _choose_next(self, waiting: Sequence[str], share: int) -> str | None:
+        """Return the first session that may be saved now: a thread is free, and its tenant has fewer saves than
+        `share`.
+        """
+        if len(self._saving) >= AT_ONCE:
+            return None
+        running = Counter(tenant_of(name) for name in self._saving)
+        return next((name for name in waiting if running[tenant_of(name)] < share), None)
 
     def _save(self, name: str, fence: int) -> bool:
         if self._stop.is_set():
             return False
-        watched = self._watched[name]
+        watched = self._watched.get(name) or WatchedSession()
         try:
             with self._open_client() as client:
                 checkpoint = self._checkpoints.take(client, name, fence)

@@ -139,6 +139,15 @@ class SessionInfo:
         return spec.with_network(self.describe_network()).with_limit(largest_limit(spec, self.timeout_s))
 
 
+_PROGRAM_CODES = (ErrorCode.TIMEOUT, ErrorCode.INTERNAL)
+
+
+class SandboxProgramFailed(ToolFailure):
+    """Raised when a program that ran in a working sandbox has failed or has not ended in time. Programs of the session
+    can cause this, for example by replacing `tar`.
+    """
+
+
 class Session:
     """Handle of an open session, which is a sandbox with its files. `call` never raises an exception when a tool fails.
     Methods that return or change files raise ToolFailure or SandboxUnavailable.
@@ -565,6 +574,8 @@ def _require_success(result: ToolResult) -> ToolResult:
     if result.success:
         return result
     code, sentence = result.error_code or ErrorCode.INTERNAL, result.error or "failed"
+    if code in _PROGRAM_CODES and result.sandbox is not None and result.clocks.run_s:
+        raise SandboxProgramFailed(code, sentence)
     if code not in OPERATOR_CODES:
         raise ToolFailure(code, sentence)
     error = {

@@ -27,7 +27,7 @@ from contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
 from contract.tar_archives import read_tar
 from orchestrator.batches.artifacts import choose_paths
 from orchestrator.batches.rewards import InvalidReward, parse_reward
-from orchestrator.dispatch.sessions import Session, SessionStart
+from orchestrator.dispatch.sessions import SandboxProgramFailed, Session, SessionStart
 from orchestrator.runs.item_sessions import ItemSessions
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import GRADER_ERROR, judge_error
@@ -196,14 +196,15 @@ async def list_start_files(session: Session, grader: Grader) -> None:
 
 async def take_submission(session: Session, grader: Grader) -> Submission:
     """End the background jobs of the agent and take its artifacts. Raises OperatorError, ToolFailure."""
-    # A job that still writes could show one file to the check and another one to the copy.
-    await session.end_jobs()
     try:
+        # A job that still writes could show one file to the check and another one to the copy.
+        await session.end_jobs()
         files = await _take_files(session, grader)
     except _ArtifactsRefused as refusal:
         return Submission(refusal=str(refusal))
     except ToolFailure as error:
-        if error.code not in _ABOUT_FILES:
+        # This is the agent's sandbox: an agent must not gain from breaking the programs that copy its artifacts.
+        if error.code not in _ABOUT_FILES and not isinstance(error, SandboxProgramFailed):
             raise
         return Submission(refusal=error.message[:500])
     size = sum(len(content) for content, _ in files.values())

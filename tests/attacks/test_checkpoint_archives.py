@@ -3,6 +3,7 @@ bytes of its archive, so it can have any content. Restored, it harms at most its
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import io
@@ -12,6 +13,7 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,8 @@ from store.archives.folder import FolderStore
 from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.containers import IMAGE
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd.archives.root_changes import encode_changes
-from workers.sandboxd.disks.changes import RootChanges
+from workers.sandboxd.archives.root_changes import ArchiveHead
+from workers.sandboxd.disks.changes import MAX_LIST_BYTES
 
 pytestmark = pytest.mark.stack
 
@@ -77,6 +79,11 @@ def pack(*members: tarfile.TarInfo) -> bytes:
         for info in members:
             archive.addfile(info, io.BytesIO(b"evil\n".ljust(info.size, b"\0")))
     return file.getvalue()
+
+
+def build_archive(image: str, packed: bytes, replaced: bytes = b"", removed: bytes = b"") -> bytes:
+    head = ArchiveHead(image, len(replaced), len(removed))
+    return head.encode() + replaced + bytes(head.padding) + packed + removed
 
 
 def store_archive(store: Path, archive: bytes) -> str:
@@ -158,10 +165,9 @@ def test_a_forged_checkpoint_archive_cannot_place_files_outside_the_sandbox(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str
 ) -> None:
     """Aim: a file of the host, a device, a program of the guest, or an owner outside."""
-    changes = RootChanges(image, b"", b"", b"")
     for info in (members := copy.deepcopy(ARCHIVES[attack])):
         info.name, info.linkname = (text.replace("canary", str(canary)[1:]) for text in (info.name, info.linkname))
-    session = restore(rooted, store_archive(store, encode_changes(changes) + pack(*members)))
+    session = restore(rooted, store_archive(store, build_archive(image, pack(*members))))
     if session is not None:
         assert_harmless(session)
         session.close()
@@ -175,8 +181,7 @@ def test_a_forged_checkpoint_cannot_delete_files_outside_its_own_layer(
 ) -> None:
     """Aim: files of the host, of the image for others, or of the guest."""
     lists = {"replaced": b"", "removed": b"", when: LISTS[attack].replace(b"canary", os.fsencode(canary)[1:])}
-    changes = RootChanges(image, b"", **lists)
-    session = restore(rooted, store_archive(store, encode_changes(changes) + pack(member("./etc/mine"))))
+    session = restore(rooted, store_archive(store, build_archive(image, pack(member("./etc/mine")), **lists)))
     if session is not None:
         session.close()
     assert_next_session_usable(rooted)
@@ -200,7 +205,7 @@ def test_a_giant_sparse_file_in_a_checkpoint_uses_no_host_memory(
     """Aim: the disk or the memory of the host."""
     rooted.reset_peak()
     before = rooted.peak_bytes()
-    session = restore(rooted, store_archive(store, encode_changes(RootChanges(image, b"", b"", b"")) + sparse(size)))
+    session = restore(rooted, store_archive(store, build_archive(image, sparse(size))))
     if session is not None:
         assert_harmless(session)
         session.close()
@@ -222,12 +227,14 @@ def head(content: bytes, size: int | None = None) -> bytes:
         head(b"x" * 500),
         head(b"sha256:" + b"0" * 64 + b" 999999999\nabc"),
         head(b"sha256:" + b"0" * 64 + b" -1\nabc"),
-        head(b"{image} 5\nabc"),
-        head(b"{image} 0\n", 100_000),
+        head(b"{image} 5 0\nabc"),
+        head(b"{image} 0 0\n", 100_000),
+        head(b"{image} 0 9999999\n", 82),
+        head(b"- 0 9999999\n", 12),
         head(b"")[:700],
         b"",
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_a_malformed_checkpoint_list_uses_no_sandboxd_memory(
     rooted: OwnSandboxd, store: Path, image: str, canary: Path, archive: bytes
@@ -240,6 +247,52 @@ def test_a_malformed_checkpoint_list_uses_no_sandboxd_memory(
         assert_harmless(session)
         session.close()
     assert rooted.peak_bytes() - before < 64 * 1024 * 1024
+    assert_next_session_usable(rooted)
+
+
+@pytest.mark.parametrize("is_root", [True, False], ids=["root", "no root"])
+def test_lists_of_many_checkpoints_use_no_sandboxd_memory(
+    rooted: OwnSandboxd, store: Path, image: str, is_root: bool
+) -> None:
+    """Aim: the memory of sandboxd, by lists of names in many checkpoints that are restored at once."""
+    name = b"./etc/%s\0" % (b"x" * 240)
+    names = name * (MAX_LIST_BYTES // len(name))
+    archive = build_archive(image if is_root else f"sha256:{'0' * 64}", pack(member("./etc/mine")), names)
+    checkpoint = store_archive(store, archive)
+    rooted.reset_peak()
+    before = rooted.peak_bytes()
+
+    def open_one(number: int) -> None:
+        with SandboxClient(rooted.path) as client, contextlib.suppress(ToolFailure, SandboxUnavailable):
+            client.close(client.open("acme", f"many{number}", restore=checkpoint))
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(open_one, range(3)))
+    assert rooted.peak_bytes() - before < 48 * 1024 * 1024
+    assert_next_session_usable(rooted)
+
+
+def test_a_program_cannot_forge_the_list_of_its_checkpoint(rooted: OwnSandboxd) -> None:
+    """Aim: write a head into the stream of `tar`, which the same user runs, so that a later restore reads it."""
+    script = r"""
+cat >/usr/local/bin/tar <<'END'
+#!/bin/bash
+if [[ $1 == -c ]]; then
+    cd /opt && mkdir -p /var/forged && printf 'sha256:%064d 8 0\n./etc/x\0' 0 >/var/forged/.toolcrew-root-changes
+    exec /usr/bin/tar -c -f - -C /var/forged .toolcrew-root-changes
+fi
+exec /usr/bin/tar "$@"
+END
+chmod 755 /usr/local/bin/tar
+"""
+    with rooted.session(session="forger") as forger, SandboxClient(rooted.path) as client:
+        assert forger.bash(script).done["exit_code"] == 0
+        saved = client.checkpoint(forger.name)
+        session = restore(rooted, str(saved["checkpoint"]))
+    if session is not None:
+        assert session.bash("ls /etc/passwd /.toolcrew-root-changes").streams["merged"].startswith(b"/.toolcrew")
+        assert_harmless(session)
+        session.close()
     assert_next_session_usable(rooted)
 
 

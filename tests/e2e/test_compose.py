@@ -28,7 +28,7 @@ from tests.image_scan import scan_image
 from tests.log_lines import read_events
 from tests.stack import missing, require_engine
 from tests.waiting import wait_until
-from workers.sandboxd.runtime.cgroups import Cgroups
+from workers.sandboxd.cgroups import Cgroups
 from workers.sandboxd.runtime.id_ranges import FIRST_ID
 from workers.sandboxd.runtime.oci import FOLDER
 

@@ -285,6 +285,15 @@ async def test_a_guest_that_reads_no_data_does_not_block_the_restore(monkeypatch
     assert guest.cancelled == 1
 
 
+async def test_a_stopped_tar_ends_the_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the session stops the `tar` of its own user."""
+    monkeypatch.setattr(packing_module, "PROGRESS_S", 0.05)
+    guest = ScriptedGuest(never_reply)
+    with pytest.raises(ToolFailure) as stopped:
+        await pack_to_memory(guest, Path("/workspace"))
+    assert (stopped.value.code, guest.cancelled) == (ErrorCode.TIMEOUT, 1)
+
+
 def test_the_archive_size_limit_includes_file_headers() -> None:
     assert count_max_bytes(MIB, 1000) > MIB + 1000 * 512
 

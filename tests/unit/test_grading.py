@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
+from contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import Failure, FailureKind, Grade, RunEnded
 from orchestrator.batches.grades import build_item_grade, summarize
@@ -187,6 +187,39 @@ async def test_the_artifact_search_runs_in_a_thread_with_a_time_limit(
     assert (outcome.grade.reward, outcome.grade.refusal, outcome.failure) == (0.0, "too slow", None)
     assert threads
     assert threading.get_ident() not in threads
+
+
+def fail_inside(code: ErrorCode) -> Answer:
+    """Return the answer of a call that ran in a sandbox and failed there."""
+    sandbox, clocks = SandboxInfo(id="s", generation=1, rebuilt=False), Clocks(run_s=120.0)
+    return lambda call, _: ToolResult.failed(call, code, "no").model_copy(update={"sandbox": sandbox, "clocks": clocks})
+
+
+@pytest.mark.parametrize("verb", ["end_jobs", "exec", "export"])
+@pytest.mark.parametrize("code", [ErrorCode.TIMEOUT, ErrorCode.INTERNAL])
+async def test_a_program_that_fails_in_the_sandbox_of_the_agent_gives_the_reward_0(
+    make: HarnessFactory, verb: str, code: ErrorCode
+) -> None:
+    """The agent may replace `tar` by `sleep`: it must not gain an uncounted sample."""
+    harness = make()
+    Sandboxes(harness)
+    harness.answers[verb] = fail_inside(code)
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), artifacts=("**",))))
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, outcome.grade.refusal, outcome.failure) == (0.0, "no", None)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.TIMEOUT, ErrorCode.INTERNAL])
+async def test_a_copy_that_fails_in_the_sandbox_of_the_grader_is_no_reward(
+    make: HarnessFactory, code: ErrorCode
+) -> None:
+    harness = make()
+    Sandboxes(harness)
+    harness.answers["import"] = fail_inside(code)
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), artifacts=("**",))))
+    assert outcome.grade is None
+    assert outcome.failure is not None
+    assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
 
 
 OURS = [

@@ -13,9 +13,9 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.stack import missing
 from tests.unit.test_oci_bundle import build_spec
+from workers.sandboxd.cgroups import PARENT, Cgroups
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
-from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
 from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from workers.sandboxd.runtime.mounts import ID_RANGE

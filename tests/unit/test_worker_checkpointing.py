@@ -229,3 +229,32 @@ def test_checkpoint_that_may_be_recorded_is_not_deleted(host: Host) -> None:
     with capture_logs(), pytest.raises(BrokerUnavailable):
         host.look()
     assert (host.harness.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])
+
+
+def test_stopped_saves_of_one_tenant_delay_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_module, "ROUND_S", 0.2)
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+    real = host.checkpoints.take
+
+    def take(client: Any, name: str, fence: int) -> str | None:
+        if name.startswith("rival:"):
+            begun.release()
+            go_on.wait()
+        return real(client, name, fence)
+
+    monkeypatch.setattr(host.checkpoints, "take", take)
+    for number in range(3):
+        host.add(f"rival:s{number}")
+    host.add("acme:s1")
+    try:
+        host.look()
+        host.look()
+        assert begun.acquire(timeout=30)
+        assert host.sandboxd.kept == ["c1"]
+        assert host.harness.place("acme:s1").checkpoint == "c1"
+        assert not begun.acquire(timeout=0)
+    finally:
+        go_on.set()
+    while host.look():
+        pass
+    assert len(host.sandboxd.kept) == 4

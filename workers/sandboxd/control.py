@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
@@ -48,11 +49,14 @@ IMAGE_WAIT_S = 500.0
 
 @dataclass(frozen=True)
 class HostStores:
-    """The stores that requests of workers use: checkpoints, files of workspaces, and skill bundles."""
+    """The stores that requests of workers use: checkpoints, files of workspaces, and skill bundles. `spool`: a folder
+    on a disk for temporary files.
+    """
 
     checkpoints: Checkpoints
     files: WorkspaceFiles
     skills: SkillVolume
+    spool: Path
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class ControlRequests:
         self._forker = forker
         self._plans = plans
         self._checkpoints, self._files, self._skills = stores.checkpoints, stores.files, stores.skills
+        self._spool = stores.spool
         self._secrets = secrets
         self._describe = describe
 
@@ -253,9 +258,12 @@ class ControlRequests:
             # packed.
             session.activity.has_written = False
             try:
-                changes = await sandbox.list_changes()
                 saved = await self._checkpoints.save(
-                    session.tenant, sandbox, max_bytes=max_bytes, changes=changes, is_automatic=is_automatic
+                    session.tenant,
+                    sandbox,
+                    max_bytes=max_bytes,
+                    list_changes=partial(sandbox.list_changes, self._spool),
+                    is_automatic=is_automatic,
                 )
             except BaseException:
                 session.activity.has_written = True

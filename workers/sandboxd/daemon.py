@@ -26,6 +26,7 @@ from contract.errors import SandboxUnavailable
 from contract.sandboxes import LargestOptions
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
+from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
 from workers.sandboxd.connection import OWNER, RequestServer
@@ -131,7 +132,8 @@ class Daemon:
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
-        store = open_suspension_store(settings.state() / "archives", settings.host_free_bytes)
+        memory = MemoryBudget()
+        store = open_suspension_store(settings.state() / "archives", settings.host_free_bytes, memory)
         self.secret_values = SecretValues(lambda changed: self.sessions.cut_users(changed))
         authority = ProxyAuthority(settings.egress_socket, settings.proxy_uids(), setup.skills.place_authorities)
         self.sessions = Sessions(
@@ -145,8 +147,8 @@ class Daemon:
         )
         self.images.in_use = self._find_images_in_use
         archives = open_store(settings.workspace_store, settings.state(), settings.host_free_bytes)
-        self.files = WorkspaceFiles(archives, settings.workspace_store)
-        self.checkpoints = Checkpoints(archives, max_checkpoints=MAX_CHECKPOINTS)
+        self.files = WorkspaceFiles(archives, settings.workspace_store, memory=memory)
+        self.checkpoints = Checkpoints(archives, max_checkpoints=MAX_CHECKPOINTS, memory=memory)
         self.reaper = Reaper(self.factory, records, setup.lease, settings.deployment, settings.sandboxd_name)
         idle = IdleTimes(settings.idle_pause_s, settings.idle_evict_s)
         disk = (
@@ -233,7 +235,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
             LABEL_SANDBOXD: settings.sandboxd_name,
             LABEL_LEASE: lease.label,
         }
-        skills = SkillVolume(engine, settings.sandbox_image, owner)
+        skills = SkillVolume(engine, settings.sandbox_image, owner, settings.state())
         profile = Profile(
             seccomp=load_seccomp_profile(),
             cgroup_version=facts.cgroup_version,
@@ -465,7 +467,7 @@ async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[in
             daemon.sessions,
             SessionForker(daemon.sessions, daemon.factory),
             daemon.setup.plans,
-            HostStores(daemon.checkpoints, daemon.files, daemon.setup.skills),
+            HostStores(daemon.checkpoints, daemon.files, daemon.setup.skills, settings.state()),
             SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
             daemon.describe,
         )

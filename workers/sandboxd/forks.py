@@ -38,6 +38,9 @@ log = structlog.get_logger(__name__)
 MERGED_LAYERS = 16
 """Number of layers at which they are merged into one, because a lookup of a missing name searches every layer."""
 
+_MERGES = 2
+"""Maximum number of merges of a host at a time, each for another tenant."""
+
 
 class SessionForker:
     """Forks the sessions of this host."""
@@ -47,7 +50,9 @@ class SessionForker:
         self._factory = factory
         self._store = sessions.store
         self._running: set[asyncio.Task[None]] = set()
-        self._merging = asyncio.Lock()
+        self._merging: set[str] = set()
+        """Tenants whose layers are being merged, or wait for this: one merge for each."""
+        self._merges = asyncio.Semaphore(_MERGES)
 
     async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> HostSession:
         """Create the sessions `children`, which get their sandboxes at their first calls. Return the parent. Without
@@ -62,8 +67,10 @@ class SessionForker:
         await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
         depth = len(entry.workspace.layers)
         # After a failed merge, for example on a full disk, wait for some more layers before the next attempt.
-        if depth and depth % MERGED_LAYERS == 0 and not self._merging.locked():
-            self._start(self._merge(entry.workspace.layers, entry))
+        if depth and depth % MERGED_LAYERS == 0 and entry.tenant not in self._merging:
+            self._merging.add(entry.tenant)
+            merging = self._start(self._merge(entry.workspace.layers, entry))
+            merging.add_done_callback(lambda _: self._merging.discard(entry.tenant))
         return entry
 
     def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -96,7 +103,7 @@ class SessionForker:
         """
         workspaces, size = self._factory.workspaces, entry.workspace.size
         assert isinstance(workspaces, ImageWorkspaces)
-        async with self._merging:
+        async with self._merges:
             name = secrets.token_hex(12)
             try:
                 await workspaces.merge(name, layers, size, is_root=entry.plan.is_root)

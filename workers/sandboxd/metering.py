@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contract.calls import CallUsage
-from workers.sandboxd.runtime.cgroups import ROOT
+from workers.sandboxd.cgroups import ROOT
 
 _MAX_PROCESSES = 64
 """Maximum number of processes whose accounts are read at a time, because one event loop serves all sandboxes."""

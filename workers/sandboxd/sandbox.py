@@ -10,17 +10,20 @@ the end of their call. The call is then answered after the removal, when none of
 
 import asyncio
 import functools
+import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.changes import RootChanges
+from workers.sandboxd.disks.changes import RootChanges, list_changes
 from workers.sandboxd.frames import Frame, GuestChannel
 from workers.sandboxd.metering import SandboxMeter, UsageReader
 from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
@@ -303,11 +306,21 @@ class Sandbox:
         """Thaw all processes. Raises SandboxUnavailable."""
         await self.runtime.unpause(self.container)
 
-    async def list_changes(self) -> RootChanges | None:
-        """Return the changes of the root file system, or None when it is read-only. Raises ToolFailure (FILE_TOO_LARGE)
-        and SandboxUnavailable.
+    @asynccontextmanager
+    async def list_changes(self, folder: Path) -> AsyncIterator[RootChanges | None]:
+        """Yield the changes of the root file system, or None when it is read-only. `folder`: a folder on a disk, for
+        the list. Raises ToolFailure (FILE_TOO_LARGE) and SandboxUnavailable.
         """
-        return await self.runtime.list_changes(self.container, self.spec)
+        layers = self.runtime.open_changes(self.container, self.spec)
+        if layers is None:
+            yield None
+            return
+        try:
+            async with list_changes(self.spec.image_facts.id, layers, folder) as changes:
+                yield changes
+        finally:
+            for layer in layers:
+                os.close(layer)
 
     def end(self, reason: str) -> None:
         """Remove the container in the background. Its calls are answered with `reason`."""

@@ -42,12 +42,13 @@ _MEMORY_BYTES = 1024 * 1024
 
 class SkillVolume:
     """The volume with the skill bundles. It exists as long as this process. `image`: any image that the engine has, for
-    the container that unpacks bundles.
+    the container that unpacks bundles. `spool`: a folder on a disk for bundles that arrive; None: that of the system.
     """
 
-    def __init__(self, engine: Engine, image: str, owner: Mapping[str, str]) -> None:
+    def __init__(self, engine: Engine, image: str, owner: Mapping[str, str], spool: Path | None = None) -> None:
         self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
         self._engine, self._image, self.owner = engine, image, dict(owner)
+        self._spool = None if spool is None else str(spool)
         self._secret = secrets.token_bytes(32)
         self._places: dict[tuple[str, str], str] = {}
         self._bytes: Counter[str] = Counter()
@@ -80,7 +81,7 @@ class SkillVolume:
         `scope`: the tenant, or "" for a bundle that all tenants share. Raises ToolFailure when the archive is not that
         bundle, SandboxUnavailable, and the errors of `chunks`.
         """
-        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as received:
+        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=self._spool) as received:
             async for chunk in chunks:
                 if received.tell() + len(chunk) > MAX_ARCHIVE_BYTES:
                     raise ToolFailure(
@@ -122,7 +123,7 @@ class SkillVolume:
                 f"sandboxd"
             )
         name = hmac.new(self._secret, f"{scope}\0{digest}".encode(), hashlib.sha256).hexdigest()[:32]
-        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as archive:
+        with tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=self._spool) as archive:
             await asyncio.to_thread(_repack, received, archive, name, digest)
             archive.seek(0)
             await self._engine.fill_skill_volume(self.volume, self._image, archive)

@@ -16,6 +16,7 @@ import structlog
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from store.archives.choice import open_own_store
+from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_max_bytes
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
@@ -72,9 +73,11 @@ class SuspensionStore:
         return await self._checkpoints.forget_all_but(kept_ids)
 
 
-def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
-    """Return a store in a folder that only this process uses. `free_bytes`: as in `FolderStore`."""
-    return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S))
+def open_suspension_store(folder: Path, free_bytes: int, memory: MemoryBudget | None = None) -> SuspensionStore:
+    """Return a store in a folder that only this process uses. `free_bytes`: as in `FolderStore`. `memory`: the budget
+    of all archives.
+    """
+    return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S, memory=memory))
 
 
 def _roots(session: HostSession) -> tuple[str, ...]:

@@ -7,14 +7,16 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, ToolFailure
-from store.archives.base import ArchiveStore, NotStored, join_chunks
+from store.archives.base import ArchiveStore, NotStored
 from store.archives.files import KEEP_S, file_created_at, is_file_id
-from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack, unpack_roots
-from workers.sandboxd.archives.root_changes import encode_changes, pack_changes, split_changes, unpack_changes
+from workers.sandboxd.archives.budget import MemoryBudget
+from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
+from workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
 from workers.sandboxd.disks.changes import RootChanges
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
@@ -43,15 +45,32 @@ class StoredCheckpoint:
     files_changed: bool = False
 
 
+ListChanges = Callable[[], AbstractAsyncContextManager[RootChanges | None]]
+"""Lists the changes of a session's root file system; None if it is read-only."""
+
+
+@contextlib.asynccontextmanager
+async def _list_none() -> AsyncIterator[None]:
+    yield None
+
+
 class Checkpoints:
     """Saves the files of sandboxes and loads them into others. `max_checkpoints`: limit per tenant;
-    None for no limit. `save_s`: time limit of one save, in seconds.
+    None for no limit. `save_s`: time limit of one save, in seconds. `memory`: the budget of all archives.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
-    def __init__(self, store: ArchiveStore, *, max_checkpoints: int | None = None, save_s: float = WHOLE_S) -> None:
+    def __init__(
+        self,
+        store: ArchiveStore,
+        *,
+        max_checkpoints: int | None = None,
+        save_s: float = WHOLE_S,
+        memory: MemoryBudget | None = None,
+    ) -> None:
         self._store = store
+        self._memory = memory or MemoryBudget()
         self._max_checkpoints = max_checkpoints
         self._save_s = save_s
 
@@ -62,7 +81,7 @@ class Checkpoints:
         *,
         roots: tuple[str, ...] = ROOTS,
         max_bytes: int = MAX_ARCHIVE_BYTES,
-        changes: RootChanges | None = None,
+        list_changes: ListChanges = _list_none,
         is_automatic: bool = False,
     ) -> StoredCheckpoint:
         """Save the session's folders (packing.ROOTS) of a sandbox, and the changes of its root file system.
@@ -73,11 +92,14 @@ class Checkpoints:
         if not is_automatic:
             await self._check_count(tenant)
         name = _build_automatic_id() if is_automatic else secrets.token_urlsafe(18)
-        head = b"" if changes is None else encode_changes(changes)
-        argv, stdin = (pack_roots(roots), b"") if changes is None else pack_changes(changes, roots)
-        packing = Packing(sandbox, argv, max_bytes, stdin)
-        async with _limit_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
-            stored = await self._store.put(f"{tenant}/{name}", join_chunks(head, chunks))
+        async with (
+            _limit_time("kept", self._save_s),
+            self._memory.hold(tenant),
+            list_changes() as changes,
+        ):
+            packing = _build_packing(sandbox, changes, roots, max_bytes)
+            async with contextlib.aclosing(packing.chunks()) as chunks:
+                stored = await self._store.put(f"{tenant}/{name}", pack_with_head(changes, chunks))
         facts = packing.facts
         assert facts is not None
         return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.files_changed)
@@ -102,13 +124,12 @@ class Checkpoints:
         name = _name(tenant, checkpoint)
         try:
             facts = await self._store.describe(name)
-            async with _limit_time("restored", WHOLE_S), contextlib.aclosing(self._store.get(name)) as chunks:
-                changes, rest, size = await split_changes(chunks, facts.bytes)
-                if changes is not None and changes.image == root_image:
-                    await unpack_changes(sandbox, changes, rest, size)
-                    return True
-                await unpack(sandbox, unpack_roots(roots), rest, size)
-                return changes is None
+            async with (
+                _limit_time("restored", WHOLE_S),
+                self._memory.hold(tenant),
+                contextlib.aclosing(self._store.get(name)) as chunks,
+            ):
+                return await unpack_archive(sandbox, unpack_roots(roots), chunks, facts.bytes, root_image)
         except NotStored:
             raise _build_missing_error(checkpoint) from None
 
@@ -146,6 +167,13 @@ class Checkpoints:
                 ErrorCode.NO_SPACE,
                 f"tenant '{tenant}' keeps {self._max_checkpoints} checkpoints, which is the limit: delete a checkpoint",
             )
+
+
+def _build_packing(sandbox: PackingGuest, changes: RootChanges | None, roots: Sequence[str], max_bytes: int) -> Packing:
+    if changes is None:
+        return Packing(sandbox, pack_roots(roots), max_bytes)
+    size = changes.folders + changes.replaced
+    return Packing(sandbox, pack_changes(changes, roots), max_bytes, changes.read_packed(), size)
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,8 @@ from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 ROOTS = ("/workspace", "/output")
 """Folders of the session: its files; and the long outputs, job logs, shell state and file states of the guest."""
 PACKING_TIMEOUT_S = 480.0
+PROGRESS_S = 20.0
+"""Time limit in seconds for the next byte of an archive: programs of the session may have stopped `tar`."""
 _PIECE_BYTES = 4 * 1024 * 1024
 """Size of the pieces of an archive that the guest holds in memory while it unpacks, in bytes."""
 _FIFO_FOLDER = "/tmp"
@@ -127,14 +129,21 @@ def pack_list(names: str, folder: str) -> list[str]:
 class Packing:
     """Packs one archive. Read `chunks` once to the end; then `facts` describes the archive."""
 
-    def __init__(self, guest: PackingGuest, argv: list[str], max_bytes: int, stdin: bytes = b"") -> None:
+    def __init__(
+        self,
+        guest: PackingGuest,
+        argv: list[str],
+        max_bytes: int,
+        stdin: AsyncIterator[bytes] | None = None,
+        stdin_bytes: int = 0,
+    ) -> None:
         """Create the packing. `argv`: a program of `pack_roots`, `pack_list` or `pack_changes` (root_changes.py), which
-        reads `stdin`.
+        reads `stdin` of `stdin_bytes` bytes.
         """
         self._guest = guest
         self._argv = argv
         self._max_bytes = max_bytes
-        self._stdin = stdin
+        self._stdin, self._stdin_bytes = stdin, stdin_bytes
         self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -146,11 +155,12 @@ class Packing:
         """
         flow, tally = _OutputQueue(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
-        body, size = _split_frames(self._stdin), len(self._stdin)
-        packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take, body=body, body_bytes=size))
+        packing = asyncio.ensure_future(
+            self._guest.ask(request, sink=flow.take, body=self._stdin, body_bytes=self._stdin_bytes)
+        )
         packing.add_done_callback(lambda _: flow.end())
         try:
-            while (chunk := await flow.next()) is not None:
+            while (chunk := await _next_in_time(flow)) is not None:
                 tally.add(chunk)
                 if tally.bytes > self._max_bytes:
                     raise ToolFailure(
@@ -183,20 +193,19 @@ async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[b
             if len(data) > total:
                 break
         _check_size(len(data), total)
-        await run_with_input(guest, argv, data)
+        await run_with_input(guest, argv, _split_frames(data), total)
     else:
         done, stderr = await _stream_in(guest, argv, read, total)
         _check_done(done, stderr, "unpacked")
 
 
-async def run_with_input(guest: PackingGuest, argv: Sequence[str], data: bytes) -> None:
-    """Run a program in the guest with `data` on its standard input. The guest holds `data` in memory. Raises the errors
-    of `unpack`.
+async def run_with_input(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:
+    """Run a program in the guest with `total` bytes on its standard input. The guest holds them in memory, but this
+    process does not. Raises the errors of `unpack`.
     """
     stderr = bytearray()
-    done = await guest.ask(
-        _exec(list(argv)), sink=_collect_stderr(stderr), body=_split_frames(data), body_bytes=len(data)
-    )
+    body = _split_pieces(read, total)
+    done = await guest.ask(_exec(list(argv)), sink=_collect_stderr(stderr), body=body, body_bytes=total)
     _check_done(done, stderr, "unpacked")
 
 
@@ -333,6 +342,21 @@ class _OutputQueue:
         return chunk
 
 
+async def _next_in_time(flow: _OutputQueue) -> bytes | None:
+    # Only the guest is timed: while the caller stores a chunk, this is not running.
+    try:
+        async with asyncio.timeout(PROGRESS_S) as limit:
+            return await flow.next()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"packing the session's files made no progress for {PROGRESS_S:g} s: end programs of the session that stop "
+            "others, and try again",
+        ) from None
+
+
 def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str, Any]:
     capture_limits = capture or {"stdout": 0, "stderr": _STDERR_BYTES}
     return {
@@ -352,6 +376,16 @@ def _collect_stderr(stderr: bytearray) -> Callable[[Frame], None]:
 async def _split_frames(piece: bytes) -> AsyncIterator[bytes]:
     for at in range(0, len(piece), _FRAME_BYTES):
         yield piece[at : at + _FRAME_BYTES]
+
+
+async def _split_pieces(read: AsyncIterator[bytes], total: int) -> AsyncIterator[bytes]:
+    sent = 0
+    async for piece in in_pieces(read, _FRAME_BYTES):
+        sent += len(piece)
+        if sent > total:
+            break
+        yield piece
+    _check_size(sent, total)
 
 
 async def _cancel(task: "asyncio.Future[Any]") -> None:

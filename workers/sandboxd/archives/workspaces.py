@@ -12,6 +12,7 @@ from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
 from contract.errors import ErrorCode, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
+from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.imports import build_import, check_import
 from workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
 
@@ -35,12 +36,21 @@ class _Source:
 class WorkspaceFiles:
     """Copies files between sandboxes and the store. `setting`: the value of TOOLCREW_WORKSPACE_STORE; None if it is not
     set, so that hosts share no store. `max_bytes`: limit of one workspace, and of the artifacts of one session.
+    `memory`: the budget of all archives.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
 
-    def __init__(self, store: ArchiveStore, setting: str | None, max_bytes: int = MAX_WORKSPACE_BYTES) -> None:
+    def __init__(
+        self,
+        store: ArchiveStore,
+        setting: str | None,
+        max_bytes: int = MAX_WORKSPACE_BYTES,
+        *,
+        memory: MemoryBudget | None = None,
+    ) -> None:
         self._store = store
+        self._memory = memory or MemoryBudget()
         self._setting = setting
         self._max_bytes = max_bytes
 
@@ -59,7 +69,11 @@ class WorkspaceFiles:
                     f"the workspace {workspace[:200]} has {source.size} bytes, and the limit is {self._max_bytes}: "
                     "give a smaller one",
                 )
-            async with contextlib.aclosing(source.chunks) as chunks:
+            async with (
+                asyncio.timeout(WHOLE_S),
+                self._memory.hold(tenant),
+                contextlib.aclosing(source.chunks) as chunks,
+            ):
                 await _load(workspace, source.size, chunks, sandbox)
 
     async def save(self, tenant: str, file: str, names: str, sandbox: PackingGuest) -> StoredFacts:
@@ -75,7 +89,11 @@ class WorkspaceFiles:
         self._check_shared()
         packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
         with _report_errors(file):
-            async with asyncio.timeout(WHOLE_S), contextlib.aclosing(packing.chunks()) as chunks:
+            async with (
+                asyncio.timeout(WHOLE_S),
+                self._memory.hold(tenant),
+                contextlib.aclosing(packing.chunks()) as chunks,
+            ):
                 return await self._store.put(f"{tenant}/{file}", chunks)
 
     def _check_shared(self) -> None:
@@ -105,13 +123,12 @@ async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbo
             ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} has an unknown type: use {SUPPORTED_KINDS}"
         )
     argv, read = build_import(kind, _FOLDER), join_chunks(head, chunks)
-    async with asyncio.timeout(WHOLE_S):
-        if kind in _SEEKING_KINDS:
-            # /output is on the disk of the session, which has a quota.
-            path = f"/output/.workspace-{secrets.token_hex(8)}"
-            done, error_output = await run_with_file(sandbox, argv, read, size, path)
-        else:
-            done, error_output = await stream_in(sandbox, argv, read, size)
+    if kind in _SEEKING_KINDS:
+        # /output is on the disk of the session, which has a quota.
+        path = f"/output/.workspace-{secrets.token_hex(8)}"
+        done, error_output = await run_with_file(sandbox, argv, read, size, path)
+    else:
+        done, error_output = await stream_in(sandbox, argv, read, size)
     code = done.get("exit_code")
     check_import(
         kind,

@@ -13,8 +13,6 @@ import contextlib
 import errno
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
+from workers.sandboxd.disks.children import run_child
 from workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
@@ -39,7 +38,7 @@ _LAYERS_TIMES = 2
 """The layers of a workspace together may have at most this multiple of its size."""
 _MAX_DEVICES = 64
 _MERGE_S = 600.0
-_ERROR_CHARS = 500
+_MERGING = "workers.sandboxd.disks.merging"
 CHANGES, WORKSPACE = "changes", "workspace"
 """Folders of a disk: the changes of the root file system, and the files of /workspace."""
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -274,21 +273,11 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
 async def _run_merging(target: Path, sources: Sequence[int]) -> None:
     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        argv = [sys.executable, "-P", "-m", "workers.sandboxd.disks.merging", str(fd), *map(str, sources)]
-        merging = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, pass_fds=(fd, *sources))
-        try:
-            async with asyncio.timeout(_MERGE_S):
-                _, error_output = await merging.communicate()
-        except BaseException:
-            # Wait for the end of the process, which holds mounts of the layers: they must be free when the caller
-            # removes the new workspace.
-            merging.kill()
-            await merging.wait()
-            raise
+        await run_child(_MERGING, (fd, *sources), _MERGE_S)
+    except TimeoutError:
+        raise SandboxUnavailable(f"the merge was not complete after {_MERGE_S:g} s") from None
     finally:
         os.close(fd)
-    if merging.returncode != 0:
-        raise SandboxUnavailable(error_output.decode(errors="replace").strip()[-_ERROR_CHARS:])
 
 
 def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[int]:

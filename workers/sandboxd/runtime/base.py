@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from workers.sandboxd.disks.changes import RootChanges
 from workers.sandboxd.runtime.hardening import SandboxSpec
 
 LABEL_PRODUCT: Final = "toolcrew.product"
@@ -71,10 +70,9 @@ class SandboxRuntime(Protocol):
         """Compare a running sandbox with its specification. Return a sentence for every property that differs."""
         ...
 
-    async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
-        """Return the changes of a running sandbox's root file system, or None when it is read-only.
-
-        Raises ToolFailure (FILE_TOO_LARGE) when the list is too long.
+    def open_changes(self, container: str, spec: SandboxSpec) -> list[int] | None:
+        """Return descriptors of the folders with the changes of a running sandbox's root file system, the top one
+        first. The caller closes them. None: the root file system is read-only.
         """
         ...
 

@@ -29,7 +29,7 @@ class EngineRuntime:
             build_container_config(spec), await self._engine.inspect(container), spec.image_facts.variables
         )
 
-    async def list_changes(self, container: str, spec: SandboxSpec) -> None:
+    def open_changes(self, container: str, spec: SandboxSpec) -> None:
         """Return None: the root file system is read-only."""
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:

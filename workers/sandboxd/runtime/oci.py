@@ -34,7 +34,7 @@ from typing import Final
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.changes import RootChanges, list_changes
+from workers.sandboxd.cgroups import PARENT, Cgroups
 from workers.sandboxd.disks.image import (
     CHANGES,
     FOLDER_FLAGS,
@@ -44,7 +44,6 @@ from workers.sandboxd.disks.image import (
     open_workspaces,
 )
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
-from workers.sandboxd.disks.workspace_store import run_to_end
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -54,7 +53,6 @@ from workers.sandboxd.runtime.base import (
     ListedContainer,
 )
 from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
-from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
 from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from workers.sandboxd.runtime.id_ranges import IdRanges
@@ -205,14 +203,13 @@ class OciRuntime:
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
 
-    async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
+    def open_changes(self, container: str, spec: SandboxSpec) -> list[int] | None:
         if not spec.is_root:
             return None
         # Duplicate the descriptors: a removal may close them meanwhile, and another session may get the same numbers.
         with self._forgetting:
             running = self._running.get(_id_of(container))
-            layers = [os.dup(fd) for fd in running.changes] if running is not None else []
-        return await run_to_end(lambda: _list_and_close(spec.image_facts.id, layers))
+            return [os.dup(fd) for fd in running.changes] if running is not None else []
 
     async def pause(self, container: str) -> None:
         await self._run(lambda: _freeze(self._cgroups, _id_of(container), is_wanted=True))
@@ -513,18 +510,6 @@ class OciRuntime:
 def _id_of(name: str) -> str:
     """Return the id of a sandbox: the random part of its name."""
     return name.rpartition("-")[2]
-
-
-def _list_and_close(image: str, layers: Sequence[int]) -> RootChanges:
-    try:
-        return list_changes(image, layers)
-    except OSError as error:
-        raise SandboxUnavailable(
-            f"the changes of the root file system cannot be listed: {error}; check the disk of this host"
-        ) from error
-    finally:
-        for fd in layers:
-            os.close(fd)
 
 
 def _clone_workspace(folder: str) -> int:

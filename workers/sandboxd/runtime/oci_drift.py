@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from workers.sandboxd.cgroups import Cgroups
 from workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
-from workers.sandboxd.runtime.cgroups import Cgroups
 from workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
     SKILLS_FOLDER,

@@ -13,6 +13,9 @@ from typing import Final
 
 ROOT: Final = Path("/sys/fs/cgroup")
 PARENT: Final = "toolcrew"
+HELPERS: Final = "helpers"
+"""Group of processes of sandboxd that read the disks of sandboxes."""
+HELPERS_BYTES: Final = 1024 * 1024 * 1024
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
@@ -92,11 +95,26 @@ class Cgroups:
                         raise
                     time.sleep(_FIRST_PAUSE_S)
 
+    def add_helper(self, process: int) -> None:
+        """Move a process of sandboxd to the group of helpers, whose memory is limited and is not that of sandboxd's own
+        group. Where the host does not allow this, the process stays in its group.
+        """
+        folder = self.file(HELPERS, "memory", "cgroup.procs").parent
+        with contextlib.suppress(OSError):
+            if self.version == 2:
+                for above in (folder.parent.parent, folder.parent):
+                    above.mkdir(exist_ok=True)
+                    (above / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
+            folder.mkdir(parents=True, exist_ok=True)
+            limit = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
+            (folder / limit).write_text(str(HELPERS_BYTES), encoding="ascii")
+            (folder / "cgroup.procs").write_text(str(process), encoding="ascii")
+
     def remove_parent(self) -> None:
-        """Remove the parent group `/toolcrew`, unless a sandbox is in it."""
-        for hierarchy in self._hierarchies:
+        """Remove the group of helpers and the parent group `/toolcrew`, unless a process or a sandbox is in them."""
+        for folder in (*self._folders(HELPERS), *(hierarchy / PARENT for hierarchy in self._hierarchies)):
             with contextlib.suppress(OSError):
-                (hierarchy / PARENT).rmdir()
+                folder.rmdir()
 
     def _freezer(self, sandbox: str) -> Path:
         return self.file(sandbox, "freezer", "cgroup.freeze" if self.version == 2 else "freezer.state")
