@@ -66,13 +66,16 @@ RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat
 
 
 class RunLimits(Record):
-    """The limits of an item's run. None: the limit of the batch applies, or else the default of ReActOptions."""
+    """The limits of an item's run. None: the limit of the batch applies, or else the default of ReActOptions.
+    `enable_tool_action_parsing` False: tags in the text of replies are no calls.
+    """
 
     max_iterations: int | None = Field(default=None, ge=1)
     tool_timeout_s: float | None = Field(default=None, gt=0)
     max_wall_s: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, gt=0)
     max_cost: float | None = Field(default=None, gt=0)
+    enable_tool_action_parsing: bool | None = Field(default=None, exclude_if=lambda reads: reads is None)
 
 
 class ItemEnvironment(SandboxOptions):

@@ -84,6 +84,8 @@ class BatchOptions(SandboxOptions):
     """Seconds that an item may run, without its setup."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Prompt and completion tokens that an item may use."""
+    enable_tool_action_parsing: bool | None = None
+    """False: tags in the text of replies are no calls, for lines that do not set it."""
     retries: int = Field(default=2, ge=0, le=20)
     """New attempts of an item after infrastructure failures."""
     webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)

@@ -54,7 +54,8 @@ class NewRun(SandboxOptions):
 
     `model`, `dialect` (format of tool calls) and `profile` (texts for small or standard models) null: the values of the
     orchestrator. `max_iterations`: model replies. `tool_timeout_s`: seconds per call. `max_wall_s`: seconds of the run
-    without its setup. `max_tokens`: prompt and completion tokens. `priority`: runs with a higher priority start first.
+    without its setup. `max_tokens`: prompt and completion tokens. `enable_tool_action_parsing` false: tags in the text
+    of replies are no calls. `priority`: runs with a higher priority start first.
 
     `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
     sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
@@ -80,6 +81,7 @@ class NewRun(SandboxOptions):
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    enable_tool_action_parsing: bool | None = None
     keep_states: bool = False
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     priority: int = Field(default=0, ge=-100, le=100)

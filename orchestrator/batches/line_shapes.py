@@ -65,13 +65,14 @@ class OpenAILine(Shape):
 
 
 class LimitFields(Shape):
-    """Fields of a line that limit a run: steps, time, tokens and cost."""
+    """Fields of a line that limit a run: steps, time, tokens, cost, and whether tags in replies are calls."""
 
     max_iterations: int | None = Field(default=None, ge=1)
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0)
     max_tokens: int | None = Field(default=None, gt=0)
     max_cost: float | None = Field(default=None, gt=0)
+    enable_tool_action_parsing: bool | None = None
 
 
 class GraderFields(SandboxOptions, Shape):

@@ -107,6 +107,13 @@ def submit(
         float | None,
         typer.Option("--max-cost", help="Largest cost of an item. Needs --prices, or prices of its model endpoint."),
     ] = None,
+    enable_tool_action_parsing: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-tool-action-parsing/--no-enable-tool-action-parsing",
+            help="Read tags in the text of replies as calls, for lines that do not set it.",
+        ),
+    ] = None,
     prices: Annotated[
         str | None, typer.Option("--prices", help="IN/OUT: the prices of a million prompt and completion tokens.")
     ] = None,
@@ -146,7 +153,7 @@ def submit(
     if output is None and errors is not None:
         raise typer.BadParameter("--errors needs --output: give both")
     receiver = parse_webhook(webhook, webhook_secret, is_detached=detach)
-    limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices)
+    limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices, enable_tool_action_parsing)
     defaults = build_defaults(
         limits,
         model=model,

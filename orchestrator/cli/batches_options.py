@@ -31,6 +31,7 @@ class LimitOptions:
     max_tokens: int | None = None
     max_cost: float | None = None
     prices: str | None = None
+    enable_tool_action_parsing: bool | None = None
 
 
 def build_defaults(
@@ -56,6 +57,7 @@ def build_defaults(
             max_wall_s=_check_positive("--max-wall", limits.max_wall),
             max_tokens=limits.max_tokens,
             max_cost=_check_positive("--max-cost", limits.max_cost),
+            enable_tool_action_parsing=limits.enable_tool_action_parsing,
         ),
         prompt_price=prompt,
         completion_price=completion,

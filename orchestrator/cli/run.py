@@ -123,6 +123,13 @@ def run(
     max_iterations: Annotated[
         int, typer.Option("--max-iterations", min=1, help="Largest number of model replies.")
     ] = 5,
+    enable_tool_action_parsing: Annotated[
+        bool,
+        typer.Option(
+            "--enable-tool-action-parsing/--no-enable-tool-action-parsing",
+            help="Read tags in the text of replies as calls.",
+        ),
+    ] = True,
     keep_states: Annotated[
         bool,
         typer.Option("--keep-states", help="Keep the session's state after each step, so that the run can be forked."),
@@ -162,7 +169,9 @@ def run(
         model=model or load_settings().model,
         dialect=cast(Any, dialect),
         profile=cast(Any, profile),
-        limits=RunLimits(max_iterations=max_iterations),
+        limits=RunLimits(
+            max_iterations=max_iterations, enable_tool_action_parsing=None if enable_tool_action_parsing else False
+        ),
         keep_states=keep_states,
     )
     ttl_s = MAX_TTL_S if keep_states else DEFAULT_TTL_S

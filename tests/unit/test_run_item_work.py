@@ -268,3 +268,16 @@ async def test_new_attempt_of_a_single_call_has_a_new_id(make: HarnessFactory) -
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
     calls = [call.id for harness in (first, second) for call in harness.transport.calls if call.name == "echo"]
     assert len(set(calls)) == 2
+
+
+@pytest.mark.parametrize("dialect", ["native", "tags"])
+@pytest.mark.parametrize("reads_tags", [None, True, False])
+async def test_tags_in_replies_are_calls_unless_the_run_says_no(
+    make: HarnessFactory, dialect: str, reads_tags: bool | None
+) -> None:
+    tag = '<tool_action name="echo"><text value="a"/></tool_action>'
+    harness = make([tag, "done"])
+    limits = {"enable_tool_action_parsing": reads_tags}
+    outcome = await harness.execute(await harness.put(build_run(dialect=dialect, limits=limits)))
+    assert outcome.failure is None
+    assert outcome.body["answer"] == (tag if reads_tags is False else "done")
