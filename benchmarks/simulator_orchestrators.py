@@ -89,6 +89,9 @@ class _Hosts:
             self._reports, self._read_at = list(self._world.reports.values()), self._world.loop.time()
         return self._reports
 
+    async def silent(self) -> list[str]:
+        return []
+
 
 class _Transport:
     """Transport to simulated hosts, in place of CeleryTransport."""

@@ -46,16 +46,20 @@ def tenant_key(deployment: str, tenant: str, name: str) -> str:
     return deployment_key(deployment, f"t:{tenant}:{name}")
 
 
+HOST_QUEUES = "host."
+"""Prefix of the queues of all hosts with sandboxes."""
+
+
 def host_queue(host: str, boot: str) -> str:
     """Return the queue of one incarnation of a host: its worker between two boots. A rebooted host gets a new queue, so
     it never receives calls for sandboxes that it has lost.
     """
-    return f"host.{host}.{boot}"
+    return f"{host_prefix(host)}{boot}"
 
 
 def host_prefix(host: str) -> str:
     """Return the prefix of the queues of all incarnations of a host. A host's name contains no dot."""
-    return f"host.{host}."
+    return f"{HOST_QUEUES}{host}."
 
 
 def host_of(queue: str) -> str:

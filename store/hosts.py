@@ -135,16 +135,39 @@ class HostStore:
         self._client = client
         self._deployment = deployment
         self._cached: list[HostReport] = []
+        self._silent: list[str] = []
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
         self._unreadable: set[str] = set()
 
     async def reports(self) -> list[HostReport]:
         """Return the last report of each living worker, sorted by queue. Reports are up to FRESH_S seconds old."""
-        async with self._lock:
-            if time.monotonic() - self._read_at >= FRESH_S:
-                self._cached, self._read_at = await self.read(), time.monotonic()
+        await self._refresh()
         return self._cached
+
+    async def silent(self) -> list[str]:
+        """Return the listed instances that do not report and were not declared lost. They may report again: after an
+        outage of Redis, or when their machine is busy. The answer is up to FRESH_S seconds old.
+        """
+        await self._refresh()
+        return self._silent
+
+    async def _refresh(self) -> None:
+        async with self._lock:
+            if time.monotonic() - self._read_at < FRESH_S:
+                return
+            texts = await self._texts(await self._listed())
+            missing = [queue for queue, text in texts.items() if text is None]
+            self._silent = await self._without_lost(missing)
+            self._cached = [report for queue, text in texts.items() if (report := self._parse(queue, text)) is not None]
+            self._read_at = time.monotonic()
+
+    async def _without_lost(self, queues: Sequence[str]) -> list[str]:
+        """Return those of the instances that were not declared lost."""
+        keys = [tombstone_key(self._deployment, queue) for queue in queues]
+        with broker_errors(_WHAT):
+            tombstones: Any = await self._client.mget(keys) if keys else []
+        return [queue for queue, tombstone in zip(queues, tombstones, strict=True) if tombstone is None]
 
     async def read(self) -> list[HostReport]:
         """Return the reports as they are in Redis now, without the cache of `reports`."""

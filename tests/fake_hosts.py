@@ -37,6 +37,9 @@ class StaticHosts:
     async def reports(self) -> list[HostReport]:
         return self.all
 
+    async def silent(self) -> list[str]:
+        return []
+
 
 class MemorySessionStore(SessionStore):
     """Locations in memory, for a program that never loses a host."""

@@ -20,10 +20,19 @@ PULL_LOAD = 0.5
 with the image are busy.
 """
 MAX_SHOWN_IMAGES = 50
+_COMING = ("unhealthy", "restarting")
+"""States of a host that may take sessions soon. A worker that has not started yet reports that it is unhealthy."""
 
 
 class NoHost(SandboxUnavailable):
-    """Raised when no host can take the session now. The message names the missing resource."""
+    """Raised when no host can take the session now. The message names the missing resource. `is_full`: hosts serve that
+    could take the session, but all are full. `is_coming`: a host that could take it starts, restarts or waits for its
+    sandboxd.
+    """
+
+    def __init__(self, message: str, *, is_full: bool, is_coming: bool) -> None:
+        super().__init__(message)
+        self.is_full, self.is_coming = is_full, is_coming
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,8 @@ def choose_host(
     hosts_with_room = [host for host in able if host.sessions + placed.get(host.queue, 0) < host.max_sessions]
     if not hosts_with_room:
         _check_image(hosts, needs)
-        raise NoHost(_explain(hosts, able, needs))
+        coming = any(host.state in _COMING and _fits(host, needs) and host.queue not in excluded for host in hosts)
+        raise NoHost(_explain(hosts, able, needs), is_full=bool(able), is_coming=coming)
     preferred = [host for host in hosts_with_room if host.memory_free_bytes >= needs.memory_bytes] or hosts_with_room
     preferred = _prefer_image(preferred, image, placed)
     pair = {host.queue: host for host in chance.choices(preferred, weights=[host.slots for host in preferred], k=2)}
@@ -100,13 +110,12 @@ def choose_host(
 
 
 def _is_able(host: HostReport, needs: HostRequirements) -> bool:
-    return (
-        host.release == RELEASE
-        and host.healthy
-        and not host.draining
-        and needs.tenant_class in host.classes
-        and _allows_image(host, needs)
-    )
+    return host.healthy and not host.draining and _fits(host, needs)
+
+
+def _fits(host: HostReport, needs: HostRequirements) -> bool:
+    """Return whether the host can take the session when it serves."""
+    return host.release == RELEASE and needs.tenant_class in host.classes and _allows_image(host, needs)
 
 
 def _allows_image(host: HostReport, needs: HostRequirements) -> bool:

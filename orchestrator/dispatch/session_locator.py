@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import HostReport
+from contract.names import HOST_QUEUES
 from contract.session_locations import LocationState, SessionLocation, open_checkpoint, open_start, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
@@ -43,7 +44,9 @@ log = get_logger(__name__)
 MAX_HOSTS = 3
 """Maximum number of hosts on which the opening of one session is tried."""
 SETTLE_S = 30.0
-"""Seconds that a call waits if the host of its session does not report, or if another process is moving the session."""
+"""Seconds that a call waits if the host of its session does not report, or if another process is moving the session.
+A new session waits as long for a host that starts or does not report.
+"""
 POLL_S = 0.2
 MAX_CACHED = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -54,6 +57,10 @@ class HostSource(Protocol):
 
     async def reports(self) -> list[HostReport]:
         """Return the last report of each living worker. Raises BrokerUnavailable."""
+        ...
+
+    async def silent(self) -> list[str]:
+        """Return the queues of workers that do not report now and may report again. Raises BrokerUnavailable."""
         ...
 
 
@@ -93,9 +100,11 @@ class SessionLocator:
         return open_start(self._keys, tenant, session, await self.location(tenant, session))
 
     async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
-        """Open a new session on a host with free capacity. Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable."""
+        """Open a new session on a host with free capacity. Waits for a host that starts or does not report. Raises
+        ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable.
+        """
         excluded: set[str] = set()
-        queue = await self._choose(policy, arguments, excluded)
+        queue = await self._await_host(lambda: self._choose(policy, arguments, excluded))
         start = seal_start(
             self._keys,
             tenant,
@@ -242,7 +251,11 @@ class SessionLocator:
 
     async def any_queue(self, policy: TenantPolicy) -> str:
         """Return the queue of any host, for work that every host can do. Raises SandboxUnavailable."""
-        return choose_host(await self._hosts.reports(), HostRequirements(policy.sandbox.tenant_class)).queue
+
+        async def choose() -> str:
+            return choose_host(await self._hosts.reports(), HostRequirements(policy.sandbox.tenant_class)).queue
+
+        return await self._await_host(choose)
 
     async def capacity(self, policy: TenantPolicy, image: str | None) -> HostCapacity | None:
         """Return the capacity of hosts for more sessions; None when no host could ever take one. Raises
@@ -260,6 +273,23 @@ class SessionLocator:
             self._addresses.pop(next(iter(self._addresses)))
         self._addresses[tenant, session] = address
         return address
+
+    async def _await_host(self, choose: Callable[[], Awaitable[str]]) -> str:
+        """Return the queue that `choose` returns. While no host serves that could take a session, and a host starts or
+        does not report, try again. Raises NoHost.
+        """
+        until = time.monotonic() + SETTLE_S
+        while True:
+            is_late = time.monotonic() > until
+            try:
+                return await choose()
+            except NoHost as refused:
+                if is_late or refused.is_full or not (refused.is_coming or await self._has_silent_host()):
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def _has_silent_host(self) -> bool:
+        return any(queue.startswith(HOST_QUEUES) for queue in await self._hosts.silent())
 
     async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
         reports = await self._reports()

@@ -51,6 +51,9 @@ class _OnlyHost:
     async def reports(self) -> list[HostReport]:
         return [self.only]
 
+    async def silent(self) -> list[str]:
+        return []
+
 
 async def _check_host(broker: BrokerSettings, host: HostReport, semaphore: asyncio.Semaphore) -> Report:
     report, name = Report(), host.host

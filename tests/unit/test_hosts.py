@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from contract.envelope import decode_call
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from contract.names import POOL_WEB, control_queue, host_key, hosts_key
+from contract.names import POOL_WEB, control_queue, host_key, hosts_key, tombstone_key
 from contract.sandboxes import LargestOptions
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
@@ -47,6 +47,20 @@ async def test_only_reporting_workers_are_listed(harness: HostHarness, hosts: Ho
         harness.hosts().report(build_report(queue))
     harness.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
     assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
+
+
+async def test_instances_that_do_not_report_are_silent_until_declared_lost(
+    harness: HostHarness, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "FRESH_S", 0.0)
+    harness.hosts().report(build_report())
+    harness.hosts().report(build_report("host.b.b1"))
+    assert await hosts.silent() == []
+    harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
+    harness.redis.set(host_key(DEPLOYMENT, "host.b.b1"), "the report of another release")
+    assert await hosts.silent() == [QUEUE]
+    harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
+    assert await hosts.silent() == []
 
 
 async def test_reports_are_cached_for_a_short_time(

@@ -22,6 +22,7 @@ from store.session_list import SessionList
 from store.sessions import SessionAddress, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
 from tests.builders import KEY
 from tests.fake_hosts import build_report
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -43,10 +44,16 @@ class Hosts:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
         self.opened: list[tuple[str, OpenRequest, int]] = []
         self.answers: dict[str, Any] = {}
+        self.silent_queues: list[str] = []
+        self.reads = 0
         self.answer: Callable[[OpenRequest], ToolResult | None] = lambda _: None
 
     async def reports(self) -> list[Any]:
+        self.reads += 1
         return list(self.all.values())
+
+    async def silent(self) -> list[str]:
+        return self.silent_queues
 
     async def send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         self.opened.append((address.queue, opening, address.fence))
@@ -122,6 +129,68 @@ async def test_forks_are_placed_on_the_host_of_their_session_and_count(client: "
     with pytest.raises(SandboxUnavailable):
         await locator.add_forks("acme", "s1", ["f3"], DEFAULT, {"queue": "host.b.b00t"})
     assert await SessionStore(client, "d").find("acme", "f3") is None
+
+
+STARTING = {"healthy": False, "problem": "starting"}
+RESTARTING = {"worker": "", "draining": True}
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent"),
+    [([STARTING], []), ([RESTARTING], []), ([], ["host.a.b00t"]), ([{"draining": True}], ["host.b.b00t"])],
+    ids=["starting", "restarting", "silent", "one drains and one is silent"],
+)
+@pytest.mark.parametrize("work", ["open", "any_queue"])
+async def test_new_session_waits_for_a_host_that_is_coming(
+    client: "redis.asyncio.Redis", reports: list[dict[str, Any]], silent: list[str], work: str
+) -> None:
+    """As the first session of a stack, or one right after an outage of Redis."""
+    hosts = Hosts()
+    hosts.all = {report.queue: report for report in (build_report("a", **fields) for fields in reports)}
+    hosts.silent_queues = silent
+    locator = build_locator(client, hosts)
+    begun = asyncio.create_task(
+        locator.open("acme", "s1", DEFAULT, {}) if work == "open" else locator.any_queue(DEFAULT)
+    )
+    while hosts.reads < 2:  # the second look proves that the first did not end the opening
+        await asyncio.wait({begun}, timeout=0.01)
+        assert not begun.done()
+    hosts.all, hosts.silent_queues = {"host.c.b00t": build_report("c")}, []
+    result = await asyncio.wait_for(begun, SOON_S)
+    assert result == "host.c.b00t" if work == "any_queue" else result.metadata["queue"] == "host.c.b00t"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draining": True},
+        {"sessions": 100},
+        {**STARTING, "classes": ("gold",)},
+        {**STARTING, "release": "0"},
+        {**RESTARTING, "images": ()},
+    ],
+    ids=["draining", "full", "starting without the class", "starting with another release", "restarting, no image"],
+)
+async def test_new_session_does_not_wait_for_a_host_that_cannot_take_it(
+    client: "redis.asyncio.Redis", fields: dict[str, Any]
+) -> None:
+    hosts = Hosts()
+    hosts.all = {"host.a.b00t": build_report("a", **fields)}
+    hosts.silent_queues = ["pool.a.b00t", *(["host.b.b00t"] if "sessions" in fields else [])]
+    with pytest.raises((SandboxUnavailable, ToolFailure)):
+        await build_locator(client, hosts).open("acme", "s1", DEFAULT, {"image": "base"})
+    assert hosts.reads == 1
+
+
+async def test_new_session_waits_for_a_host_only_for_a_limited_time(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(homes_module, "SETTLE_S", 0.3)
+    hosts = Hosts()
+    hosts.all = {"host.a.b00t": build_report("a", **STARTING)}
+    with pytest.raises(SandboxUnavailable, match="none of the 1 hosts takes sessions now"):
+        await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
+    assert hosts.reads >= 2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +293,7 @@ async def test_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
     await client.hset(location_key("d", "acme", "s1"), mapping=parked)
     # No host has the session, so a close does not wait for one.
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(homes_module.SETTLE_S / 2):
         assert await locator.find_for_closing("acme", "s1") is None
     await hosts.lose(client, found_address.queue)
     address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
