@@ -17,7 +17,7 @@ from store.connection import open_redis
 from store.tenants import RedisTenants
 from tests.waiting import wait_until_async
 
-READY_S = 20.0
+READY_S = 90.0
 ROLES = {
     "acme": ("acme", "tenant"),
     "rival": ("rival", "tenant"),

@@ -17,11 +17,10 @@ from tests.api_harness import make_keys
 from tests.model_server.running import ModelServer, running_model_server
 from tests.service_process import ApiProcess, open_api_process
 from tests.stack import Stack, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 STEPS = 4
 """Limit of steps; lower than the default of a run."""
-SOON_S = 90.0
 
 
 def bash(command: str) -> dict[str, Any]:

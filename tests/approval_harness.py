@@ -18,9 +18,8 @@ from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
 from store.audit import Actor, Audit, AuditEntry
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-SOON_S = 15.0
 ADMIN = Actor(key="local", role="admin", name="ada")
 ACME = Actor(key="a" * 16, role="tenant", name="ann", tenant="acme")
 OTHER = Actor(key="b" * 16, role="tenant", name="bob", tenant="other")

@@ -17,11 +17,10 @@ from tests.containers import Watched, watch
 from tests.processes import read_proc
 from tests.service_process import run_program
 from tests.stack import ROOT, UP_S, Footprint, is_alive, open_footprint
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 CAPTURE = {"stdout": 8192, "stderr": 8192, "merged": 8192}
-SOON_S = 20.0
 WORKER = """
 import json, sys
 from workers.sandbox_client import SandboxClient
@@ -90,7 +89,7 @@ class HostileSession:
             "wait_ms": 0,
             "max_bytes": 8192,
         }
-        done = self._client.call(self.name, {**request, "timeout_s": 5.0}, script.encode()).done
+        done = self._client.call(self.name, {**request, "timeout_s": 60.0}, script.encode()).done
         assert "error" not in done, done
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> GuestResponse:
@@ -141,7 +140,7 @@ class HostileSession:
             "script_bytes": len(body),
             "cwd": None,
             "state": "keep",
-            "timeout_s": 10.0,
+            "timeout_s": 30.0,
             "capture": CAPTURE,
         }
         return client.call(self.name, {**request, "spill": {"bytes": 8192, "lines": 100}, **changes}, body)

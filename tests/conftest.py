@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from tests.event_harness import EventHarness
 
-START_S = 20.0
+START_S = 90.0
 
 # A test run in the background of a shell ignores Ctrl-C. Every program that the tests start would inherit this.
 for number in (signal.SIGINT, signal.SIGQUIT):

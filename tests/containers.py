@@ -36,7 +36,7 @@ from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
 RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")
 LABELS = {"toolcrew.test": "1"}
-ANSWER_S = 60.0
+ANSWER_S = 90.0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from benchmarks.sandboxes import list_containers
 from contract.errors import SandboxUnavailable
 from tests.attack_sandboxd import CAPTURE
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 from workers.sandboxd.daemon import STOP_AND_REMOVE
 
@@ -212,4 +212,4 @@ def start_call(daemon: Daemon, name: str, script: str) -> "Future[GuestResponse]
 
 def wait_running(container: str, text: str) -> None:
     """Wait until a program with `text` in its command line runs in the container."""
-    wait_until(lambda: text in commands_in(container).values(), 20, f"{text} runs in {container[:12]}")
+    wait_until(lambda: text in commands_in(container).values(), SOON_S, f"{text} runs in {container[:12]}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from tests.waiting import until
+from tests.waiting import SOON_S, until
 from tests.web_certificate import trusting_context
 from tests.web_servers import StubResolver, WebServer
 from workers.egress.allowances import ConnectionQuotas
@@ -30,9 +30,6 @@ from workers.egress.secrets import SecretUses
 from workers.egress.serving import Proxy
 from workers.settings import EgressSettings
 from workers.web.addresses import AddressRules
-
-SOON_S = 10.0
-"""Limit for something that should happen at once, in seconds."""
 
 
 def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore
 from tests.item_harness import ItemHarness
+from tests.waiting import SOON_S
 
-SOON_S = 60.0
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]
 HostedFactory = Callable[..., "HostedHarness"]

@@ -18,7 +18,7 @@ from docker import APIClient
 from orchestrator.operations.ports import reserve_port
 from tests.archives import build_tar
 from tests.stack import end_process, missing
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 USER, PASSWORD = "robot", "a-test-password"
 _PASSWORD_HASH = "$2b$04$yyA9tykbobZ/U5ywVI0VwuOr753iIPobYxl4mo/P3ROmFVGADu0PW"
@@ -55,7 +55,7 @@ class ImageRegistry:
             self._process = subprocess.Popen(
                 [program, "serve", str(path)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        wait_until(self._answers, 20, lambda: self._log.read_text(errors="replace"))
+        wait_until(self._answers, SOON_S, lambda: self._log.read_text(errors="replace"))
 
     def push(self, name: str, files: Mapping[str, bytes], *, keep: bool = False) -> str:
         """Make an image of these files, push it as `name` (with a tag) and return its complete name. The engine

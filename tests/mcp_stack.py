@@ -15,8 +15,8 @@ from mcp_types import CallToolResult, ElicitRequestParams, ElicitResult
 from tests.api_harness import make_keys
 from tests.service_process import ApiProcess, open_service
 from tests.stack import TOOLCREW, Stack, commands_in, open_stack
+from tests.waiting import SOON_S
 
-SOON_S = 90.0
 SESSION = "toolcrew/session"
 REVISIONS = ("2026-07-28", "legacy")
 """Names of the protocol revisions in the SDK's client: the current revision, and the handshake of earlier revisions."""

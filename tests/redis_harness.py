@@ -21,10 +21,10 @@ from orchestrator.operations.redis_server import write_redis_config
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from tests.service_process import run_program
 from tests.stack import Footprint, open_footprint, require_redis_server
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 SECRET = "a-secret-of-the-test"
-START_S = 20.0
+START_S = 90.0
 
 
 @dataclass
@@ -152,7 +152,7 @@ def open_counting_pool(
     argv = [sys.executable, "-m", "tests.tool_worker"]
     with open_footprint() as footprint, run_program(footprint, "worker", argv, settings) as worker:
         pool = CountingPool(broker, worker, footprint)
-        wait_until(lambda: watch.exists(catalog_key("default", "web")) or worker.poll() is not None, 60, pool.log)
+        wait_until(lambda: watch.exists(catalog_key("default", "web")) or worker.poll() is not None, SOON_S, pool.log)
         assert worker.poll() is None, pool.log()
         yield pool
 

@@ -13,8 +13,7 @@ from orchestrator.operations.ports import reserve_port
 from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-
-SOON_S = 15.0
+from tests.waiting import SOON_S
 
 
 @asynccontextmanager

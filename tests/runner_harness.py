@@ -22,9 +22,8 @@ from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-SOON_S = 20.0
 BATCH = ("acme", "b")
 Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[ItemOutcome]]
 

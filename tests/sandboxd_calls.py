@@ -5,11 +5,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import SOON_S
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, encode_frame
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
-SOON_S = 10.0
 
 
 async def call(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.secrets import build_placeholder
-from tests.egress_harness import SOON_S, Harness, build_rules, open_harness, read_all
+from tests.egress_harness import Harness, build_rules, open_harness, read_all
+from tests.waiting import SOON_S
 from tests.web_certificate import server_context
 from workers.egress.limits import ProxyLimits
 

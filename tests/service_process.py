@@ -14,7 +14,7 @@ from tests.processes import read_proc
 from tests.stack import ROOT, TOOLCREW, Footprint, end_process
 from tests.waiting import wait_until
 
-START_S = 60.0
+START_S = 90.0
 
 
 @dataclass

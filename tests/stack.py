@@ -32,7 +32,7 @@ from orchestrator.operations.ports import reserve_port
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 if TYPE_CHECKING:
     from orchestrator.dispatch.sessions import Session
@@ -377,7 +377,7 @@ class RedisServer:
             self._process = subprocess.Popen(
                 [require_redis_server(), str(self._config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        wait_until(self._answers, 20, "redis-server answers")
+        wait_until(self._answers, SOON_S, "redis-server answers")
 
     def kill(self) -> None:
         if self._process is not None:

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import SOON_S
 from workers.sandboxd.egress.relay import GRANT, ProxyStreams, open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
 from workers.sandboxd.frames import Frame
 
-SOON_S = 10.0
 PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["example.org"]}}
 
 

@@ -5,11 +5,17 @@ event (an asyncio.Event, the exit of a process, a blocking read) use the event i
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import pytest
 
+SOON_S = 90.0
+"""Limit for something that an idle machine does at once, in seconds. Only a failed test waits as long: a smaller limit
+would test how busy the machine is.
+"""
+IN_FORCE_S = 2.0
+"""Seconds within which a switch, a policy or a key takes effect in every process, as the documentation promises."""
 PAUSE_S = 0.05
 """Default time between two checks of a condition, in seconds."""
 
@@ -58,13 +64,26 @@ async def wait_until_async(
         await asyncio.sleep(pause_s)
 
 
-async def until(condition: Callable[[], Any], within_s: float = 20.0, pause_s: float = 0.005) -> None:
+async def until(condition: Callable[[], Any], within_s: float = SOON_S, pause_s: float = 0.005) -> None:
     """Wait until a quick condition is true that gives no event. The condition runs in the event loop."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
             _fail(within_s, "see the condition above")
         await asyncio.sleep(pause_s)
+
+
+async def assert_in_force(has_changed: Callable[[], Awaitable[bool]]) -> None:
+    """Repeat the check until it sees a change that was made before. Fails if a check that began IN_FORCE_S after now
+    does not see the change. It does not matter how long a check takes.
+    """
+    changed_at = time.monotonic()
+    while True:
+        began_at = time.monotonic()
+        if await has_changed():
+            return
+        assert began_at - changed_at < IN_FORCE_S
+        await asyncio.sleep(PAUSE_S)
 
 
 def _fail(within_s: float, expectation: str | Callable[[], str]) -> NoReturn:

@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
-from tests.api_stack import SOON_S, ApiStack, read_events, read_until, store_settings
+from tests.api_stack import ApiStack, read_events, read_until, store_settings
 from tests.archives import build_tar
 from tests.command_server import run_toolcrew
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.stack
 

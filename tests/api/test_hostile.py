@@ -15,6 +15,7 @@ from store.connection import open_redis
 from tests.api_harness import ApiHarness, api_settings
 from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 JSON = {"Content-Type": "application/json"}
 LONE_SURROGATE = b"\\ud800"
@@ -156,7 +157,7 @@ async def exchange(api: ApiHarness, line: bytes, rest: bytes) -> bytes:
     writer.write(line + head.encode() + rest)
     answer = bytearray()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             while piece := await reader.read(65536):
                 answer += piece
     except ConnectionResetError:

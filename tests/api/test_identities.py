@@ -18,6 +18,7 @@ from tests.api_harness import ApiHarness, open_api
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
+from tests.waiting import SOON_S
 
 IDEMPOTENCY = {"Idempotency-Key": "make-a-key"}
 LONG_COMMAND = "echo " + "\u202e" * 100
@@ -141,7 +142,7 @@ async def open_running_batch(api: ApiHarness, path: str, length: int) -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nOrigin: http://x\r\n"
     writer.write(f"{head}Content-Type: application/x-www-form-urlencoded\r\nContent-Length: {length}\r\n\r\na".encode())
     try:
-        return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 15)
+        return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SOON_S)
     finally:
         writer.close()
 

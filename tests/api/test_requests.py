@@ -23,6 +23,7 @@ from store.hosts import WorkerHostStore
 from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 from tests.wire_records import REPORT
 
 
@@ -115,7 +116,7 @@ async def test_a_client_that_sends_its_head_too_slowly_is_disconnected(
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
     await writer.drain()
-    assert await asyncio.wait_for(reader.read(), 20) == b""
+    assert await asyncio.wait_for(reader.read(), SOON_S) == b""
     writer.close()
 
 
@@ -137,7 +138,7 @@ async def send_raw(api: ApiHarness, header: str, body: bytes) -> bytes:
     writer.write(head.encode() + body)
     await writer.drain()
     try:
-        return await asyncio.wait_for(reader.readline(), 20)
+        return await asyncio.wait_for(reader.readline(), SOON_S)
     finally:
         writer.close()
 
@@ -291,5 +292,5 @@ async def test_a_runner_that_failed_is_started_again(
 
     monkeypatch.setattr(service, "RETRY_S", 0.01)
     monkeypatch.setattr(service, "open_runner", open_broken)
-    async with open_api(redis_server.url, concurrency=1), asyncio.timeout(20):
+    async with open_api(redis_server.url, concurrency=1), asyncio.timeout(SOON_S):
         await is_again.wait()

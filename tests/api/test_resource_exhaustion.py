@@ -20,7 +20,7 @@ from orchestrator.http import body_limits, server
 from orchestrator.http.server import HeadTimeoutProtocol
 from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 LONG_LINE = "x" * 100_000
 
@@ -46,7 +46,7 @@ async def test_idle_connections_above_the_limit_are_closed_and_new_requests_are_
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
     async with idle_connections(api, 60) as readers:
         # The first connections have been closed.
-        assert await asyncio.wait_for(readers[0].read(), 20) == b""
+        assert await asyncio.wait_for(readers[0].read(), SOON_S) == b""
         async with api.client(api.keys["acme"]) as client:
             assert (await client.get("/v1/runs")).status_code == 200
 
@@ -89,7 +89,7 @@ async def test_a_key_has_a_limit_of_streams_that_does_not_affect_other_keys(
         assert b"TOO_MANY_REQUESTS" in await refused.aread()
         async with api["operator"].stream("GET", path, params={"tenant": "acme"}) as other:
             assert other.status_code == 200
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         # The service notices the closed connections a moment later.
         while True:
             async with api["acme"].stream("GET", path) as again:
@@ -123,7 +123,7 @@ async def test_a_body_is_not_read_without_a_valid_key(api: ApiHarness, monkeypat
     writer.write(
         b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{"
     )
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), SOON_S)
     writer.close()
     assert answer.startswith(b"HTTP/1.1 401")
 
@@ -167,14 +167,14 @@ async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_se
         assert {answer.split(b"\r\n")[0] for answer in refused} == {b"HTTP/1.1 429 Too Many Requests"}
         assert b"until other requests have ended" in refused[0]
         large = {"instruction": "x" * 1_000_000}
-        assert (await asyncio.wait_for(api["rival"].post("/v1/runs", json=large), 20)).status_code == 202
+        assert (await asyncio.wait_for(api["rival"].post("/v1/runs", json=large), SOON_S)).status_code == 202
         assert (await api["acme"].post("/v1/runs", json={"instruction": "x" * 100})).status_code == 429
         for waiting in answers:
             waiting.cancel()
     # The service notices a moment later that the connections were closed.
     await wait_until_async(
         lambda: api["acme"].post("/v1/runs", json={"instruction": "x" * 100}),
-        20,
+        SOON_S,
         "taken",
         accepts=lambda answer: answer.status_code == 202,
     )
@@ -187,7 +187,7 @@ async def test_the_rate_limit_of_a_key_is_checked_before_the_body_is_read(
         open_api(redis_server.url, api_rate=0.01) as api,
         unfinished_bodies(api, 10, 1000) as readers,
     ):
-        answers = await asyncio.gather(*(asyncio.wait_for(reader.readline(), 20) for reader in readers[5:]))
+        answers = await asyncio.gather(*(asyncio.wait_for(reader.readline(), SOON_S) for reader in readers[5:]))
         assert answers == [b"HTTP/1.1 429 Too Many Requests\r\n"] * 5
         assert (await api["rival"].post("/v1/runs", json={"instruction": "x"})).status_code == 202
 

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, read_until, start_run
+from tests.api_stack import STEPS, ApiStack, read_events, read_until, start_run
 from tests.stack import ROOT
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -125,13 +125,13 @@ async def test_s2_26_a_tool_disabled_over_http_cannot_be_called_by_an_agent_whil
         )
         assert (off.status_code, off.json()["state"]) == (200, "disabled")
         try:
+            # Another replica learns of the change within two seconds.
+            await read_until(client, "/v1/tools/glob_tool", "state", "disabled")
             run = await start_run(client, "globs")
             result = await wait_for_state(client, run, "succeeded")
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being repaired" in str(messages)
             assert result["answer"].startswith("observed: still here")
-            # Another replica learns of the change within two seconds.
-            await read_until(client, "/v1/tools/glob_tool", "state", "disabled")
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
             assert (listed["glob_tool"]["state"], listed["bash_tool"]["state"]) == ("disabled", "enabled")
             assert all(tool["description"] for tool in listed.values())

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from contract.calls import MAX_BLOB_BYTES
-from tests.api_stack import SOON_S, ApiStack, read_events
+from tests.api_stack import ApiStack, read_events
 from tests.stack import commands_in
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 

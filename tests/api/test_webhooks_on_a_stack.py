@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from orchestrator.operations.ports import reserve_port
-from tests.api_stack import SOON_S, ApiStack
+from tests.api_stack import ApiStack
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.stack
 

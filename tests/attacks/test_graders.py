@@ -17,7 +17,8 @@ from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(540)]
+# Every item of the batch runs before the first test, and some attacks run until their limit.
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
 GOOD = "print(*sorted(map(int, input().split())))\n"
 WRONG = "print('nothing')\n"
@@ -162,7 +163,7 @@ def build_line(name: str, command: str | dict[str, Any], artifacts: list[str]) -
         "command": "exec python3 -I grade.py",
         "artifacts": artifacts,
         "reward_file": "reward",
-        "timeout_s": 90 if name != "cheat stops-grader" else 15,
+        "timeout_s": 15 if name == "cheat stops-grader" else 90 if name.startswith("cheat ") else 300,
     }
     arguments = command if isinstance(command, dict) else {"command": command}
     return {"id": name, "tool": "bash_tool", "arguments": arguments, "grader": grader}

@@ -33,14 +33,11 @@ from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.raw_queue import stored_result, stored_state
 from tests.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
-from tests.waiting import wait_until, wait_until_async
-
-pytestmark = pytest.mark.timeout(120)
+from tests.waiting import SOON_S, wait_until, wait_until_async
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
 WRONG_KEYS = SigningKeys.of("a guess")
 ROUTE = ("acme", None, POOL_WEB)
-SOON_S = 20.0
 
 
 class Attacker:

@@ -36,7 +36,6 @@ from tests.approval_harness import (
     ADMIN,
     OTHER,
     SHELL,
-    SOON_S,
     ApprovalHarness,
     build_question,
     build_request,
@@ -44,6 +43,7 @@ from tests.approval_harness import (
 )
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 YES, NO = Decision(True), Decision(False, "no")
 WRONG_KEYS = SigningKeys.of("a guess of the secret, as long as it takes")

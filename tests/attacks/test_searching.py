@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from contract.errors import ErrorCode
+from tests.builders import build_context
 from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from workers.tools.text import MAX_OUTPUT_BYTES
@@ -139,7 +140,7 @@ def test_deeply_nested_folders_are_reported_and_do_not_stop_the_search(guest: Gu
     (guest.workspace / "a").write_text("key\n")
     guest.run('python3 -c \'import os\nfor _ in range(3000): os.mkdir("d"), os.chdir("d")\'')
     for pattern in ("key", "(?=k)key"):
-        result = tools.run("grep_tool", pattern=pattern)
+        result = tools.run("grep_tool", build_context(timeout_s=90.0), pattern=pattern)
         assert str(result.output).startswith("a:1: key\n[1 match in 1 file]\n[could not be read: d/d/")
         assert not result.metadata["partial"]
     guest.run("rm -rf d")

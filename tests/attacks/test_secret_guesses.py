@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests.egress_harness import SOON_S
 from tests.secret_harness import VALUE, SecretHarness, answer, open_secret_harness
+from tests.waiting import SOON_S
 from workers.egress.limits import ProxyLimits
 
 QUIET_S = 0.05

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import SOON_S, HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.stack import commands_in
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandbox_client import GuestResponse
 
 pytestmark = pytest.mark.stack
 
 LIMIT_S = 1.0
 GRACE_S = 2.0
+BUSY_S = 10.0
+"""Further seconds in which the answer of an ended call arrives on a busy machine."""
+ENDS_BEFORE_S = 60.0
+"""Limit of calls that end by themselves, in seconds."""
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 56)
 _VFORK, _SIBLING, _SILENT = 0x4000 | 17, 0x8000 | 17, 0
 
@@ -116,10 +120,10 @@ def test_a_call_ends_with_all_its_processes_at_its_limit_despite(
     """
     others = busy_session.programs()
     started = time.monotonic()
-    answer = busy_session.bash(script, timeout_s=LIMIT_S)
+    answer = busy_session.bash(script, timeout_s=LIMIT_S if is_late else ENDS_BEFORE_S)
     took_s = time.monotonic() - started
 
-    assert took_s < LIMIT_S + GRACE_S
+    assert took_s < (LIMIT_S + GRACE_S + BUSY_S if is_late else ENDS_BEFORE_S)
     assert busy_session.programs() == others
     assert sorted(others.values()) == ["sleep 777", "sleep 888"]
     assert_killed(answer, is_late)
@@ -145,7 +149,7 @@ def test_a_program_that_kills_everything_ends_only_its_own_session_processes(san
         answer = killer.bash("for i in 1 2 3; do kill -9 -1; done; sleep 1000", timeout_s=LIMIT_S)
 
         assert answer.done["kill"]["survivors"] == 0
-        assert waiting.result(GRACE_S).done["kill"]["survivors"] == 0
+        assert waiting.result(GRACE_S + BUSY_S).done["kill"]["survivors"] == 0
         assert killer.programs() == {}
         assert killer.is_usable()
         assert list(bystander.programs().values()) == ["sleep 999"]
@@ -155,12 +159,15 @@ def test_a_fork_bomb_ends_with_its_call(sandboxd: OwnSandboxd) -> None:
     """Aim: leave no free process for the code that ends the call."""
     with sandboxd.session(session="bomb") as session:
         before = session.watched.pids_refused()
-        answer = session.bash("f() { f | f & }; f; sleep 1000", timeout_s=0.7)
-
-        assert session.watched.pids_refused() > before
-        assert answer.done["kill"]["survivors"] == 0
-        assert session.programs() == {}
-        assert session.is_usable()
+        # On a busy machine the bomb needs longer to take all processes.
+        for limit_s in (0.7, 3.0, 10.0, 30.0):
+            answer = session.bash("f() { f | f & }; f; sleep 1000", timeout_s=limit_s)
+            assert answer.done["kill"]["survivors"] == 0
+            assert session.programs() == {}
+            assert session.is_usable()
+            if session.watched.pids_refused() > before:
+                return
+        pytest.fail("the bomb did not reach its limit of processes")
 
 
 @pytest.fixture
@@ -188,9 +195,9 @@ def test_a_container_with_a_frozen_guest_is_removed_two_seconds_after_the_call_l
     call = frozen.start("sleep 1000", timeout_s=LIMIT_S)
     freeze(frozen)
     started = time.monotonic()
-    done = call.result(20).done
+    done = call.result(SOON_S).done
 
-    assert LIMIT_S + GRACE_S - 0.1 < time.monotonic() - started < LIMIT_S + GRACE_S + 5
+    assert LIMIT_S + GRACE_S - 0.1 < time.monotonic() - started < LIMIT_S + GRACE_S + BUSY_S
     assert done["error"]["code"] == "TIMEOUT"
     assert (done["kill"]["method"], done["kill"]["survivors"]) == ("container", 0)
     assert frozen.watched.id not in sandboxd.footprint.containers()
@@ -204,7 +211,7 @@ def test_a_container_with_a_frozen_guest_is_removed_after_its_worker_was_killed(
         frozen.wait_for("sleep 999")
         freeze(frozen)
         worker.kill()
-        frozen.watched.wait_until_removed(timeout_s=GRACE_S + 10)
+        frozen.watched.wait_until_removed(timeout_s=GRACE_S + BUSY_S)
 
     assert frozen.watched.id not in sandboxd.footprint.containers()
 
@@ -217,12 +224,12 @@ def test_a_fork_bomb_ends_when_sandboxd_is_killed(engine: APIClient) -> None:
         # First, while a free process is still available.
         session.start_job("trap '' TERM HUP; while :; do :; done")
         session.start("f() { f | f & }; f; sleep 1000", timeout_s=500.0)
-        wait_until(lambda: session.watched.pids_refused() > 0, 20, "the bomb is at its limit")
+        wait_until(lambda: session.watched.pids_refused() > 0, SOON_S, "the bomb is at its limit")
         os.kill(sandboxd.process.pid, signal.SIGKILL)
         # A machine under the bomb and other load is slow; a surviving process would live for 500 s.
         wait_until(
             lambda: not commands_in(session.watched.id),
-            40,
+            SOON_S,
             lambda: f"nothing of the session runs: {session.programs()}",
         )
         session.watched.wait_until_removed(timeout_s=40)

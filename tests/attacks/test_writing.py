@@ -3,7 +3,6 @@ a file nor lead outside of the roots.
 """
 
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -28,11 +27,11 @@ def guest() -> Iterator[Guest]:
         yield running
 
 
-def write(guest: Guest, path: str, text: str, mode: str = "overwrite", timeout_s: float = 10) -> Done:
+def write(guest: Guest, path: str, text: str, mode: str = "overwrite", timeout_s: float = 60) -> Done:
     return guest.request("write_text", text.encode(), path=path, mode=mode, max_bytes=8192, timeout_s=timeout_s)
 
 
-def edit(guest: Guest, path: str, old: str, new: str, timeout_s: float = 10, **fields: object) -> Done:
+def edit(guest: Guest, path: str, old: str, new: str, timeout_s: float = 60, **fields: object) -> Done:
     body = json.dumps([{"old_string": old, "new_string": new, **fields}]).encode()
     return guest.request("edit_text", body, path=path, max_bytes=8192, timeout_s=timeout_s)
 
@@ -154,7 +153,7 @@ def test_a_replacement_that_multiplies_the_file_size_is_refused(guest: Guest, ta
     assert (bomb.code, "the edits would make it" in bomb["error"]["message"]) == ("FILE_TOO_LARGE", True)
     doubling = [{"old_string": "a", "new_string": "aa", "replace_all": True}] * 60
     assert (
-        guest.request("edit_text", json.dumps(doubling).encode(), path="seed", max_bytes=8192, timeout_s=20).code
+        guest.request("edit_text", json.dumps(doubling).encode(), path="seed", max_bytes=8192, timeout_s=60).code
         == "FILE_TOO_LARGE"
     )
     assert (guest.workspace / "seed").stat().st_size == 200_000 + len(tail)
@@ -189,17 +188,19 @@ def test_concurrent_edits_of_one_file_are_all_applied(guest: Guest) -> None:
 )
 def test_a_missing_old_string_is_reported_in_bounded_time(guest: Guest, body: bytes, old: str) -> None:
     """Aim: make the search, or the explanation of a miss, slow with a special file and old_string."""
-    guest.request("write_file", body, path="slow", mode="overwrite", timeout_s=10)
-    started = time.monotonic()
+    guest.request("write_file", body, path="slow", mode="overwrite", timeout_s=60)
+    before_s = guest.processor_s()
     assert edit(guest, "slow", old, "new").code == "NO_MATCH"
-    assert time.monotonic() - started < 12
+    assert guest.processor_s() - before_s < 12
 
 
 def test_many_matches_in_one_long_multibyte_line_are_replaced_in_time(guest: Guest) -> None:
     """Aim: make the guest check each match from the start of its line, so that a small file takes long."""
     line = "あい" * 20_000
-    guest.request("write_file", line.encode("cp932"), path="line", mode="overwrite", timeout_s=10)
-    assert edit(guest, "line", "いあ", "xy", replace_all=True, timeout_s=5)["replaced"] == 19_999
+    guest.request("write_file", line.encode("cp932"), path="line", mode="overwrite", timeout_s=60)
+    before_s = guest.processor_s()
+    assert edit(guest, "line", "いあ", "xy", replace_all=True, timeout_s=60)["replaced"] == 19_999
+    assert guest.processor_s() - before_s < 5
     assert (guest.workspace / "line").read_text("cp932") == "あ" + "xy" * 19_999 + "い"
 
 
@@ -208,6 +209,6 @@ def test_many_matches_in_one_long_multibyte_line_are_replaced_in_time(guest: Gue
 )
 def test_a_text_full_of_dots_is_written_in_time(guest: Guest, content: str) -> None:
     """Aim: make the search for placeholders scan a long line again for each of its dots."""
-    started = time.monotonic()
+    before_s = guest.processor_s()
     assert [write(guest, "dots", content + end).code for end in ("", "x" * 200)] == [None, None]
-    assert time.monotonic() - started < 4
+    assert guest.processor_s() - before_s < 4

@@ -14,7 +14,7 @@ from tests.chaos.verdict import read_lines
 from tests.host_harness import ChildProcess, Harness, bind_to_parent
 from tests.model_server.running import ModelServer
 from tests.stack import ROOT, TOOLCREW
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
 _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"
@@ -64,7 +64,7 @@ class BatchLoad:
         """
         self._start("one", "batches", "submit", str(self._file), "--id", self.mark)
         first = self.orchestrators[0]
-        wait_until(lambda: first.has_printed(self.mark) or not first.is_running, 60, first.log)
+        wait_until(lambda: first.has_printed(self.mark) or not first.is_running, SOON_S, first.log)
 
     def join(self) -> None:
         """Start one more orchestrator, which processes the same batch and also writes all rows."""

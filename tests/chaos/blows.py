@@ -13,12 +13,11 @@ from tests.chaos.load import Load
 from tests.containers import watch
 from tests.host_harness import Harness
 from tests.stack import is_alive
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 Deed = Literal["kill", "pause"]
 Finder = Callable[[Harness, Load, random.Random], tuple[str, int]]
 """Chooses a process and returns its role, for reports, and its pid."""
-SOON_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tests.chaos.load import Load, open_load
 from tests.chaos.usage import judge_usage, read_usage
 from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
 from tests.host_harness import Harness, open_harness
+from tests.waiting import SOON_S
 
 SETTLE_S = 90.0
 """Limit for the leftovers of killed processes to disappear, in seconds: times to live, leases, reports, and a retry."""
@@ -110,7 +111,7 @@ async def _try_call(harness: Harness) -> str | None:
     settings = OrchestratorSettings.model_validate({"redis_url": harness.redis_url, "deployment": harness.deployment})
     try:
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(SOON_S),
             ToolClient.connect(settings=settings) as client,
             await client.open_session(ttl_s=5) as session,
         ):

@@ -9,7 +9,7 @@ from docker import APIClient
 from tests.chaos.batch_rounds import BatchTerms, play_batch
 from tests.chaos.rounds import Terms, open_chaos
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
 """A fixed seed gives the same faults each time; scripts/chaos batch draws other seeds."""

@@ -12,7 +12,7 @@ from tests.chaos.blows import BLOWS, Blow
 from tests.chaos.rounds import Terms, open_chaos, play
 from tests.host_harness import Harness
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or secrets.token_hex(4)
 TERMS = Terms(sessions=4, moments_s=(0.3, 1.0), pause_s=(1.0, 2.0))

@@ -8,7 +8,7 @@ from docker import APIClient
 from tests.chaos.graded import play_graded
 from tests.chaos.rounds import Terms, open_chaos
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.stack
 
 SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
 

@@ -10,6 +10,7 @@ from contract.names import slots_key
 from orchestrator.admission import Admission, SharedAdmission, UnlimitedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 
 @pytest.fixture(params=["unlimited", "shared"])
@@ -57,7 +58,7 @@ async def test_an_urgent_call_does_not_wait_for_a_slot(admission: Admission) -> 
             await may_end.wait()
 
     holding = [asyncio.create_task(hold()) for _ in range(10)]
-    async with asyncio.timeout(20), admission.slot(build_request(is_urgent=True)):
+    async with asyncio.timeout(SOON_S), admission.slot(build_request(is_urgent=True)):
         may_end.set()
     await asyncio.gather(*holding)
 

@@ -23,9 +23,7 @@ from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.transport import InProcessTransport
 from orchestrator.functions.blocking_calls import BlockingCalls
 from tests.builders import KEY, build_attempt, build_call, build_context, build_spec
-
-SOON_S = 15.0
-
+from tests.waiting import SOON_S
 
 SEAL = ResultSeal(KEY, "acme")
 

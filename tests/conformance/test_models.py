@@ -118,7 +118,7 @@ Opener = Callable[[], AbstractAsyncContextManager[Model]]
 MODELS: dict[str, Opener] = {"scripted": scripted, "endpoint": endpoint, "whole": whole}
 
 
-@pytest.fixture(params=[*MODELS, pytest.param("local", marks=[pytest.mark.model, pytest.mark.timeout(600)])])
+@pytest.fixture(params=[*MODELS, pytest.param("local", marks=[pytest.mark.model])])
 def open_model(request: pytest.FixtureRequest) -> Opener:
     """Return an opener. This fixture is not async, because the server, which only the last model needs, has its own
     loop.
@@ -177,7 +177,6 @@ async def test_a_model_that_cannot_answer_raises_an_operator_error() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(600)
 async def test_the_embedded_model_has_its_recorded_capabilities(server: LocalModelServer) -> None:
     async with local(server) as model:
         assert await probe(model) == SMALL_CAPABILITIES

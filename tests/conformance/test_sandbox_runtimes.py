@@ -15,7 +15,7 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, Watched, open_engine, watch
 from tests.stack import is_alive
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import SOON_S, wait_until, wait_until_async
 from workers.sandboxd.frames import Frame, GuestChannel
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
@@ -33,7 +33,6 @@ from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 pytestmark = pytest.mark.stack
 
-SOON_S = 20.0
 PROGRAMS = {"engine": None, "crun": "crun", "runc": "runc"}
 
 

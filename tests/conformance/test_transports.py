@@ -27,9 +27,9 @@ from store.call_messages import ResultHub
 from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
+from tests.waiting import SOON_S
 
 QUEUE = "host.test.b00t"
-SOON_S = 15.0
 
 
 async def _shout(text: str) -> str:
@@ -177,7 +177,7 @@ async def test_a_cancelled_call_is_abandoned_at_once(transport: Transport) -> No
 
 
 async def gives_up(transport: Transport) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         with pytest.raises(TimeoutError):
             await transport.deliver(build_delivery("hang", wait_s=0.2))
 
@@ -206,7 +206,7 @@ async def test_an_unreachable_redis_is_an_unavailable_broker(
         await asyncio.to_thread(redis_server.stop)
         try:
             with pytest.raises(BrokerUnavailable):
-                await asyncio.wait_for(transport.deliver(build_delivery(text="x")), 30)
+                await asyncio.wait_for(transport.deliver(build_delivery(text="x")), SOON_S)
         finally:
             await asyncio.to_thread(redis_server.start)
 

@@ -19,6 +19,7 @@ from store.archives.base import ArchiveStore, NotStored, StoreThreads
 from store.archives.choice import open_own_store, open_store
 from store.archives.folder import FolderStore
 from store.archives.fsspec_store import FsspecStore
+from tests.waiting import SOON_S
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()
@@ -119,7 +120,7 @@ async def test_a_cancelled_write_leaves_nothing(store: ArchiveStore) -> None:
         await asyncio.Event().wait()
 
     writing = asyncio.create_task(store.put("acme/one", stalling()))
-    await asyncio.wait_for(started.wait(), 5)
+    await asyncio.wait_for(started.wait(), SOON_S)
     writing.cancel()
     await asyncio.wait({writing}, timeout=5)
     assert (writing.cancelled(), files_of(store)) == (True, {})
@@ -224,8 +225,8 @@ async def test_a_folder_that_hangs_fails_its_callers_in_time_and_blocks_no_other
     reads = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
     await asyncio.sleep(0)
     try:
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
-        answers = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 5)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), SOON_S) == "free"
+        answers = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), SOON_S)
         assert (
             len(
                 [

@@ -17,9 +17,9 @@ from orchestrator.operations.local_stack import StackInfo
 from orchestrator.operations.ports import reserve_port
 from tests.command_server import run_toolcrew
 from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 
 Done = subprocess.CompletedProcess[str]
 
@@ -56,7 +56,7 @@ def read_terminal(command: list[str], environment: dict[str, str]) -> str:
 def shell(stack: Stack, footprint: Footprint) -> Iterator[Shell]:
     before = stack.footprint.containers()
     yield Shell(stack, footprint)
-    wait_until(lambda: set(stack.footprint.containers()) <= set(before), 10, "every command has closed its session")
+    wait_until(lambda: set(stack.footprint.containers()) <= set(before), SOON_S, "every command has closed its session")
 
 
 def test_call_prints_output_on_stdout_and_timings_on_stderr(shell: Shell) -> None:
@@ -167,7 +167,7 @@ def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(
     )
     try:
         wait_until(
-            lambda: any("sleep 60" in commands_in(c).values() for c in watched.containers()), 60, "the command runs"
+            lambda: any("sleep 60" in commands_in(c).values() for c in watched.containers()), SOON_S, "the command runs"
         )
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=40)
@@ -197,7 +197,7 @@ def test_a_terminated_call_closes_its_session_on_a_running_stack(stack: Stack, f
     try:
         wait_until(
             lambda: any("sleep 61" in commands_in(c).values() for c in stack.footprint.containers()),
-            60,
+            SOON_S,
             "the command runs",
         )
         process.terminate()
@@ -253,7 +253,7 @@ def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: 
             api.post("/tenants", json={"name": "acme"}).raise_for_status()
             key = api.post("/tenants/acme/keys", json={}).raise_for_status().json()["key"]
         stack.end(signal.SIGKILL)
-        wait_until(lambda: not stack.footprint.processes(), 40.0, "the processes of the killed stack end")
+        wait_until(lambda: not stack.footprint.processes(), SOON_S, "the processes of the killed stack end")
 
     with open_stack(engine, options=options, workers_only=False) as stack:
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/tools", headers={"Authorization": f"Bearer {key}"})

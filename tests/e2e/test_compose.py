@@ -27,7 +27,7 @@ from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
 from tests.stack import missing, require_engine
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandboxd.cgroups import Cgroups
 from workers.sandboxd.runtime.id_ranges import FIRST_ID
 from workers.sandboxd.runtime.oci import FOLDER
@@ -320,7 +320,9 @@ def test_sandboxes_have_disk_images_and_no_rights_on_the_host(compose_stack: Com
         assert states[guarantee] == "holds", report
     # crun starts the first process of a sandbox with capabilities, and drops them before it runs anything.
     expected = {(0, 0, 0, False)}
-    wait_until(lambda: find_rights(compose_stack.list_sandboxes()) == expected, 20, "no process has rights on the host")
+    wait_until(
+        lambda: find_rights(compose_stack.list_sandboxes()) == expected, SOON_S, "no process has rights on the host"
+    )
 
 
 def find_rights(sandboxes: Iterable[str]) -> set[tuple[int, int, int, bool]]:

@@ -15,7 +15,7 @@ from tests.stack import Stack, open_stack, require_engine
 
 ROOT = Path(__file__).parent.parent.parent
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.stack
 
 
 def read_commands(page: str) -> list[str]:

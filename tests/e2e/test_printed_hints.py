@@ -10,9 +10,9 @@ import pytest
 
 from tests.command_server import run_toolcrew
 from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 
 
 def test_the_printed_hint_of_a_stopped_command_resumes_the_batch(
@@ -46,7 +46,7 @@ def test_the_printed_hint_of_a_stopped_command_resumes_the_batch(
             status = toolcrew("batches", "show", "hints", "--tenant", "acme-hints", "--json")
             return status.returncode == 0 and json.loads(status.stdout)["request_counts"]["running"] == 1
 
-        wait_until(is_running, 60, "the item did not begin")
+        wait_until(is_running, SOON_S, "the item did not begin")
         process.terminate()
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 143, stderr

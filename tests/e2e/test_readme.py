@@ -15,7 +15,7 @@ from tests.stack import require_engine
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.stack
 
 FAST = {
     # The two commands do their work elsewhere: in this test run, and in test_the_demo below.

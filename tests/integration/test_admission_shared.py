@@ -17,7 +17,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.admission import NOT_ADMITTED, SharedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 
 class Harness:
@@ -50,7 +50,7 @@ class Harness:
         async def is_reached() -> bool:
             return is_true() and (what is None or await self.count(what) == wanted())
 
-        await wait_until_async(is_reached, 30, "see the condition", pause_s=0.02)
+        await wait_until_async(is_reached, SOON_S, "see the condition", pause_s=0.02)
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ async def drain(harness: Harness, callers: list[Caller], *, at_once: int) -> Non
 
 async def test_a_slot_released_by_one_orchestrator_goes_to_a_call_of_another(harness: Harness) -> None:
     await harness.set_slots(1)
-    first = Caller(harness.open())
+    first = Caller(harness.open(lease_s=600.0))
     await first.has_slot.wait()
-    second = Caller(harness.open())
+    second = Caller(harness.open(lease_s=600.0))
     await harness.until(lambda: True, "waiting", 1)
     await first.end()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         await second.has_slot.wait()
     await second.end()
     await harness.until(lambda: True, "held", 0)
@@ -199,7 +199,7 @@ async def test_a_dead_orchestrator_frees_its_slots_and_waiting_calls(harness: Ha
     dead._steps.close()
     await dead._scripts.aclose()  # a connection ends with its process
     heir = Caller(harness.open(lease_s=1.0), tenant="heir")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         await heir.has_slot.wait()
     await heir.end()
     await harness.until(lambda: True, "waiting", 0)
@@ -229,7 +229,7 @@ async def test_a_call_finds_its_slot_when_the_grant_message_is_lost(harness: Har
     await harness.until(lambda: True, "waiting", 1)
     deaf._tasks[1].cancel()
     await first.end()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         await second.has_slot.wait()
     await second.end()
 
@@ -265,7 +265,10 @@ async def test_a_redis_restart_neither_loses_nor_doubles_a_slot(harness: Harness
     # The number of further calls depends on the duration of the call that ended.
     await harness.until(lambda: count_holders(callers) >= 4)
     await wait_until_async(
-        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == count_holders(callers)
+        lambda: harness.count("held"),
+        SOON_S,
+        "the callers hold all",
+        accepts=lambda held: held == count_holders(callers),
     )
     assert await harness.count("held") + await harness.count("waiting") == len(callers)
     await drain(harness, callers, at_once=4)

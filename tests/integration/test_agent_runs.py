@@ -22,9 +22,9 @@ from orchestrator.sdk.client import ToolClient
 from store.model_endpoints import ModelEndpoints
 from tests.model_endpoint import END, HELLO, serving, stream
 from tests.stack import Stack, commands_in
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.stack
 
 
 def decision(command: str) -> str:
@@ -96,7 +96,7 @@ async def test_a_wall_clock_limit_ends_the_command_in_the_sandbox(
     model = ScriptedModel([Calls([("bash_tool", {"command": "setsid sleep 98 & sleep 98"})], "Working.")])
     result = await client.run("wait", session=session, model=model, options=ReActOptions(max_wall_s=2))
     assert (result.stop_reason, result.answer) == (StopReason.MAX_WALL, "")
-    await wait_until_async(lambda: "sleep 98" not in commands_in(container).values(), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 98" not in commands_in(container).values(), SOON_S, "the command is gone")
 
 
 async def test_a_cancelled_run_leaves_no_command_and_a_usable_session(
@@ -107,9 +107,9 @@ async def test_a_cancelled_run_leaves_no_command_and_a_usable_session(
     container = info.sandbox.id
     model = ScriptedModel([Calls([("bash_tool", {"command": "setsid sleep 97 & sleep 97"})])])
     run = asyncio.create_task(client.run("wait", session=session, model=model))
-    await wait_until_async(lambda: "sleep 97" in commands_in(container).values(), 20, "the command runs")
+    await wait_until_async(lambda: "sleep 97" in commands_in(container).values(), SOON_S, "the command runs")
     run.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await run
-    await wait_until_async(lambda: "sleep 97" not in commands_in(container).values(), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 97" not in commands_in(container).values(), SOON_S, "the command is gone")
     assert (await session.call("bash_tool", {"command": "echo still here"})).output == "still here\n"

@@ -31,9 +31,9 @@ from tests.builders import build_attempt
 from tests.containers import watch
 from tests.processes import read_proc
 from tests.stack import Stack, all_pids, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.stack
 
 
 def make_canary(kind: str) -> str:
@@ -149,7 +149,7 @@ async def test_no_secret_argument_or_output_is_left_where_others_can_read(watche
     assert password
     settings = OrchestratorSettings(redis_url=url, secret=SecretStr(SECRET))
     # The listener receives only events that happen while it is connected.
-    await wait_until_async(lambda: is_flower_ready(watched_stack), 60, lambda: watched_stack.log("flower"))
+    await wait_until_async(lambda: is_flower_ready(watched_stack), SOON_S, lambda: watched_stack.log("flower"))
     with watched_stack.open_redis() as store, ChannelListener(store) as eavesdropper:
         async with ToolClient.connect(settings=settings) as client, await client.open_session() as session:
             good = await session.call(
@@ -166,7 +166,7 @@ async def test_no_secret_argument_or_output_is_left_where_others_can_read(watche
             listed = command_lines()
         await wait_until_async(
             lambda: flower(watched_stack, "/api/tasks").count(b"SUCCESS") >= 3,
-            20,
+            SOON_S,
             lambda: str(flower(watched_stack, "/api/tasks")),
         )
         called = flower(watched_stack, "/api/tasks")
@@ -182,7 +182,7 @@ async def test_no_secret_argument_or_output_is_left_where_others_can_read(watche
         assert b"task-succeeded" in everywhere["events"]
         await wait_until_async(
             lambda: not find_canaries({"Redis": dump(store)}, (ARGUMENT, OUTPUT, LARGE)),
-            20,
+            SOON_S,
             lambda: str(dump(store))[:4000],
         )
         everywhere["Redis"] = dump(store)
@@ -219,6 +219,6 @@ async def test_a_message_for_an_unknown_task_is_not_logged_with_its_content(watc
         before = len(watched_stack.log("web"))
         store.lpush(POOL_WEB, message)
         await wait_until_async(
-            lambda: "of_tomorrow" in watched_stack.log("web")[before:], 20, lambda: watched_stack.log("web")[-2000:]
+            lambda: "of_tomorrow" in watched_stack.log("web")[before:], SOON_S, lambda: watched_stack.log("web")[-2000:]
         )
     assert word not in watched_stack.log("web")

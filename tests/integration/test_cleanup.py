@@ -32,10 +32,10 @@ from tests.stack import (
     open_stack,
     read_line,
 )
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.__main__ import ORPHAN_GRACE_S
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 
 PROGRAM = """
 import asyncio, sys
@@ -65,7 +65,7 @@ class Program:
         line = read_line(self.process)
         assert line, "the embedded stack did not come up"
         self.info = StackInfo.model_validate_json(line)
-        wait_until(self.is_busy, 30, "the command runs")
+        wait_until(self.is_busy, SOON_S, "the command runs")
         assert footprint.folders()
 
     def is_busy(self) -> bool:
@@ -117,7 +117,7 @@ def test_a_supervisor_killed_after_redis_ends_a_worker_that_cannot_store_its_res
     os.kill(program.info.pids["sandboxd"][0], signal.SIGTERM)
     log = Path(program.info.logs) / "worker.log"
     wait_until(
-        lambda: "Failed operation" in log.read_text(errors="replace"), 30, lambda: log.read_text(errors="replace")
+        lambda: "Failed operation" in log.read_text(errors="replace"), SOON_S, lambda: log.read_text(errors="replace")
     )
 
     os.kill(keeper, signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_stopped_worker_finishes_its_running_call_before_it_ends(program: Prog
     log = Path(program.info.logs) / "worker.log"
     os.kill(program.info.pids["orchestrator"][0], signal.SIGSTOP)  # the keeper would stop the stack after the worker
     os.kill(program.info.pids["worker"][0], signal.SIGTERM)
-    wait_until(lambda: "Warm shutdown" in log.read_text(), 30, log.read_text)
+    wait_until(lambda: "Warm shutdown" in log.read_text(), SOON_S, log.read_text)
     over_s = time.monotonic() + ORPHAN_GRACE_S + 1
     while time.monotonic() < over_s:
         assert program.is_busy(), log.read_text()
@@ -138,7 +138,7 @@ def test_a_stopped_worker_finishes_its_running_call_before_it_ends(program: Prog
 
     end_commands(program.footprint.containers()[0], "sleep 99")
 
-    wait_until(lambda: "bash_tool" in [one["tool"] for one in read_log(log, "call_ended")], 30, log.read_text)
+    wait_until(lambda: "bash_tool" in [one["tool"] for one in read_log(log, "call_ended")], SOON_S, log.read_text)
 
 
 def end_commands(container: str, command: str) -> None:
@@ -154,7 +154,7 @@ def test_killing_all_processes_at_once_leaves_no_container(program: Program) -> 
             os.kill(pid, signal.SIGKILL)
     program.process.wait()
 
-    wait_until(lambda: not program.footprint.containers(), 15, "the containers vanish by themselves")
+    wait_until(lambda: not program.footprint.containers(), SOON_S, "the containers vanish by themselves")
 
 
 def test_a_stack_stopped_during_a_call_ends_at_once_and_leaves_nothing(engine: APIClient) -> None:
@@ -171,7 +171,7 @@ def test_a_stack_stopped_during_a_call_ends_at_once_and_leaves_nothing(engine: A
                 lambda: any(
                     "sleep 99" in commands_in(container).values() for container in stack.footprint.containers()
                 ),
-                30,
+                SOON_S,
                 "it runs",
             )
             started = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_stack_stopped_during_a_call_ends_at_once_and_leaves_nothing(engine: A
             caller.kill()
             caller.communicate()
         assert code == 0
-        assert took_s < 15
+        assert took_s < 60
         stack.footprint.assert_nothing_left(within_s=2)
 
 

@@ -27,7 +27,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack, children_of
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
@@ -120,7 +120,7 @@ def harness(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             [sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out
         )
         try:
-            wait_until(lambda: store.exists(key) or worker.poll() is not None, 60, "the worker is ready")
+            wait_until(lambda: store.exists(key) or worker.poll() is not None, SOON_S, "the worker is ready")
             assert worker.poll() is None, log.read_text()
             yield Harness(worker, log)
         finally:

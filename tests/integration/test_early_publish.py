@@ -14,6 +14,7 @@ from store.call_messages import CallMessage, NotSent, Publisher
 from store.connection import ScriptConnection, SharedClock
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 
 class Orchestrator:
@@ -21,7 +22,8 @@ class Orchestrator:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.scripts = ScriptConnection(client)
-        self.admission = SharedAdmission(client, DEPLOYMENT, scripts=self.scripts)
+        # No test waits for the end of a lease: a slot becomes free only if it is released.
+        self.admission = SharedAdmission(client, DEPLOYMENT, scripts=self.scripts, lease_s=600.0)
         self.publisher = Publisher(self.scripts, DEPLOYMENT, SharedClock())
 
     async def publish(self, call_id: str, slot: str) -> None:
@@ -65,7 +67,7 @@ async def test_a_call_with_a_free_slot_is_published_before_the_slot_is_known(
         assert slot.pending
         await ours.publish("c1", slot.pending)
         assert await client.llen(QUEUE) == 1  # type: ignore[misc]
-        await asyncio.wait_for(slot.wait(), 5)
+        await asyncio.wait_for(slot.wait(), SOON_S)
         assert not slot.pending
 
 
@@ -91,7 +93,7 @@ async def hold_slot(orchestrator: Orchestrator) -> None:
 async def test_an_early_slot_that_was_not_used_is_released(ours: Orchestrator, client: "redis.asyncio.Redis") -> None:
     async with ours.admission.slot(build_request(), is_early=True):
         pass
-    async with asyncio.timeout(10), ours.admission.slot(build_request()):
+    async with asyncio.timeout(SOON_S), ours.admission.slot(build_request()):
         pass
 
 

@@ -15,11 +15,10 @@ from contract.errors import SandboxUnavailable
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, missing, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.stack
 
-SOON_S = 30.0
 FILL = """
 mkdir -p sub/deep && printf 'seen\\n' > seen && printf 'unseen\\n' > unseen && printf 'changed\\n' > changed
 printf '#!/bin/sh\\necho ran\\n' > sub/run && chmod 6751 sub/run && ln sub/run sub/same && ln -s ../nowhere sub/link && mkfifo sub/pipe

@@ -25,7 +25,7 @@ from orchestrator.operations.flower import DEFAULTS
 from tests.log_lines import read_events
 from tests.raw_queue import publish
 from tests.stack import UP_S, Stack, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -101,7 +101,9 @@ async def test_flower_lists_calls_by_tool_without_arguments_and_output(stack: St
     await session.call("read_tool", {"file_path": f"{word}.txt"}, call_id=call_ids[2])
     assert ran.metadata["stdout"] == f"{word.upper()}\n"
 
-    tasks = await wait_until_async(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the three calls as done")
+    tasks = await wait_until_async(
+        lambda: tasks_of_calls(stack, call_ids), SOON_S, "Flower shows the three calls as done"
+    )
 
     assert [tasks[call_id]["name"] for call_id in call_ids] == ["tool.bash_tool", "tool.write_tool", "tool.read_tool"]
     task, worker = tasks[call_ids[0]]["uuid"], tasks[call_ids[0]]["worker"]
@@ -128,7 +130,7 @@ async def test_flower_has_times_states_and_counts_for_each_tool(stack: Stack, se
     missing = await session.call("read_tool", {"file_path": "nothing"}, call_id=call_ids[1])
     assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
-    tasks = await wait_until_async(lambda: tasks_of_calls(stack, call_ids), 30, "Flower shows the calls as done")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, call_ids), SOON_S, "Flower shows the calls as done")
 
     # A tool error that the model receives is a successful task.
     assert (tasks[call_ids[0]]["runtime"] >= 0.6, tasks[call_ids[1]]["state"]) == (True, "SUCCESS")
@@ -150,7 +152,7 @@ async def test_flower_lists_both_workers_and_their_queues(stack: Stack, session:
         workers = ask(stack, "/api/workers?refresh=1").json()
         return workers if len(workers) == 2 and all("active_queues" in worker for worker in workers.values()) else None
 
-    workers = await wait_until_async(read_workers, 60, "both workers have answered Flower")
+    workers = await wait_until_async(read_workers, SOON_S, "both workers have answered Flower")
 
     queues = {queue["name"] for worker in workers.values() for queue in worker["active_queues"]}
     assert {"pool.web"} < queues
@@ -170,7 +172,7 @@ async def test_a_call_refused_by_a_worker_is_a_failed_task(stack: Stack, session
         answer = ask(stack, f"/api/task/info/{task}")
         return answer.status_code == 200 and answer.json()["state"] == "FAILURE"
 
-    await wait_until_async(has_failed, 30, "Flower shows the forged task as failed")
+    await wait_until_async(has_failed, SOON_S, "Flower shows the forged task as failed")
     after = sum(
         value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
     )
@@ -181,7 +183,7 @@ async def test_a_task_page_names_its_call_and_links_to_its_page(stack: Stack, se
     await wait_until_listening(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
-    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), SOON_S, "Flower shows the call")
 
     page = ask(stack, f"/task/{tasks[call_id]['uuid']}").text
 
@@ -204,7 +206,7 @@ async def test_forged_events_put_neither_script_nor_link_into_a_page(stack: Stac
             events.send("task-received", uuid=task, name="<script>alert(2)</script>", args="()", kwargs=shown)
     app.close()
     await wait_until_async(
-        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in fields), 30, "Flower knows them"
+        lambda: all(ask(stack, f"/task/{task}").status_code == 200 for task in fields), SOON_S, "Flower knows them"
     )
 
     pages = {shown: ask(stack, f"/task/{task}").text for task, shown in fields.items()}
@@ -257,7 +259,7 @@ async def test_the_password_does_not_allow_starting_stopping_or_changing_anythin
     running = asyncio.create_task(
         session.call("bash_tool", {"command": "until [ -e go ]; do sleep 0.1; done; echo survived"}, call_id=call_id)
     )
-    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id], "STARTED"), 30, "the call runs")
+    tasks = await wait_until_async(lambda: tasks_of_calls(stack, [call_id], "STARTED"), SOON_S, "the call runs")
     task, worker = tasks[call_id]["uuid"], tasks[call_id]["worker"]
     before = stack.pid("worker")
     acting = [path for path, handler in paths().items() if "post" in vars(handler) and path != "/tasks/datatable"]
@@ -293,7 +295,7 @@ async def test_the_worker_log_contains_neither_arguments_nor_output(stack: Stack
 
     # The worker writes its log entry after it has stored the result.
     await wait_until_async(
-        lambda: all(call_id in stack.log("worker") for call_id in call_ids), 30, "the worker has logged both calls"
+        lambda: all(call_id in stack.log("worker") for call_id in call_ids), SOON_S, "the worker has logged both calls"
     )
     log = stack.log("worker")
     assert word not in log, "an argument is in worker.log"
@@ -304,12 +306,12 @@ async def test_a_killed_flower_restores_its_tasks(stack: Stack, session: Session
     await wait_until_listening(stack, session)
     call_id = make_ids(1)[0]
     await session.call("bash_tool", {"command": "true"}, call_id=call_id)
-    await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), 30, "Flower shows the call")
+    await wait_until_async(lambda: tasks_of_calls(stack, [call_id]), SOON_S, "Flower shows the call")
     saved = read_save_time(stack)
-    await wait_until_async(lambda: read_save_time(stack) > saved, 30, "Flower has written down what it knows")
+    await wait_until_async(lambda: read_save_time(stack) > saved, SOON_S, "Flower has written down what it knows")
     # The state that was being written when the call ended may lack the call; the next state contains the call.
     saved = read_save_time(stack)
-    await wait_until_async(lambda: read_save_time(stack) > saved, 30, "Flower has written it down again")
+    await wait_until_async(lambda: read_save_time(stack) > saved, SOON_S, "Flower has written it down again")
 
     killed = stack.pid("flower")
     os.kill(killed, signal.SIGKILL)
@@ -347,7 +349,7 @@ async def test_flower_keeps_at_most_the_configured_number_of_tasks(stack: Stack,
 
     call_id = make_ids(1)[0]
     await session.call("glob_tool", {"pattern": "*"}, call_id=call_id)
-    await wait_until_async(has_the_last, 30, "Flower shows the last call")
+    await wait_until_async(has_the_last, SOON_S, "Flower shows the last call")
     assert len(ask(stack, "/api/tasks").json()) == MAX_TASKS
 
 

@@ -17,12 +17,11 @@ from orchestrator.sdk.client import ToolClient
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import Tree, close_all
 from tests.daemons import Daemon, Daemons, bash, run_script
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandboxd.forks import MERGED_LAYERS
 
-pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]
 
-SOON_S = 30.0
 SETTINGS = {
     **STACKED,
     "engine-image": {"sandbox_start": "engine", "sandbox_workspace": "image"},

@@ -15,7 +15,7 @@ from docker import APIClient
 
 from tests.stack import ROOT, Stack, open_stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.stack
 
 CLASSES = {"default": {"largest": {"user": "root"}}}
 CONFIG = 'version = "1.0"\n[environment]\nworkdir = "/app"\n[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = 120\n'

@@ -12,7 +12,6 @@ NAMES = ("json", "redis", "celery", "structlog", "workers", "orchestrator", "con
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "command",
     [("doctor", "--json"), ("call", "bash_tool", "command=echo hi", "--json"), ("config", "show")],

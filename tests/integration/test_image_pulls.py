@@ -20,11 +20,10 @@ from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
 from tests.stack import Stack, open_stack
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.stack
 
-SOON_S = 30.0
 MIB = 1024 * 1024
 READ = 'echo "$(</mark)"'
 """Prints the file of an image, which has no programs."""

@@ -18,7 +18,7 @@ from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
 from tests.image_scan import scan_image
 from tests.stack import missing
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
 from workers.sandboxd.plans import Profile, SandboxPlan
@@ -208,10 +208,10 @@ async def test_files_left_by_a_session_are_attested(host: Host) -> None:
 async def test_a_sandbox_ends_at_its_maximum_life(api: APIClient, engine: Engine, tmp_path: Path) -> None:
     async with open_host(engine, tmp_path, life_s=1.0) as host:
         sandbox = await host.make(IMAGE)
-        await wait_until_async(lambda: sandbox.lost, 10, "the sandbox lives on")
+        await wait_until_async(lambda: sandbox.lost, SOON_S, "the sandbox lives on")
         assert "maximum life of 1 s" in str(sandbox.lost)
         await wait_until_async(
-            lambda: not api.containers(all=True, filters={"name": sandbox.name}), 10, "the container is still there"
+            lambda: not api.containers(all=True, filters={"name": sandbox.name}), SOON_S, "the container is still there"
         )
 
 

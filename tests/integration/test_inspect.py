@@ -24,7 +24,7 @@ from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_con
 from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ async def test_at_the_limit_all_processes_are_killed_and_the_output_is_reported(
     with pytest.raises(TimeoutError) as raised:
         await sandbox.exec(["bash", "-c", "echo x >>runs; echo begun; setsid sleep 300 & sleep 300"], timeout=1)
     assert getattr(raised.value, "truncated_output", None) == "begun\n"
-    await wait_until_async(lambda: len(commands_in(container)) == 1, 5, "only the guest is left in the container")
+    await wait_until_async(lambda: len(commands_in(container)) == 1, SOON_S, "only the guest is left in the container")
     assert await sandbox.read_file("runs") == "x\n", "it was begun once, though timeout_retry is on"
 
 

@@ -14,8 +14,6 @@ from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from tests.redis_harness import Server, open_counting_pool, open_server
 
-pytestmark = pytest.mark.timeout(120)
-
 OLD, NEW = "the-old-secret", "the-new-secret"
 
 

@@ -19,7 +19,7 @@ from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprov
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import SOON_S, wait_until, wait_until_async
 
 pytest.importorskip("langchain_core")
 
@@ -110,12 +110,12 @@ async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
 
     async def give_up() -> None:
         task = asyncio.create_task(tools["bash_tool"].ainvoke({"command": "sleep 655"}))
-        await wait_until_async(lambda: "sleep 655" in commands_in(container).values(), 20, "the command runs")
+        await wait_until_async(lambda: "sleep 655" in commands_in(container).values(), SOON_S, "the command runs")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     await asyncio.to_thread(lambda: asyncio.run(give_up()))
-    await wait_until_async(lambda: "sleep 655" not in commands_in(container).values(), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 655" not in commands_in(container).values(), SOON_S, "the command is gone")
 
 
 async def test_invoke_in_the_event_loop_of_the_client_is_refused_instead_of_hanging(tools: dict[str, PoolTool]) -> None:
@@ -165,7 +165,7 @@ def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack:
         container = portal.call(stack.container_of, session)
 
         def interrupt() -> None:
-            wait_until(lambda: "sleep 657" in commands_in(container).values(), 20, "the command runs")
+            wait_until(lambda: "sleep 657" in commands_in(container).values(), SOON_S, "the command runs")
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupter = threading.Thread(target=interrupt)
@@ -173,7 +173,7 @@ def test_ctrl_c_during_a_synchronous_invoke_stops_the_call_in_the_sandbox(stack:
         with pytest.raises(KeyboardInterrupt):
             tools["bash_tool"].invoke({"command": "sleep 657"})
         interrupter.join()
-        wait_until(lambda: "sleep 657" not in commands_in(container).values(), 10, "the command is gone")
+        wait_until(lambda: "sleep 657" not in commands_in(container).values(), SOON_S, "the command is gone")
 
 
 @contextlib.contextmanager

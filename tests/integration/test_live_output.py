@@ -13,7 +13,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -28,7 +28,7 @@ async def test_a_line_arrives_before_its_command_ends(session: Session) -> None:
     # The command ends only after the line was received.
     waits = "echo begun; while [ ! -e seen ]; do sleep 0.02; done; echo ended"
     call = asyncio.create_task(session.call("bash_tool", {"command": waits}, on_output=on_output))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         await arrived.wait()
         assert not call.done()
         await session.write_file("/workspace/seen", b"")
@@ -41,7 +41,9 @@ async def test_a_watched_call_leaves_no_output_in_redis(stack: Stack, client: To
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)
     record = call_key("default", "default", "watched-1")
     with stack.open_redis() as redis:
-        await wait_until_async(lambda: redis.keys("*:call.watched-1*") == [record.encode()], 5, "its keys are deleted")
+        await wait_until_async(
+            lambda: redis.keys("*:call.watched-1*") == [record.encode()], SOON_S, "its keys are deleted"
+        )
         assert b"seen" not in b"".join(redis.hgetall(record).values())
         assert redis.ttl(record) > 0
 
@@ -50,7 +52,7 @@ async def test_a_slow_output_listener_costs_bounded_memory_and_time(stack: Stack
     async def slow(_: str, text: str) -> None:
         await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         result = await session.call("bash_tool", {"command": "head -c 20000000 /dev/zero | tr '\\0' x"}, on_output=slow)
     assert result.success
     with stack.open_redis() as redis:

@@ -20,7 +20,7 @@ from tests.containers import watch
 from tests.processes import read_proc
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, all_of, commands_in, is_alive
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -226,7 +226,7 @@ async def test_a_closed_session_has_no_container_and_is_not_found(stack: Stack, 
         assert stack.has_container(container)
         running = asyncio.create_task(session.call("bash_tool", {"command": "sleep 987"}))
         await wait_until_async(
-            lambda: any("sleep 987" in command for command in commands_in(container).values()), 20, "the call runs"
+            lambda: any("sleep 987" in command for command in commands_in(container).values()), SOON_S, "the call runs"
         )
 
     assert (await running).error_code == ErrorCode.CANCELLED
@@ -240,7 +240,9 @@ async def test_an_unused_session_expires(stack: Stack, client: ToolClient) -> No
     sandbox = (await session.info()).sandbox
     assert sandbox is not None
 
-    await wait_until_async(lambda: not stack.has_container(sandbox.id), 20, "the idle session's container is removed")
+    await wait_until_async(
+        lambda: not stack.has_container(sandbox.id), SOON_S, "the idle session's container is removed"
+    )
     await session.close()
 
 

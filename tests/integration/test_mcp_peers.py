@@ -21,9 +21,9 @@ from contract.names import catalog_key
 from orchestrator.sdk.client import ToolClient
 from tests.mcp_peers import TOOL, modern, open_raw_peer
 from tests.stack import ROOT, Stack, commands_in, open_stack
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import SOON_S, wait_until, wait_until_async
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.stack
 
 SOURCE = (ROOT / "tests" / "mcp_stdio_peer.py").read_text()
 
@@ -62,7 +62,7 @@ async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fa
         }
         file.write_text(json.dumps({"mcpServers": servers}))
         with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file)}) as stack, stack.open_redis() as store:
-            wait_until(lambda: store.exists(catalog_key("default", "tools")), 60, lambda: stack.log("web"))
+            wait_until(lambda: store.exists(catalog_key("default", "tools")), SOON_S, lambda: stack.log("web"))
             assert stack.log("worker").count("mcp_server_without_tools") == 1
             assert stack.log("web").count("mcp_server_without_tools") == 1
             async with ToolClient.connect(stack.redis_url, tenant="acme") as acme, await acme.open_session() as session:
@@ -95,7 +95,7 @@ async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fa
                 }
                 assert (await session.call("mcp__leaves__echo", {"text": "x"})).success
                 assert (await session.call("mcp__idles__echo", {"text": "x"})).success
-                await wait_until_async(lambda: not _find_leftovers(stack), 30, lambda: str(_find_leftovers(stack)))
+                await wait_until_async(lambda: not _find_leftovers(stack), SOON_S, lambda: str(_find_leftovers(stack)))
                 assert "\nstill\n" in (await session.call("mcp__ours__echo", {"text": "still"})).text()
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
@@ -115,7 +115,7 @@ async def test_a_session_keeps_its_mcp_servers_and_a_cancelled_call_ends_its_own
         }
         file.write_text(json.dumps({"mcpServers": servers}))
         with open_stack(engine, {"TOOLCREW_MCP_SERVERS": str(file)}) as stack, stack.open_redis() as store:
-            wait_until(lambda: store.exists(catalog_key("default", "tools")), 60, lambda: stack.log("web"))
+            wait_until(lambda: store.exists(catalog_key("default", "tools")), SOON_S, lambda: stack.log("web"))
             async with (
                 ToolClient.connect(stack.redis_url) as client,
                 await client.open_session() as session,
@@ -136,24 +136,24 @@ async def test_a_session_keeps_its_mcp_servers_and_a_cancelled_call_ends_its_own
                 assert "the MCP server ours" in (await session.call("bash_tool", {"action": "list"})).text()
 
                 hanging = asyncio.ensure_future(session.call("mcp__hangs__echo", {"text": "x"}))
-                await wait_until_async(lambda: _commands(stack, "hangs$"), 30, "the server did not start")
+                await wait_until_async(lambda: _commands(stack, "hangs$"), SOON_S, "the server did not start")
                 hanging.cancel()
                 await wait_until_async(
-                    lambda: not _commands(stack, "hangs$"), 30, lambda: str(_commands(stack, "hangs$"))
+                    lambda: not _commands(stack, "hangs$"), SOON_S, lambda: str(_commands(stack, "hangs$"))
                 )
                 assert (await session.call("mcp__hangs__where", {})).success
 
                 # Only its age distinguishes a leftover from a starting server.
-                await wait_until_async(lambda: time.monotonic() > leftover_at + 11, 20, "the leftover is old")
+                await wait_until_async(lambda: time.monotonic() > leftover_at + 11, SOON_S, "the leftover is old")
                 assert _number((await session.call("mcp__clings__count", {})).text()) == 1
                 assert len(_commands(stack, "clings$")) == 1
 
                 web.replies["*"] = _build_waiter(began, closed)
                 waiting = asyncio.ensure_future(session.call("mcp__web__echo", {"text": "x"}))
-                await wait_until_async(began.is_set, 30, "the call did not come")
+                await wait_until_async(began.is_set, SOON_S, "the call did not come")
                 assert not closed.is_set()
                 waiting.cancel()
-                await wait_until_async(closed.is_set, 30, "the connection is still open")
+                await wait_until_async(closed.is_set, SOON_S, "the connection is still open")
 
 
 def _number(text: str) -> int:
@@ -207,4 +207,4 @@ async def _wait_until_offered(client: ToolClient, names: set[str]) -> None:
     async def list_offered() -> set[str]:
         return {spec.name for spec in await client.tools() if spec.name.startswith("mcp__")}
 
-    await wait_until_async(list_offered, 60, f"{names} are offered", accepts=lambda offered: offered == names)
+    await wait_until_async(list_offered, SOON_S, f"{names} are offered", accepts=lambda offered: offered == names)

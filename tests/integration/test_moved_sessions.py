@@ -7,7 +7,7 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from tests.daemons import Daemons, bash, run_script
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.stack
 
 AT = "2030-01-31T12:00:00+00:00"
 

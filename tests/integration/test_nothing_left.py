@@ -7,12 +7,11 @@ from docker import APIClient
 
 from benchmarks.kill_rounds import WAYS, Rounds
 from tests.daemons import Daemon, Daemons, bash, start_call, wait_running
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.stack
 
 ROUNDS = 20
-SOON_S = 30.0
 
 
 def test_twenty_rounds_of_every_kind_of_end_leave_nothing_and_leak_no_resources(

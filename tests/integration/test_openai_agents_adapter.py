@@ -11,7 +11,7 @@ from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytest.importorskip("agents")
 
@@ -166,11 +166,11 @@ async def test_cancelling_the_run_stops_the_call_in_the_sandbox(
     task = asyncio.create_task(
         run(play(await as_agents_tools(client, session), ("bash_tool", {"command": "sleep 656"})))
     )
-    await wait_until_async(lambda: "sleep 656" in commands_in(container).values(), 20, "the command runs")
+    await wait_until_async(lambda: "sleep 656" in commands_in(container).values(), SOON_S, "the command runs")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await wait_until_async(lambda: "sleep 656" not in commands_in(container).values(), 10, "the command is gone")
+    await wait_until_async(lambda: "sleep 656" not in commands_in(container).values(), SOON_S, "the command is gone")
 
 
 async def test_an_approver_together_with_sdk_approvals_is_refused(client: ToolClient, session: Session) -> None:

@@ -23,7 +23,7 @@ from orchestrator.sdk.client import ToolClient
 from store.call_reader import CallLife
 from tests.command_server import run_toolcrew
 from tests.stack import Stack, commands_in
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -49,7 +49,7 @@ def state_of(stack: Stack, tenant: str, call_id: str) -> str:
 
 async def read_lifetime(client: ToolClient, call_id: str) -> CallLife:
     """Return the life of a call that has just started, as soon as its record exists."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         while True:
             try:
                 return await client.call_history(call_id)
@@ -117,7 +117,7 @@ async def test_output_of_a_program_is_shown_live_in_a_session_of_another_process
                 on_output=show,
             )
         )
-        await asyncio.wait_for(first.wait(), 30)
+        await asyncio.wait_for(first.wait(), SOON_S)
         assert not running.done()
         await session.write_file("/workspace/go", b"")
         result = await running
@@ -145,7 +145,7 @@ async def test_another_process_kills_a_running_command_with_all_its_child_proces
     call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
     await wait_until_async(
         lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3,
-        20,
+        SOON_S,
         "all of the call's processes run",
     )
 
@@ -195,7 +195,7 @@ async def test_calls_of_a_paused_tenant_wait_and_a_waiting_call_can_be_killed(
         result = await waiting
         assert (result.success, result.output) == (True, "after\n")
         # Two seconds are guaranteed; a busy machine gets more.
-        assert time.monotonic() - resumed < 15
+        assert time.monotonic() - resumed < SOON_S
         assert (await session.call("bash_tool", {"command": "ls"})).output in ("", None, "(no output)")
 
 
@@ -218,7 +218,7 @@ async def test_a_killed_call_that_its_host_has_not_started_never_runs(
             # Each of these calls comes before the call of this test.
             await read_lifetime(other_client, name)
         await wait_until_async(
-            lambda: state_of(stack, "default", names[0]) == "running", 30, f"the calls run in {queue}"
+            lambda: state_of(stack, "default", names[0]) == "running", SOON_S, f"the calls run in {queue}"
         )
         call = start(session, "touch never", f"late-{session.id[:8]}")
         life = await read_lifetime(other_client, f"late-{session.id[:8]}")

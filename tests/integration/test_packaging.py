@@ -33,8 +33,6 @@ for name in json.loads(sys.argv[1]):
 print(json.dumps(lacks))
 """
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:

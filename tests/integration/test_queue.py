@@ -26,7 +26,7 @@ from store.calls import CallState, parse_record
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, is_alive
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -53,7 +53,7 @@ async def files_of(session: Session) -> str:
 
 async def wait_ended(store: "redis.Redis", task_id: str) -> dict[str, Any]:
     state: dict[str, Any] = await wait_until_async(
-        lambda: stored_state(store, task_id), 20, f"the worker has ended {task_id}"
+        lambda: stored_state(store, task_id), SOON_S, f"the worker has ended {task_id}"
     )
     return state
 
@@ -107,7 +107,9 @@ async def test_an_unknown_task_is_refused_and_the_worker_continues(
         return record.state if record is not None else ""
 
     # A worker claims the call during its checks, and then withdraws the claim.
-    await wait_until_async(lambda: state_of_call() == CallState.FORBIDDEN, 10, "the record says that it will not start")
+    await wait_until_async(
+        lambda: state_of_call() == CallState.FORBIDDEN, SOON_S, "the record says that it will not start"
+    )
     assert refusals(store) - before == Counter({"wrong_task": 1})
     assert (await session.call("bash_tool", {"command": "echo on"})).success
 
@@ -138,7 +140,7 @@ async def test_a_pickled_task_is_never_unpickled(stack: Stack, session: Session)
         before = refusals(store)
         store.lpush(queue, json.dumps(message))
         await wait_until_async(
-            lambda: refusals(store) - before == Counter({"malformed": 1}), 10, "the worker has refused the message"
+            lambda: refusals(store) - before == Counter({"malformed": 1}), SOON_S, "the worker has refused the message"
         )
 
     assert (await session.call("bash_tool", {"command": "echo on"})).success
@@ -184,12 +186,12 @@ async def test_malformed_messages_in_the_queue_do_not_stop_the_worker(own_stack:
             with own_stack.open_redis() as store:
                 store.lpush(queue, garbage)
                 await wait_until_async(
-                    lambda store=store: store.llen(queue) == 0, 10, "the worker has taken the garbage"
+                    lambda store=store: store.llen(queue) == 0, SOON_S, "the worker has taken the garbage"
                 )
             ran = asyncio.create_task(session.call("bash_tool", {"command": "echo on"}))
             await wait_until_async(
                 lambda ran=ran: ran.done() or not is_alive(own_stack.pid("worker")),
-                20,
+                SOON_S,
                 "the worker serves again, or is dead",
             )
             assert is_alive(own_stack.pid("worker")), f"{garbage!r} has ended the worker"
@@ -232,9 +234,9 @@ async def test_a_republished_envelope_acts_once_and_is_answered_once(
 
     tasks = [publish(stack.broker, "tool.bash_tool", queue, envelope) for _ in range(3)]
     await wait_until_async(
-        lambda: refusals(store) - before == Counter({"repeated": 2}), 20, "the repetitions were dropped"
+        lambda: refusals(store) - before == Counter({"repeated": 2}), SOON_S, "the repetitions were dropped"
     )
-    await wait_until_async(lambda: any(stored_state(store, task_id) for task_id in tasks), 20, "the call has ended")
+    await wait_until_async(lambda: any(stored_state(store, task_id) for task_id in tasks), SOON_S, "the call has ended")
 
     [answer] = [result for task_id in tasks if (result := stored_result(store, task_id))]
     assert answer.success
@@ -259,7 +261,7 @@ async def test_a_message_that_redis_delivers_again_acts_once(
         store.lpush(queue, message)
         await wait_ended(store, "forged-again")
     await wait_until_async(
-        lambda: refusals(store) - before == Counter({"repeated": 1}), 20, "the repetition was dropped"
+        lambda: refusals(store) - before == Counter({"repeated": 1}), SOON_S, "the repetition was dropped"
     )
 
     assert await files_of(session) == "log\nran\n"
@@ -311,6 +313,6 @@ async def test_a_call_that_no_worker_takes_times_out_soon(stack: Stack) -> None:
         result = await impatient.dispatch(Request(bash("true"), "default", "none", "host.unknown.0"))
 
     assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT), result.error
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
     with stack.open_redis() as store:
         store.delete("host.unknown.0")

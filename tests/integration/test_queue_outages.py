@@ -25,7 +25,7 @@ from tests.builders import build_attempt
 from tests.raw_queue import make_envelope
 from tests.service_process import run_program
 from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -90,13 +90,13 @@ async def test_every_call_is_in_the_celery_events_although_events_are_batched(
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
-            await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
+            await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, SOON_S, "events arrive")
             calls = [
                 start_delivery(harness, pool, "append_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)
             ]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
-                lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only received {event_counts}"
+                lambda: event_counts["task-succeeded"] == len(calls), SOON_S, lambda: f"only received {event_counts}"
             )
         finally:
             # Otherwise the listener's thread would never end.
@@ -115,7 +115,7 @@ async def test_calls_in_flight_survive_a_redis_outage_of_seconds(harness: Harnes
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
     await wait_until_async(
-        lambda: all(harness.executions(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
+        lambda: all(harness.executions(pool).total() >= SLOTS for pool in POOLS), SOON_S, "both workers run calls"
     )
 
     harness.server.kill()

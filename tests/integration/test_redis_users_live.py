@@ -43,7 +43,7 @@ from tests.stack import UP_S, open_footprint
 from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.stack
 
 TOOLS = '''
 """Operations on Redis by the tools of operators."""

@@ -18,8 +18,8 @@ from store.call_messages import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.result_harness import SOON_S, SilentRelay, build_stored_result, open_hub
-from tests.waiting import until
+from tests.result_harness import SilentRelay, build_stored_result, open_hub
+from tests.waiting import SOON_S, until
 
 QUEUE = "host.test.b00t"
 

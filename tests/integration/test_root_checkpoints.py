@@ -7,7 +7,7 @@ from tests.chaos.forks import close_all
 from tests.daemons import Daemon, Daemons, bash, run_script
 from workers.sandbox_client import SandboxClient
 
-pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]
 
 CHANGE = r"""
 set -e

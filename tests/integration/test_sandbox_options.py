@@ -12,11 +12,10 @@ from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxPolicy
 from tests.containers import Watched, python, watch
 from tests.daemons import Daemon, Daemons, bash, run_script
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 pytestmark = [
     pytest.mark.stack,
-    pytest.mark.timeout(150),
     pytest.mark.skipif(os.geteuid() != 0, reason="disk images and the OCI start need root"),
 ]
 
@@ -73,7 +72,7 @@ def test_a_sandbox_has_the_sizes_that_its_session_requests(
     engine: APIClient, daemons: Daemons, sandbox_start: str
 ) -> None:
     daemon = start(daemons, sandbox_start, CLASSES, pool_size="1")
-    wait_until(lambda: daemon.status()["pool"]["ready"] == 1, 60.0, daemon.log)
+    wait_until(lambda: daemon.status()["pool"]["ready"] == 1, SOON_S, daemon.log)
     with daemon.client() as client:
         opened = client.describe_open("acme:s", None, 600.0, options=OPTIONS)
         assert opened["options"] == {**OPTIONS.model_dump(), "user": "sandbox"}

@@ -14,12 +14,10 @@ from contract.errors import SandboxUnavailable
 from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
 from tests.engine_stubs import relayed_engine
 from tests.stack import missing
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import SOON_S, wait_until, wait_until_async
 from workers.sandbox_client import GuestResponse, SandboxClient
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
-
-SOON_S = 30.0
+pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ from tests.command_server import run_toolcrew
 from tests.integration.test_canary import command_lines, dump, logs
 from tests.secret_harness import VALUE, Site, open_secret_site
 from tests.stack import Stack, open_stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 from workers.egress.authority import Authority
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.stack
 SECRET = "the-secret-of-this-deployment"
 _FETCH = """
 import http.client, os, time
@@ -111,7 +111,7 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_never_exposed(secre
             outputs = [str(result), str(await session.call("bash_tool", {"command": "env; cat /proc/self/environ"}))]
             assert f"Bearer {VALUE}".encode() in secret_stack.site.requests[0]
             assert "tcs_placeholder_" in outputs[1]
-            [use] = await wait_until_async(secret_stack.uses, 20, "no use was audited")
+            [use] = await wait_until_async(secret_stack.uses, SOON_S, "no use was audited")
             assert use.target == "TOKEN"
             assert use.details == {
                 "session": session.id,
@@ -121,7 +121,7 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_never_exposed(secre
             }
             running = asyncio.ensure_future(session.call("bash_tool", {"command": secret_stack.fetch(times=150)}))
             await wait_until_async(
-                lambda: len(secret_stack.site.requests) > 2, 20, "the kept connection carries no request"
+                lambda: len(secret_stack.site.requests) > 2, SOON_S, "the kept connection carries no request"
             )
             reply += await asyncio.to_thread(secret_stack.command, "revoke", "TOKEN")
             reply += await asyncio.to_thread(secret_stack.command, "list")

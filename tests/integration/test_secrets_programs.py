@@ -23,7 +23,7 @@ from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
 
 TOKEN = "private-canary-0123456789abcdef"
@@ -221,7 +221,7 @@ for _ in range(100):
         target=lambda: outputs.append(text_of(sandboxes.run("python3 kept.py 2>&1 | tee kept.txt")))
     )
     running_script.start()
-    wait_until(sandboxes.has_answered, 20, "no request was answered")
+    wait_until(sandboxes.has_answered, SOON_S, "no request was answered")
     sandboxes.values["API_TOKEN"] = None
     sandboxes.exchange()
     running_script.join()

@@ -14,9 +14,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from tests.redis_harness import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
-from tests.waiting import wait_until, wait_until_async
-
-pytestmark = pytest.mark.timeout(180)
+from tests.waiting import SOON_S, wait_until, wait_until_async
 
 NAME, PASSWORD = "calls", "a-password-of-both"
 RECOVERY_S = 60.0
@@ -39,7 +37,7 @@ def harness() -> Iterator[Harness]:
             open_sentinel(master, NAME) as port,
             master.client() as watch,
         ):
-            wait_until(lambda: watch.info("replication")["connected_slaves"] == 1, 30, "the replica follows")
+            wait_until(lambda: watch.info("replication")["connected_slaves"] == 1, SOON_S, "the replica follows")
             url = f"sentinel://:{PASSWORD}@127.0.0.1:{port}/0;sentinel://127.0.0.1:1"
             broker = BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, "redis_sentinel_master": NAME})
             variables = {"TOOLCREW_REDIS_SENTINEL_MASTER": NAME}

@@ -17,14 +17,14 @@ from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, commands_in, is_alive
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
 
 async def assert_only_the_guest_runs(container: str) -> None:
     """Fail unless the host's control groups show PID 1 and no other process."""
-    await wait_until_async(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
+    await wait_until_async(lambda: len(commands_in(container)) == 1, SOON_S, "only the guest is left in the container")
 
 
 async def assert_usable(session: Session) -> ToolResult:
@@ -41,10 +41,10 @@ async def test_at_the_limit_all_child_processes_of_a_call_are_killed(stack: Stac
         "2>&1 & sleep 304"
     )
     started = time.monotonic()
-    call = asyncio.create_task(session.call("bash_tool", {"command": command}, timeout_s=1.5))
+    call = asyncio.create_task(session.call("bash_tool", {"command": command}, timeout_s=6))
     await wait_until_async(
         lambda: sum("sleep 30" in c for c in commands_in(container).values()) >= 5,
-        10,
+        SOON_S,
         "all of the call's processes run",
     )
 
@@ -54,7 +54,7 @@ async def test_at_the_limit_all_child_processes_of_a_call_are_killed(stack: Stac
     assert result.output == "before\n"
     assert result.kill is not None
     assert (result.kill.survivors, result.kill.signalled >= 5) == (0, True)
-    assert 1.5 <= time.monotonic() - started < 10
+    assert 6 <= time.monotonic() - started < 60
     await assert_only_the_guest_runs(container)
     after = await assert_usable(session)
     assert after.sandbox is not None
@@ -88,7 +88,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_continues(stack: St
 
     assert result.success is False or result.kill is not None
     if result.kill is not None and result.kill.method == "container":
-        await wait_until_async(lambda: not stack.has_container(container), 10, "the container is removed")
+        await wait_until_async(lambda: not stack.has_container(container), SOON_S, "the container is removed")
         await session.call("bash_tool", {"command": "true"})
     else:
         assert stack.has_container(container)
@@ -120,7 +120,7 @@ async def test_unlimited_output_is_truncated_with_a_notice(session: Session) -> 
 async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
     container = await stack.container_of(session)
     call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 77"}))
-    await wait_until_async(lambda: "sleep 77" in commands_in(container).values(), 10, "the command runs")
+    await wait_until_async(lambda: "sleep 77" in commands_in(container).values(), SOON_S, "the command runs")
 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -151,11 +151,11 @@ async def test_a_call_is_cancelled_at_once_even_if_every_slot_is_busy(stack: Sta
         ]
         call = asyncio.create_task(session.exec(argv))
         try:
-            await wait_until_async(lambda: len(sleepers()) == slots > 1, 20, "a command runs in every slot")
+            await wait_until_async(lambda: len(sleepers()) == slots > 1, SOON_S, "a command runs in every slot")
             call.cancel()
             # Much earlier than any other call would end and free a slot.
             await wait_until_async(
-                lambda: len(sleepers()) == slots - 1, 10, "the cancelled command is gone, its neighbours run"
+                lambda: len(sleepers()) == slots - 1, SOON_S, "the cancelled command is gone, its neighbours run"
             )
         finally:
             for pid in sleepers():
@@ -182,13 +182,13 @@ async def test_a_container_with_a_stopped_guest_is_removed_two_seconds_after_the
         container = await stack.container_of(session)
         guest = watch(stack.api, container).pid
         started = time.monotonic()
-        call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1.5))
-        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=8))
+        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), SOON_S, "the command runs")
         os.kill(guest, signal.SIGSTOP)
 
         result = await call
 
-        assert 3.4 <= time.monotonic() - started < 15
+        assert 9.9 <= time.monotonic() - started < 60
         assert not stack.has_container(container), "the result came before the container was gone"
         assert not is_alive(guest)
         assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT)
@@ -207,7 +207,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         await session.write_file("kept.txt", b"kept")
         guest = watch(stack.api, container).pid
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}))
-        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), 10, "the command runs")
+        await wait_until_async(lambda: "sleep 88" in commands_in(container).values(), SOON_S, "the command runs")
         os.kill(guest, signal.SIGKILL)
 
         result = await call
@@ -219,7 +219,7 @@ async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client
         assert after.sandbox is not None
         assert (after.sandbox.generation, after.sandbox.rebuilt, after.sandbox.news) == (2, True, None)
         await wait_until_async(
-            lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
+            lambda: not stack.has_container(container), SOON_S, "the engine has removed the dead container"
         )
 
 
@@ -230,7 +230,7 @@ async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_call(
         container = await stack.container_of(session)
         os.kill(watch(stack.api, container).pid, signal.SIGKILL)
         await wait_until_async(
-            lambda: not stack.has_container(container), 10, "the engine has removed the dead container"
+            lambda: not stack.has_container(container), SOON_S, "the engine has removed the dead container"
         )
 
         result = await session.call("bash_tool", {"command": "echo on"})
@@ -267,7 +267,9 @@ async def test_a_cancelled_session_open_leaves_no_container(stack: Stack, client
         async with await client.open_session():
             pass
         # A container that was created late is removed at once. An unclosed session would stay for its time to live.
-        await wait_until_async(lambda: not left(), 30, "nothing is left of the session that was not wanted any more")
+        await wait_until_async(
+            lambda: not left(), SOON_S, "nothing is left of the session that was not wanted any more"
+        )
     finally:
         for container in left():
             stack.api.remove_container(container, force=True)

@@ -23,7 +23,7 @@ from tests.skill_harness import SHIPPED, write_skill
 from tests.stack import Stack, open_stack
 from workers.skills.loader import load_skill
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 
 ECHO = """#!/usr/bin/env python3
 import json, os, sys

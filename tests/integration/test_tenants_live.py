@@ -19,10 +19,10 @@ from store.connection import open_redis
 from store.tenants import RedisTenants
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack
+from tests.waiting import assert_in_force
 
 pytestmark = pytest.mark.stack
 
-SOON_S = 2.0
 WRITES_ONLY = TenantPolicy(tools=("write_*",))
 NO_PUSH = TenantPolicy(commands=(CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push")),))
 Call = Callable[[], Awaitable[ToolResult]]
@@ -54,25 +54,28 @@ async def tenant_admin(stack: Stack) -> AsyncIterator[TenantAdmin]:
     await client.aclose()
 
 
-async def seconds_until(call: Call, code: ErrorCode | None) -> float:
-    """Return the seconds until the call ends with this code."""
-    started = time.monotonic()
-    while (await call()).error_code != code and time.monotonic() - started < 2 * SOON_S:
-        pass
-    return time.monotonic() - started
+async def assert_code(call: Call, code: ErrorCode | None) -> None:
+    """Check that the call ends with this code as soon as the change is in force."""
+
+    async def has_code() -> bool:
+        return (await call()).error_code == code
+
+    await assert_in_force(has_code)
 
 
-async def seconds_until_refused(session: Session, message: str, *argv: str) -> float:
-    """Return the seconds until the program is no longer allowed."""
-    started = time.monotonic()
-    while time.monotonic() - started < 2 * SOON_S:
+async def assert_refused(session: Session, message: str, *argv: str) -> None:
+    """Check that the program is refused with this message as soon as the change is in force."""
+
+    async def is_refused() -> bool:
         try:
             await session.exec(argv)
         except ToolFailure as failure:
             if message not in failure.message:
                 raise
-            break
-    return time.monotonic() - started
+            return True
+        return False
+
+    await assert_in_force(is_refused)
 
 
 async def call_without_checks(dispatcher: Dispatcher, session: Session, command: str) -> ToolResult:
@@ -93,19 +96,17 @@ async def test_a_policy_takes_effect_on_both_sides_of_the_queue_within_two_secon
             return await call_without_checks(dispatcher, session, "git push --help || true")
 
         for call in (smuggled, sent):
-            assert await seconds_until(call, None) < SOON_S
+            await assert_code(call, None)
         async with tenant_admin.set_default_policy(NO_PUSH):
             for call in (smuggled, sent):
-                assert await seconds_until(call, ErrorCode.SECURITY_REFUSED) < SOON_S
+                await assert_code(call, ErrorCode.SECURITY_REFUSED)
             assert (await session.exec(["true"])).returncode == 0
             # Another worker process may execute the call, and that process learns of the policy at another time.
-            assert (
-                await seconds_until_refused(session, "commands with 'git push' are forbidden", "git", "push") < SOON_S
-            )
+            await assert_refused(session, "commands with 'git push' are forbidden", "git", "push")
             await tenant_admin.tenants.replace("default", WRITES_ONLY)
             for call in (smuggled, sent):
-                assert await seconds_until(call, ErrorCode.PERMISSION_DENIED) < SOON_S
+                await assert_code(call, ErrorCode.PERMISSION_DENIED)
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
-            assert await seconds_until_refused(session, "not allowed for tenant default", "true") < SOON_S
+            await assert_refused(session, "not allowed for tenant default", "true")
         for call in (smuggled, sent):
-            assert await seconds_until(call, None) < SOON_S
+            await assert_code(call, None)

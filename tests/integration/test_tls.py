@@ -24,8 +24,6 @@ from store.connection import check_connection, check_redis, open_redis
 from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
 from tests.stack import missing
 
-pytestmark = pytest.mark.timeout(120)
-
 CURVE = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 
 

@@ -13,7 +13,7 @@ from orchestrator.sdk.client import ToolClient
 from tests.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
 from tests.stack import Stack, open_stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.stack
 
 KEY = "sk-abcdefghijklmnop1234567890"
 HOSTILE = "\x1b[31m\u202e<script>" + "x" * 20_000

@@ -26,7 +26,7 @@ SESSIONS, ITEMS = 4, 3
 COMMAND = (sys.executable, "-m", "orchestrator")
 """toolcrew, of the release in whose tree the command starts."""
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")

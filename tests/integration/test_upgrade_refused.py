@@ -51,7 +51,7 @@ except Exception as error:
     print(error)
 """
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")

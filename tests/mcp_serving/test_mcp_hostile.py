@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from orchestrator.sdk.client import ToolClient
-from tests.mcp_stack import SOON_S, McpStack, bash, new_session, open_mcp_process, text_of
-from tests.waiting import wait_until_async
+from tests.mcp_stack import McpStack, bash, new_session, open_mcp_process, text_of
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -165,7 +165,7 @@ async def test_a_client_that_disconnects_ends_its_command(mcp_stack: McpStack, l
         )
         await wait_until_async(lambda: mcp_stack.find_programs(command), SOON_S, "the command runs")  # noqa: B023  # this round
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.find_programs(command), 20, "the command ends")  # noqa: B023
+        await wait_until_async(lambda: not mcp_stack.find_programs(command), SOON_S, "the command ends")  # noqa: B023
 
 
 async def test_a_session_that_was_closed_elsewhere_is_reported_as_not_found(mcp_stack: McpStack) -> None:
@@ -190,7 +190,7 @@ async def test_a_stopping_server_ends_running_calls_after_its_grace_period(mcp_s
             await wait_until_async(lambda: server.process.poll() is not None, SOON_S, server.log)
             await asyncio.gather(calling, return_exceptions=True)
         assert server.process.returncode == 0, server.log()
-        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7361"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7361"), SOON_S, "the command ends")
 
 
 async def test_pages_of_an_allowed_origin_may_call(mcp_stack: McpStack) -> None:

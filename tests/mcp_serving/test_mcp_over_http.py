@@ -12,7 +12,6 @@ from tests.command_server import run_toolcrew
 from tests.mcp_stack import (
     REVISIONS,
     SESSION,
-    SOON_S,
     ElicitingUser,
     McpStack,
     bash,
@@ -21,7 +20,7 @@ from tests.mcp_stack import (
     text_of,
 )
 from tests.stack import Stack
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, assert_in_force, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -56,7 +55,12 @@ async def test_disabled_and_forbidden_tools_are_not_listed_and_calls_explain_why
     toolcrew(mcp_stack.stack, "tools", "disable", "glob_tool", "--tenant", "narrow", "--reason", "being repaired")
     try:
         async with mcp_stack.client("narrow") as client:
-            assert [tool.name for tool in (await client.list_tools()).tools] == ["bash_tool"]
+
+            async def is_withdrawn() -> bool:
+                return [tool.name for tool in (await client.list_tools()).tools] == ["bash_tool"]
+
+            # The server may have read the switches just before the command changed them.
+            await assert_in_force(is_withdrawn)
             assert "being repaired" in text_of(await client.call_tool("glob_tool", {"pattern": "*"}))
             assert "[PERMISSION_DENIED]" in text_of(await client.call_tool("read_tool", {"file_path": "x"}))
     finally:
@@ -126,7 +130,7 @@ async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack) -> None:
         calling = asyncio.ensure_future(bash(client, "sleep 7341", session))
         await wait_until_async(lambda: mcp_stack.find_programs("sleep 7341"), SOON_S, "the command runs")
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7341"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7341"), SOON_S, "the command ends")
         # The session must still exist.
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.command_server import run_toolcrew
-from tests.mcp_stack import REVISIONS, SESSION, SOON_S, ElicitingUser, McpStack, bash, new_session, text_of
+from tests.mcp_stack import REVISIONS, SESSION, ElicitingUser, McpStack, bash, new_session, text_of
 from tests.stack import TOOLCREW, end_process, read_line
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import SOON_S, wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -66,7 +66,7 @@ async def test_a_cancelled_call_leaves_no_process(mcp_stack: McpStack, revision:
         calling = asyncio.ensure_future(bash(client, "sleep 7342"))
         await wait_until_async(lambda: mcp_stack.find_programs("sleep 7342"), SOON_S, "the command runs")
         calling.cancel()
-        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7342"), 20, "the command ends")
+        await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7342"), SOON_S, "the command ends")
         assert text_of(await bash(client, "echo alive")) == "alive\n"
 
 
@@ -175,7 +175,7 @@ def test_a_signal_or_a_closed_stdin_ends_the_server_with_its_command(
         assert raw_client.process.stdin is not None
         raw_client.process.stdin.close()
     assert raw_client.process.wait(30) == (128 + signal.SIGTERM if is_signal else 0)
-    wait_until(lambda: not mcp_stack.find_programs(command), 20, "the command ends")
+    wait_until(lambda: not mcp_stack.find_programs(command), SOON_S, "the command ends")
 
 
 async def test_a_closed_stdin_ends_the_command_in_a_named_session(mcp_stack: McpStack) -> None:
@@ -191,5 +191,5 @@ async def test_a_closed_stdin_ends_the_command_in_a_named_session(mcp_stack: Mcp
             assert raw_client.process.stdin is not None
             raw_client.process.stdin.close()
             await wait_until_async(lambda: raw_client.process.poll() is not None, SOON_S, "the program ends")
-            await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7345"), 15, "the command ends")
+            await wait_until_async(lambda: not mcp_stack.find_programs("sleep 7345"), SOON_S, "the command ends")
         assert text_of(await bash(client, "echo alive", session)) == "alive\n"

@@ -18,6 +18,7 @@ from tests.guest_exec import open_local_sandbox
 from tests.mcp_peers import TOOL, build_client, legacy, modern, open_raw_peer, open_sdk_peer, reply_to
 from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
+from workers.mcp import sandbox_server
 from workers.mcp.http_tools import build_http_sources
 from workers.mcp.http_transport import ANSWER_BYTES
 from workers.mcp.sandbox_server import SandboxServer
@@ -106,7 +107,9 @@ def test_the_sdk_server_works_with_the_initialize_handshake(peer: str) -> None:
 
 
 @pytest.mark.parametrize("alone", [None, True, False])
-def test_the_sdk_server_works_over_stdio_in_every_revision(alone: bool | None) -> None:
+def test_the_sdk_server_works_over_stdio_in_every_revision(alone: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A server that starts more slowly is taken for one of an earlier revision.
+    monkeypatch.setattr(sandbox_server, "PROBE_S", 60.0)
     run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
     entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
     way = SandboxServer("peer", entry, alone)

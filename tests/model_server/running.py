@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ANSWER_S = 30.0
-STOP_S = 10.0
+ANSWER_S = 90.0
+STOP_S = 60.0
 
 
 class DidNotStart(RuntimeError):

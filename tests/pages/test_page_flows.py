@@ -16,6 +16,7 @@ from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, 
 from store.run_log import RunLog
 from tests.batch_events import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -175,7 +176,7 @@ async def test_tools_are_shown_as_the_tenant_policy_allows(world: World, visitor
     before = await world.tenants.policy("rival")
     await world.tenants.replace("rival", before.model_copy(update={"tools": ("read_tool", "webfetch_tool")}))
     try:
-        async with visitors.visit("rival") as visit, asyncio.timeout(20):
+        async with visitors.visit("rival") as visit, asyncio.timeout(SOON_S):
             card = visit.page.get_by_role("heading", name="bash_tool")
             await visit.page.goto("/tools")
             # A policy takes effect everywhere within 2 seconds.

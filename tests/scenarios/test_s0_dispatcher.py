@@ -29,9 +29,9 @@ from orchestrator.sdk.local_tools import LocalTools
 from tests.builders import KEY, build_call, build_exec_response, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from tests.stack import Stack
+from tests.waiting import SOON_S
 from workers.tools.builtin import build_registry
 
-SOON_S = 10.0
 ROUTE = ("acme", "s1", "q")
 
 
@@ -90,7 +90,6 @@ async def test_s0_10_a_built_in_tool_is_run_by_its_registry_and_its_result_is_re
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(200)
 async def test_s0_11_the_skill_of_the_document_is_called_through_a_tag_on_an_unconfigured_pool(stack: Stack) -> None:
     tag = '<tool_action name="vector-search">\n  <query value="读取文件" />\n  <limit value="5" />\n</tool_action>'
     model = ScriptedModel([tag, "It is in notes.md."])

@@ -14,8 +14,8 @@ from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import choose_dialect
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.local_tools import LocalTools
+from tests.waiting import SOON_S
 
-SOON_S = 10.0
 TAG = '<tool_action name="vector-search"><query value="读取文件" /></tool_action>'
 NATIVE = Calls([("vector-search", {"query": "native"})])
 

@@ -18,8 +18,8 @@ from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.sdk.local_tools import LocalTools
 from tests.fakes import StreamModel
+from tests.waiting import SOON_S
 
-SOON_S = 10.0
 SEARCH = """<tool_action name="vector-search">
   <query value="读取文件" />
   <limit value="5" />

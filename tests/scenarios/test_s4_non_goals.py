@@ -16,6 +16,7 @@ from orchestrator.dialects.native import NativeDialect
 from orchestrator.models.scripted import Calls, ScriptedModel
 from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
+from tests.waiting import SOON_S
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import load_custom_tools
 from workers.executor import CallRepeated
@@ -104,7 +105,7 @@ async def test_s4_36_read_only_calls_may_run_in_parallel_and_are_answered_in_ord
 
     @tool(read_only=True)
     async def look(n: int) -> str:
-        await asyncio.wait_for(both_run.wait(), 5)
+        await asyncio.wait_for(both_run.wait(), SOON_S)
         await asyncio.sleep(0.01 * (1 - n))
         return f"saw {n}"
 

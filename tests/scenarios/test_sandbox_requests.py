@@ -19,7 +19,6 @@ from tests.stack import Stack, open_stack
 
 pytestmark = [
     pytest.mark.stack,
-    pytest.mark.timeout(200),
     pytest.mark.skipif(os.geteuid() != 0, reason="root inside needs sandboxes that sandboxd starts itself"),
 ]
 

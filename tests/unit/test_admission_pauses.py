@@ -13,9 +13,9 @@ from contract.tenancy import TenantPolicy
 from orchestrator import admission
 from orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot, until_admitted
 from store.slots import SlotRequest
+from tests.waiting import SOON_S
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
-SOON_S = 10.0
 
 
 class Tenants:

@@ -35,9 +35,8 @@ from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
+from tests.waiting import SOON_S
 from workers.tools.base import Outcome, WorkerTool
-
-SOON_S = 20.0
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy
 from tests.builders import build_spec
 from tests.model_endpoint import RecordedSleep, serving, stream
+from tests.waiting import SOON_S
 
-SOON_S = 60.0
 STEP = 29
 """Between two cuts; no divisor of anything in the replies."""
 

@@ -24,8 +24,8 @@ from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel
 from tests.model_endpoint import HELLO, stream
+from tests.waiting import SOON_S
 
-SOON_S = 20.0
 WALL_S = 0.2
 TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
 EACH_DIALECT = pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.approval_harness import (
     ADMIN,
     OPERATOR,
     SHELL,
-    SOON_S,
     ApprovalHarness,
     build_question,
     build_request,
@@ -27,7 +26,7 @@ from tests.approval_harness import (
 )
 from tests.builders import build_call
 from tests.conftest import RedisProcess
-from tests.waiting import until
+from tests.waiting import SOON_S, until
 
 YES, NO = Decision(True), Decision(False, "not today")
 

@@ -12,6 +12,7 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
+from tests.waiting import SOON_S
 from workers.sandboxd.archives import packing as packing_module
 from workers.sandboxd.archives.packing import (
     ArchiveFacts,
@@ -281,7 +282,7 @@ async def test_a_guest_that_reads_no_data_does_not_block_the_restore(monkeypatch
     )
     waiting = asyncio.ensure_future(unpack(guest, unpack_roots(("/workspace",)), read_chunks(bytes(5 * MIB)), 5 * MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, SOON_S)
     assert guest.cancelled == 1
 
 

@@ -32,7 +32,7 @@ from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_removing_the_tenant_during_a_run_fails_the_run(harness: RunHarnes
     await journal.record(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = ServiceOfRemovedTenant(cast(Any, pool), cast(Any, None), cast(Any, None), None)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         outcome = await service.work(claim, journal, BatchDefaults(), events.append)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "UNKNOWN_TENANT")
@@ -264,11 +264,11 @@ async def test_a_second_interrupt_or_the_grace_period_returns_runs_to_the_queue(
     await harness.submit(2)
     service = EndlessService(harness, grace_s)
     running = asyncio.create_task(service.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         await service.work.has_started.wait()
         service.interrupt()
         if interrupts == 2:
-            await wait_until_async(lambda: "draining" in caplog.text, 30, lambda: caplog.text)
+            await wait_until_async(lambda: "draining" in caplog.text, SOON_S, lambda: caplog.text)
             assert not running.done()
             service.interrupt()
         await running
@@ -296,9 +296,9 @@ async def test_a_service_that_waits_for_workers_can_be_interrupted(
     # No worker has published tools there.
     service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
     running = asyncio.create_task(service.run())
-    await wait_until_async(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
+    await wait_until_async(lambda: "no worker has published its tools" in caplog.text, SOON_S, lambda: caplog.text)
     service.interrupt()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         await running
 
 

@@ -13,6 +13,7 @@ from contract.names import BlobPool
 from store import blobs as blob_store
 from store.blobs import LEAST_CHARGE, Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 TENANT_LIMIT = 4 * LEAST_CHARGE
 
@@ -90,7 +91,7 @@ async def test_a_blob_waits_until_another_blob_is_dropped(harness: Harness, monk
     monkeypatch.setattr(harness.own, "_store", store_and_note)
     first = await harness.own.leave("acme", bytes(TENANT_LIMIT))
     second = asyncio.create_task(harness.own.leave("acme", b"second"))
-    await asyncio.wait_for(refused.wait(), 10)
+    await asyncio.wait_for(refused.wait(), SOON_S)
     assert not second.done()
     await harness.own.drop(first)
-    assert await harness.own.take("acme", await asyncio.wait_for(second, 10)) == b"second"
+    assert await harness.own.take("acme", await asyncio.wait_for(second, SOON_S)) == b"second"

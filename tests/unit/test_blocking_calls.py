@@ -6,9 +6,9 @@ import sys
 
 from orchestrator.functions.blocking_calls import BlockingCalls, FunctionInterrupted
 from tests.stack import ROOT
+from tests.waiting import SOON_S
 
 ROUNDS = 300
-SOON_S = 10.0
 
 
 async def test_an_interrupt_never_affects_the_next_function_of_the_thread() -> None:

@@ -22,8 +22,8 @@ from store.audit import Actor
 from store.calls import CallState, CallStore, KillOrder
 from store.hosts import HostStore
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
-SOON_S = 20.0
 ANNE = Actor(key="k1", role="operator", name="anne")
 
 

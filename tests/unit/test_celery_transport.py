@@ -27,10 +27,9 @@ from store.connection import SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 QUEUE = "pool.web"
-SOON_S = 15.0
 
 
 class Watch:

@@ -14,7 +14,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.egress_harness import (
-    SOON_S,
     Harness,
     body_of,
     build_rules,
@@ -24,6 +23,7 @@ from tests.egress_harness import (
     read_some,
     status_of,
 )
+from tests.waiting import SOON_S, until
 from tests.web_servers import WebServer, answer, open_web_server
 from workers.egress.allowances import ByteRateLimiter, ConnectionQuotas, EgressOpening
 from workers.egress.limits import ProxyLimits
@@ -120,7 +120,8 @@ async def test_users_of_a_rate_limit_get_similar_shares() -> None:
             received[number] += await rate_limiter.take(65536)
 
     users = [asyncio.ensure_future(use(number)) for number in range(4)]
-    await asyncio.sleep(0.5)
+    # Several pieces for each user: a shorter time would count who came first.
+    await until(lambda: sum(received) >= 600_000)
     for user in users:
         user.cancel()
     await asyncio.gather(*users, return_exceptions=True)

@@ -16,7 +16,8 @@ import pytest
 
 from contract.errors import ConfigError
 from orchestrator.settings import load_settings
-from tests.egress_harness import SOON_S, build_opening, get, open_harness, read_all
+from tests.egress_harness import build_opening, get, open_harness, read_all
+from tests.waiting import SOON_S
 from tests.web_servers import StubResolver
 from workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
 from workers.settings import load_egress_settings
@@ -62,7 +63,7 @@ def test_the_process_refuses_a_second_proxy_and_removes_its_socket(tmp_path: Pat
             [sys.executable, "-m", "workers.egress"],
             env={**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path)},
             capture_output=True,
-            timeout=20,
+            timeout=SOON_S,
         )
         assert (second.returncode, b"another egress proxy already listens" in second.stderr) == (1, True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lookups:
@@ -126,7 +127,7 @@ async def test_slow_lookups_of_one_tenant_delay_no_other_tenant() -> None:
     lookups = [asyncio.ensure_future(resolver_pool.resolve("slow", "a.example", 5)) for _ in range(50)]
     for _ in range(LOOKUPS_PER_TENANT):
         assert await asyncio.to_thread(slow.started_lookups.acquire, timeout=SOON_S)
-    assert len(await asyncio.wait_for(resolver_pool.resolve("quick", "a.example", 5), SOON_S)) == 1
+    assert len(await asyncio.wait_for(resolver_pool.resolve("quick", "a.example", SOON_S), SOON_S)) == 1
     assert not slow.started_lookups.acquire(blocking=False)
     slow.may_answer.set()
     assert len(await asyncio.gather(*lookups)) == 50

@@ -20,8 +20,9 @@ from structlog.testing import capture_logs
 
 from contract.masking import SecretForm
 from contract.secrets import MAX_VALUE_CHARS, build_placeholder
-from tests.egress_harness import SOON_S, status_of
+from tests.egress_harness import status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
+from tests.waiting import SOON_S
 from workers.egress.allowances import MAX_MASKED_ANSWERS
 from workers.egress.limits import ProxyLimits
 from workers.egress.masking import MaskedStream, SecretMasker, _Positions

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.egress_harness import (
-    SOON_S,
     Harness,
     body_of,
     build_rules,
@@ -22,6 +21,7 @@ from tests.egress_harness import (
     read_some,
     status_of,
 )
+from tests.waiting import SOON_S
 from tests.web_servers import WebServer, answer, open_web_server
 from workers.web.addresses import AddressRules
 

@@ -19,7 +19,7 @@ from tests.engine_stubs import (
     stub_engine,
     talks_garbage,
 )
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 from workers.sandboxd.runtime import engine_images
 from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_images import EngineImages, PullFailed, PullProgress, RegistryAccount
@@ -59,7 +59,7 @@ async def pull(
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine.sock")
     monkeypatch.setattr(engine_images, "SILENCE_S", 0.3)
     progress = PullProgress()
-    async with stub_engine(tmp_path / "engine.sock", behaviour), asyncio.timeout(20):
+    async with stub_engine(tmp_path / "engine.sock", behaviour), asyncio.timeout(SOON_S):
         await EngineImages(Engine()).pull(NAME, account, progress)
     return progress
 
@@ -98,9 +98,9 @@ async def test_a_pull_without_an_end_has_a_time_limit(
 async def test_a_pull_is_stopped_at_its_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/engine.sock")
     progress = PullProgress()
-    async with stub_engine(tmp_path / "engine.sock", pulls(_DOWNLOADING, repeats=True)), asyncio.timeout(20):
+    async with stub_engine(tmp_path / "engine.sock", pulls(_DOWNLOADING, repeats=True)), asyncio.timeout(SOON_S):
         pulling = asyncio.create_task(EngineImages(Engine()).pull(NAME, None, progress))
-        await wait_until_async(lambda: progress.bytes() != (0, 0), 10, "the pull begins")
+        await wait_until_async(lambda: progress.bytes() != (0, 0), SOON_S, "the pull begins")
         progress.stop()
         with pytest.raises(PullFailed, match="has stopped"):
             await pulling

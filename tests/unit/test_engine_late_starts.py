@@ -3,9 +3,8 @@
 import asyncio
 
 from contract.errors import SandboxUnavailable
+from tests.waiting import SOON_S
 from workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateContainerRemover
-
-SOON_S = 10.0
 
 
 class Removals:

@@ -34,8 +34,7 @@ from tests.item_harness import (
     fail_with,
     open_harness_factory,
 )
-
-SOON_S = 15.0
+from tests.waiting import SOON_S
 
 
 @pytest.fixture

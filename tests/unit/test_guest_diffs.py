@@ -81,7 +81,7 @@ def test_the_diff_has_the_minimum_number_of_changes(old: list[bytes], new: list[
     ],
 )
 def test_a_diff_of_large_texts_is_bounded_in_time_and_size(old: bytes, new: bytes) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     result = diff(old, new)
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
     assert (result.is_whole, len(result.text) <= 32_768, bool(result.text)) == (False, True, True)

@@ -112,9 +112,9 @@ def test_the_explanation_is_bounded_in_size() -> None:
 )
 def test_a_file_of_10_mb_is_explained_in_bounded_time(line: str) -> None:
     data = line.encode() * (10_000_000 // len(line.encode()))
-    started = time.monotonic()
+    started = time.process_time()
     explain("x = cal1(a, b)\n}\nlast = 1", data=data, s=0.5)
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
 
 
 def test_the_most_similar_block_is_selected() -> None:

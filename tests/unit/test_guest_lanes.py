@@ -34,7 +34,7 @@ def test_calls_without_a_lane_run_concurrently(guest: Guest) -> None:
 
 @needs_namespace
 def test_waiting_time_counts_toward_the_timeout_and_waiting_calls_can_be_cancelled(guest: Guest) -> None:
-    running_call = start(guest, "mkfifo gate; echo up > up; read line < gate; sleep 0.4")
+    running_call = start(guest, "mkfifo gate; echo up > up; read line < gate; sleep 2")
     guest.wait_for_file("up")
     timed_out = guest.finish(start(guest, "echo never > never", timeout_s=0.2))
     assert (timed_out.code, "waited 0.2 s for its turn" in timed_out["error"]["message"]) == ("TIMEOUT", True)
@@ -42,11 +42,11 @@ def test_waiting_time_counts_toward_the_timeout_and_waiting_calls_can_be_cancell
     guest.send({"id": cancelled_call, "op": "cancel"})
     done = guest.finish(cancelled_call)
     assert (done["cancelled"], done["exit_code"], done["streams"]["stdout"]["total"]) == (True, None, 0)
-    waiting = start(guest, "sleep 1000", timeout_s=0.6)
+    waiting = start(guest, "sleep 1000", timeout_s=5)
     guest.run("echo go > gate")
     assert guest.finish(running_call)["exit_code"] == 0
     done = guest.finish(waiting)
-    assert (done["timed_out"], done["run_s"] < 0.5) == (True, True)
+    assert (done["timed_out"], done["run_s"] < 4) == (True, True)
     assert guest.finish(start(guest, "echo kept")).bytes_of("stdout") == b"kept\n"
     assert not (guest.workspace / "never").exists()
 

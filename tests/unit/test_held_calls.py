@@ -14,7 +14,7 @@ from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
 from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers import executor
 from workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
 
@@ -109,4 +109,4 @@ def test_the_confirmation_thread_ends_with_the_last_call(monkeypatch: pytest.Mon
         sure, threads = threading.Event(), threading.active_count()
         with held.over(sure.set):
             assert sure.wait(20)
-        wait_until(lambda most=threads: threading.active_count() <= most, 20, "the thread ends", 0.01)
+        wait_until(lambda most=threads: threading.active_count() <= most, SOON_S, "the thread ends", 0.01)

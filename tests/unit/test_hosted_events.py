@@ -32,10 +32,10 @@ from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
 from store.run_records import HostedState
 from tests.conftest import RedisProcess
-from tests.hosted_harness import SOON_S, HostedFactory, HostedHarness, open_hosted, types
+from tests.hosted_harness import HostedFactory, HostedHarness, open_hosted, types
 from tests.item_harness import echo_then
 from tests.run_harness import build_outcome
-from tests.waiting import until, wait_until_async
+from tests.waiting import SOON_S, until, wait_until_async
 
 
 @pytest.fixture

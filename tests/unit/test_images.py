@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.image_names import ImageName, parse_image_name
 from tests.fake_sandboxd import FakeHost, open_host
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 from workers.sandboxd import images as images_module
 from workers.sandboxd import pull_queue
 from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, PullDisk, explain_pull_failure
@@ -133,7 +133,7 @@ async def test_concurrent_requests_share_one_pull(engine: MemoryEngine, tmp_path
     images = build(engine, tmp_path, budget=10_000_000)
     engine.pull_gate.clear()
     waiting = [asyncio.create_task(use(images, "ghcr.io/team/a")) for _ in range(8)]
-    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    await wait_until_async(lambda: engine.pulled, SOON_S, "the pull begins")
     (row,) = images.describe()["pulls"]
     assert (row["image"], row["bytes"], row["total_bytes"]) == ("ghcr.io/team/a:latest", 10, 2_000_000)
     waiting[0].cancel()
@@ -152,7 +152,7 @@ async def test_concurrent_and_waiting_pulls_are_limited(
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}", f"t{number % 3}")) for number in range(6)]
-    await wait_until_async(lambda: len(images.describe()["pulls"]) == 6, 5, "all wait")
+    await wait_until_async(lambda: len(images.describe()["pulls"]) == 6, SOON_S, "all wait")
     assert len(engine.pulled) == pull_queue.AT_ONCE
     with pytest.raises(SandboxUnavailable, match="6 images are already being pulled"):
         await use(images, "ghcr.io/team/b")
@@ -429,7 +429,7 @@ async def test_interrupted_pull_is_recorded_only_if_the_image_arrived(
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     request = asyncio.create_task(use(images, "ghcr.io/team/a"))
-    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    await wait_until_async(lambda: engine.pulled, SOON_S, "the pull begins")
     await images.close()
     request.cancel()
     with suppress(asyncio.CancelledError, SandboxUnavailable):
@@ -448,7 +448,7 @@ async def test_refresh_keeps_an_image_that_arrives_during_the_list_request(
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     request = asyncio.create_task(use(images, "ghcr.io/team/a"))
-    await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+    await wait_until_async(lambda: engine.pulled, SOON_S, "the pull begins")
     listed = await engine.list()
 
     async def list_late() -> Sequence[EngineImage]:
@@ -522,7 +522,7 @@ async def test_pull_uses_no_sandbox_slot(engine: MemoryEngine, tmp_path: Path) -
         engine.tag("local")
         engine.pull_gate.clear()
         opening = asyncio.create_task(host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60)))
-        await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
+        await wait_until_async(lambda: engine.pulled, SOON_S, "the pull begins")
         await host.sessions.open("acme:t", SessionParameters(plan_of("local"), 60))
         await host.sessions.close("acme:t")
         engine.pull_gate.set()

@@ -9,6 +9,7 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.folder import FolderStore
 from tests.local_guest import LocalGuest
+from tests.waiting import SOON_S
 from workers.sandboxd.archives.checkpoints import Checkpoints, StoredCheckpoint
 
 
@@ -73,7 +74,7 @@ async def test_save_of_a_checkpoint_times_out_with_a_silent_guest(root: Path, tm
     slow = Checkpoints(FolderStore(tmp_path / "store"), save_s=0.2)
     guest.hold(slow)  # as a store whose answers do not arrive
     with pytest.raises(ToolFailure) as refused:
-        await asyncio.wait_for(slow.save("acme", guest, roots=(str(root),)), 10)
+        await asyncio.wait_for(slow.save("acme", guest, roots=(str(root),)), SOON_S)
     assert (refused.value.code, list((tmp_path / "store" / "acme").iterdir())) == (ErrorCode.TIMEOUT, [])
 
 

@@ -13,6 +13,7 @@ from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
+from tests.waiting import SOON_S
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
@@ -101,7 +102,7 @@ async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
 
     session = await client.open_session()
     first = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         await has_output.wait()
     repeated = await session.call("wait", {}, call_id="same", on_output=on_output)
     tools.may_end.set()

@@ -20,6 +20,7 @@ from orchestrator.models.choice import ChosenModel
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_loop import ToolLoopDeps, run_tool_loop
 from tests.builders import build_call
+from tests.waiting import SOON_S
 
 
 @tool
@@ -146,7 +147,7 @@ async def test_tool_timeout_option_applies_to_tools_without_a_limit() -> None:
         await asyncio.Event().wait()
 
     model = ScriptedModel([Calls([("hang", {})]), "It hung."])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         await LocalTools([hang]).run("go", model=model, dialect="native", options=ReActOptions(tool_timeout_s=0.05))
     assert "did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
 

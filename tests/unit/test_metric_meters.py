@@ -37,7 +37,7 @@ from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
 from tests.metric_harness import Key, key, nonzero_samples, read_page
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 ECHO = build_spec("echo")
 ROUTE = ("acme", "s1", "host.h1.b00t")
@@ -235,7 +235,7 @@ async def test_counts_are_flushed_periodically_and_at_close(redis_server: RedisP
         async with open_tally(redis_server) as (tally, _):
             tally.start()
             await dispatch(tally, build_answer())
-            await wait_until_async(lambda: client.hlen(metrics_key("d")), 20, "the meters are flushed")
+            await wait_until_async(lambda: client.hlen(metrics_key("d")), SOON_S, "the meters are flushed")
             await dispatch(tally, build_answer())
         assert client.hget(metrics_key("d"), "\ttoolcrew_tool_calls_total\techo\tok\t") == b"2"
 

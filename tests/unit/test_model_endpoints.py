@@ -27,6 +27,7 @@ from store.model_limits import SharedLimits
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 FAST = ModelEndpoint(base_url="http://127.0.0.1:1/v1", model="m-1")
 OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secret="ACME_KEY", context_tokens=8192)
@@ -193,7 +194,7 @@ async def test_waiting_request_reports_its_limit(
     assert causes.empty()
     waiting = [asyncio.create_task(limits.acquire(lambda: 5, 60.0, causes.put_nowait)) for _ in range(2)]
 
-    assert [await asyncio.wait_for(causes.get(), 10) for _ in waiting] == [cause] * 2
+    assert [await asyncio.wait_for(causes.get(), SOON_S) for _ in waiting] == [cause] * 2
 
     for task in waiting:
         task.cancel()
@@ -236,12 +237,12 @@ async def test_lease_of_a_killed_process_expires_and_a_renewed_one_does_not(
     killed._renewing.cancel()
     lease = await acquire(living)
     third = asyncio.create_task(acquire(waiting))
-    await asyncio.wait_for(asyncio.shield(third), 10)
+    await asyncio.wait_for(asyncio.shield(third), SOON_S)
     fourth = asyncio.create_task(acquire(build(concurrency=2)))
     await asyncio.wait((fourth,), timeout=1.0)
     assert not fourth.done()
     await living.release(lease, 0)
-    await asyncio.wait_for(fourth, 10)
+    await asyncio.wait_for(fourth, SOON_S)
 
 
 async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.asyncio.Redis") -> None:
@@ -253,7 +254,7 @@ async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.as
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await limits.release(lease, 0)
-    await asyncio.wait_for(acquire(build(concurrency=1)), 10)
+    await asyncio.wait_for(acquire(build(concurrency=1)), SOON_S)
     assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
 
 
@@ -276,7 +277,7 @@ async def test_rate_per_minute_is_limited(
     for field, count in (await client.hgetall(window)).items():  # type: ignore[misc]
         await client.hset(window, field[:1] + str(int(field[1:]) - 60).encode(), count)  # type: ignore[misc]
         await client.hdel(window, field)  # type: ignore[misc]
-    await asyncio.wait_for(fourth, 10)
+    await asyncio.wait_for(fourth, SOON_S)
 
 
 async def test_counted_tokens_replace_the_estimate(build: Build, client: "redis.asyncio.Redis") -> None:
@@ -289,4 +290,4 @@ async def test_counted_tokens_replace_the_estimate(build: Build, client: "redis.
     assert not delayed_request.done()
     delayed_request.cancel()
     large = SharedLimits(client, "d", "other", ModelEndpoint(base_url="http://a", model="m", tokens_per_minute=1000))
-    await asyncio.wait_for(acquire(large, 5000), 10)
+    await asyncio.wait_for(acquire(large, 5000), SOON_S)

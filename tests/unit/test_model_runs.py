@@ -30,7 +30,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.item_harness import HarnessFactory, ItemHarness, build_run
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -148,7 +148,7 @@ async def test_model_list_request_needs_no_lease(client: "redis.asyncio.Redis") 
         await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server, concurrency=1))
         server.gate.clear()
         running = asyncio.create_task(ask(models))
-        await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+        await wait_until_async(lambda: server.bodies, SOON_S, "no request arrived")
         chosen: Any = (await models.get("acme", "fast")).model
         assert (await chosen.describe()).context_window == 4096
         server.gate.set()
@@ -173,7 +173,7 @@ async def test_run_warns_once_while_it_waits_for_a_model_limit(
         def waits() -> list[str]:
             return [event.message for event in harness.run_events if isinstance(event, Warned)]
 
-        await wait_until_async(lambda: waits() or running.done(), 30, "no notice came")
+        await wait_until_async(lambda: waits() or running.done(), SOON_S, "no notice came")
         for _ in range(2):
             next_lease = asyncio.create_task(other.acquire(lambda: 0, 60.0))
             await other.release(leases.pop(), 0)
@@ -199,7 +199,7 @@ async def test_model_policy_is_checked_before_the_run_and_between_steps(make: Ha
         await tenants.replace("acme", TenantPolicy(models=("fa*",)))
         server.gate.clear()
         running = asyncio.create_task(harness.execute(await harness.claim_next_attempt(claim)))
-        await wait_until_async(lambda: server.bodies, 30, "no request arrived")
+        await wait_until_async(lambda: server.bodies, SOON_S, "no request arrived")
         await tenants.replace("acme", TenantPolicy(models=()))
         server.gate.set()
         ended = await running

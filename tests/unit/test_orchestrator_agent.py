@@ -18,8 +18,8 @@ from orchestrator.loop.limits import StopReason
 from orchestrator.models.scripted import Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel
+from tests.waiting import SOON_S
 
-SOON_S = 10.0
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 
 

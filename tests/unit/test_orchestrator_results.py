@@ -15,8 +15,8 @@ from store import call_messages as results
 from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.result_harness import SOON_S, build_stored_result, open_hub, publish, receive
-from tests.waiting import until, wait_until_async
+from tests.result_harness import build_stored_result, open_hub, publish, receive
+from tests.waiting import SOON_S, until, wait_until_async
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
+from tests.waiting import SOON_S
 from workers.tools.builtin import build_registry
 
-SOON_S = 10.0
 SPECS = tuple(build_registry().specs())
 
 

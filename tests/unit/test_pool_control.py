@@ -22,7 +22,7 @@ from store.connection import SharedClock
 from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
 from workers.interrupts import CancelBoard
 
@@ -104,14 +104,14 @@ def test_order_for_a_stopped_worker_expires(workers: TwoWorkers) -> None:
     ended_worker = pool_worker("h3", "cccc")
     workers.hold("c1", process_holder(ended_worker, 43))
     workers.order("c1")
-    wait_until(lambda: workers.store.exists(control_queue(ended_worker)), 10, "the order is passed on")
+    wait_until(lambda: workers.store.exists(control_queue(ended_worker)), SOON_S, "the order is passed on")
     assert 0 < workers.store.ttl(control_queue(ended_worker)) <= 60
 
 
 def test_cancelled_call_in_a_queue_never_starts(workers: TwoWorkers) -> None:
     workers.order("c1")
     # Every order is obeyed in a thread of its own: that a later one has been says nothing of this one.
-    wait_until(lambda: workers.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
+    wait_until(lambda: workers.store.exists(call_key("d", "acme", "c1")), SOON_S, "the order is obeyed")
     claim = WorkerCallStore(workers.store, "d", SharedClock()).claim(
         ToolCall(id="c1", name="echo"), build_context(session=None), "late"
     )

@@ -26,6 +26,7 @@ from store.calls import CALL_TTL_S, CallState, CallStore, parse_record
 from store.connection import ReplyMissing, ScriptConnection, SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 QUEUE = "host.a.b00t"
 LOCATION = location_key("d", "acme", "s1")
@@ -211,7 +212,7 @@ async def test_publish_to_a_stopped_redis_reports_not_sent(
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await asyncio.wait_for(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")), 20)
+            await asyncio.wait_for(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")), SOON_S)
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -311,7 +312,7 @@ async def test_uncertain_publish_is_repeated_and_not_reported_as_unsent(
         return verdict
 
     monkeypatch.setattr(publisher, "_post", lose_a_reply)
-    await asyncio.wait_for(publisher.publish(build_call_message(attempt(), "hub-task", "d")), 20)
+    await asyncio.wait_for(publisher.publish(build_call_message(attempt(), "hub-task", "d")), SOON_S)
     assert server.llen(QUEUE) == 1
 
 
@@ -323,10 +324,10 @@ async def test_close_ends_a_publish_that_waits_for_redis(redis_server: RedisProc
     scripts = ScriptConnection(client)
     publisher = Publisher(scripts, "d", SharedClock())
     sending = asyncio.create_task(publisher.publish(build_call_message(attempt(), "hub-task", "d")))
-    await asyncio.wait_for(connected.wait(), 10)
+    await asyncio.wait_for(connected.wait(), SOON_S)
     await scripts.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):
-        await asyncio.wait_for(sending, 10)
+        await asyncio.wait_for(sending, SOON_S)
     await client.aclose()
     silent.close()
 

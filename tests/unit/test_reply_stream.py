@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.dialects.model import Chunk
 from orchestrator.loop.reply_stream import MAX_CHUNKS, DisplayedText, ReadAhead
-
-SOON_S = 20.0
+from tests.waiting import SOON_S
 
 
 class Display:

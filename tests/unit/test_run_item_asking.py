@@ -15,11 +15,11 @@ from orchestrator.models.scripted import Calls
 from orchestrator.runs.run_parts import RunParts
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
-from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
+from tests.approval_harness import ADMIN, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.item_harness import OPENED, HarnessFactory, ItemHarness, build_run, echo_then, open_harness_factory
-from tests.waiting import until, wait_until_async
+from tests.waiting import SOON_S, until, wait_until_async
 
 ASK_POLICY = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASK_DEFAULTS = BatchDefaults(asks_people=True)

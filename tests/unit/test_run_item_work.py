@@ -27,6 +27,7 @@ from tests.item_harness import (
     fail_with,
     with_environment,
 )
+from tests.waiting import SOON_S
 
 
 async def test_single_call_runs_in_its_own_session(make: HarnessFactory) -> None:
@@ -136,9 +137,6 @@ async def test_run_without_tools_opens_a_sandbox_only_for_files(make: HarnessFac
     await harness.client.flushall()
     assert (await harness.execute(await harness.put(other))).failure is None
     assert harness.sent() == ["open", "close"]
-
-
-SOON_S = 15.0
 
 
 async def run_and_cancel(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:

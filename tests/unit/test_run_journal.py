@@ -21,9 +21,9 @@ from store.usage import DAY_S, UsageStore
 from tests.builders import KEY, build_call
 from tests.fakes import StreamModel
 from tests.run_harness import RunHarness
+from tests.waiting import SOON_S
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
-SOON_S = 15.0
 
 
 @pytest.fixture

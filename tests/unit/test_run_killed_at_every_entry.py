@@ -45,8 +45,8 @@ from tests.item_harness import (
     echo_then,
     with_environment,
 )
+from tests.waiting import SOON_S
 
-SOON_S = 15.0
 STEP = [ModelReplied, CallReviewed, CallFinished]
 ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]
 GRADED_ENTRIES = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionOpening, SessionOpened]

@@ -22,7 +22,7 @@ from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, Worker, outcome_of
-from tests.waiting import until, wait_until_async
+from tests.waiting import SOON_S, until, wait_until_async
 
 
 @pytest.fixture
@@ -120,7 +120,9 @@ async def test_runs_with_many_losses_are_run_one_at_a_time(
         await worker.has_begun.wait()
         # The two other runs are already back in the queue, to be claimed later.
         delayed = "toolcrew:d:runs:delayed"
-        await wait_until_async(lambda: harness.client.zcard(delayed), 20, "two wait", 0.01, lambda count: count >= 2)
+        await wait_until_async(
+            lambda: harness.client.zcard(delayed), SOON_S, "two wait", 0.01, lambda count: count >= 2
+        )
         worker.may_end.set()
         await harness.until(BatchState.COMPLETED)
     assert sorted(len(runs) for runs in together) == [1, 1, 1]

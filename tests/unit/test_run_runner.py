@@ -34,7 +34,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import released_slot
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ async def test_exception_in_one_run_does_not_stop_others(harness: RunnerHarness)
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
         await wait_until_async(
-            lambda: harness.queue.batch(*BATCH), 20, "two have succeeded", 0.01, lambda batch: batch.succeeded >= 2
+            lambda: harness.queue.batch(*BATCH), SOON_S, "two have succeeded", 0.01, lambda batch: batch.succeeded >= 2
         )
         assert await harness.queue.counts(*BATCH) == {"waiting": 0, "running": 1}
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})

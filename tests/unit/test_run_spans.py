@@ -29,8 +29,7 @@ from tests.builders import KEY
 from tests.fake_hosts import StaticHosts, build_report
 from tests.item_harness import HarnessFactory, ItemHarness, build_run, build_tool_call, echo_then, fail_with
 from tests.unit import test_delivery
-
-SOON_S = 15.0
+from tests.waiting import SOON_S
 
 
 def enable_tracing(harness: ItemHarness, ended: list[Span]) -> ItemHarness:

@@ -11,7 +11,8 @@ import pytest
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
-from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
+from tests.sandboxd_calls import call, frame, raw_exchange
+from tests.waiting import SOON_S
 from workers.sandboxd.session import SessionMove
 from workers.sandboxd.sessions import SessionParameters
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
-from tests.sandboxd_calls import EXEC, SOON_S, call, frame
-from tests.waiting import until
+from tests.sandboxd_calls import EXEC, call, frame
+from tests.waiting import SOON_S, until
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, WorkerLink
 

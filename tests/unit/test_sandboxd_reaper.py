@@ -23,7 +23,7 @@ from tests.fake_sandboxd import (
     open_host,
     sandbox_of,
 )
-from tests.waiting import until
+from tests.waiting import SOON_S, until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes
@@ -200,7 +200,6 @@ async def test_expiry_continues_after_a_failed_removal(host: FakeHost) -> None:
 
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
-SOON_S = 10.0
 
 
 async def start_filling(host: FakeHost, count: int = 2) -> "asyncio.Task[None]":

@@ -22,6 +22,7 @@ from tests.fake_sandboxd import (
     open_host,
     running_sandboxd,
 )
+from tests.waiting import SOON_S
 from workers.sandboxd import factory as factory_module
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.sandbox import Sandbox
@@ -29,7 +30,6 @@ from workers.sandboxd.session import HostSession
 from workers.sandboxd.sessions import SessionParameters
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
-SOON_S = 10.0
 
 
 class SlowSuspensionStore(MemorySuspensionStore):
@@ -149,7 +149,7 @@ async def test_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypa
         old = await host.sessions.open("acme:old", SessionParameters(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await asyncio.wait_for(host.sessions.open("acme:new", SessionParameters(PLAN, 60)), SOON_S)
+            await asyncio.wait_for(host.sessions.open("acme:new", SessionParameters(PLAN, SOON_S)), SOON_S)
         assert suspension_store.begun.is_set()
         suspension_store.go_on.set()
         async with old.lock:

@@ -11,7 +11,8 @@ import pytest
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
-from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
+from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
+from tests.waiting import SOON_S
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.connection import MAX_BODY_BYTES

@@ -23,6 +23,7 @@ from tests.fake_sandboxd import PLAN, FakeHost, open_host, running_sandboxd, san
 from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_hostile_guest import build_answering_guest, call
+from tests.waiting import SOON_S
 from workers.host_duties import SandboxdMetrics
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
@@ -31,7 +32,6 @@ from workers.sandboxd.sessions import SessionParameters, Sessions
 from workers.unix_listening import socket_mode
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
-SOON_S = 10.0
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from tests.egress_harness import open_harness
 from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.secret_harness import ask_proxy
+from tests.waiting import SOON_S
 from workers.sandboxd.egress import secrets as module
 from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
 from workers.sandboxd.runtime.hardening import AUTHORITIES
@@ -488,7 +489,7 @@ async def test_secret_values_wait_for_the_worker_and_expire_with_its_lease(
     values.replace({"acme": {"TOKEN": TOKEN, "GONE": None}})
     assert await waiting == [{"name": "TOKEN", **TOKEN}]
     assert await values.wait("acme", []) == []
-    await asyncio.wait_for(ended.wait(), 5)
+    await asyncio.wait_for(ended.wait(), SOON_S)
     assert changes == [{("acme", "TOKEN")}]
     with pytest.raises(OSError, match="sends no secrets"):
         await values.wait("acme", ["TOKEN"])

@@ -19,7 +19,8 @@ from tests.fake_sandboxd import (
     open_host,
     running_sandboxd,
 )
-from tests.sandboxd_calls import SOON_S, call
+from tests.sandboxd_calls import call
+from tests.waiting import SOON_S
 from workers.sandboxd.archives.checkpoints import StoredCheckpoint
 from workers.sandboxd.session import SessionActivity
 from workers.sandboxd.sessions import SessionParameters

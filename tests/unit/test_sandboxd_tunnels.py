@@ -15,7 +15,8 @@ from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
-from tests.tunnel_ends import PREAMBLE, SOON_S, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
+from tests.tunnel_ends import PREAMBLE, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
+from tests.waiting import SOON_S
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress import tunnels as tunnels_module
 from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy

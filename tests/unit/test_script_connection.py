@@ -11,6 +11,7 @@ from redis.exceptions import ResponseError
 from store import connection
 from store.connection import LuaScript, ReplyMissing, ScriptConnection
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S
 
 ECHO = LuaScript("return ARGV[1]")
 PUSH = LuaScript("return redis.call('RPUSH', KEYS[1], ARGV[1])")
@@ -107,13 +108,13 @@ async def test_lost_connection_is_replaced(scripts: ScriptConnection, relay: Rel
     relay.is_silent = True
     relay.sent.clear()
     answer = scripts.run(PUSH, ["list"], ["a"])
-    await asyncio.wait_for(relay.sent.wait(), 10)
+    await asyncio.wait_for(relay.sent.wait(), SOON_S)
     relay.cut()
     with pytest.raises(ReplyMissing) as lost:
         await answer
     assert lost.value.may_have_run
     relay.is_silent = False
-    assert await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10) == b"b"
+    assert await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), SOON_S) == b"b"
 
 
 async def test_script_times_out_when_redis_does_not_reply(
@@ -127,7 +128,7 @@ async def test_script_times_out_when_redis_does_not_reply(
         scripts._timer.cancel()
         scripts._timer = None
     with pytest.raises(ReplyMissing) as silent:
-        await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10)
+        await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), SOON_S)
     assert silent.value.may_have_run
 
 
@@ -148,7 +149,7 @@ async def test_connection_to_a_replica_is_dropped(scripts: ScriptConnection, red
 async def test_refused_connection_reports_that_nothing_ran(scripts: ScriptConnection, relay: Relay) -> None:
     relay.stop()
     with pytest.raises(ReplyMissing) as refused:
-        await asyncio.wait_for(scripts.run(ECHO, (), ["a"]), 10)
+        await asyncio.wait_for(scripts.run(ECHO, (), ["a"]), SOON_S)
     assert not refused.value.may_have_run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
 PASSES = "def test_good(): pass\n"
@@ -118,7 +118,7 @@ def test_more_than_five_failures_are_not_repeated_in_ci(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_parts_with_cleanup(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, one=LONG_TEST)
-    wait_until((tmp_path / "begun").exists, 60, "the test has begun")
+    wait_until((tmp_path / "begun").exists, SOON_S, "the test has begun")
 
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)

@@ -35,9 +35,8 @@ from orchestrator.operations.supervision import (
 )
 from orchestrator.settings import OrchestratorSettings
 from tests.stack import is_alive, read_line
-from tests.waiting import wait_until_async
+from tests.waiting import SOON_S, wait_until_async
 
-SOON_S = 20.0
 FOREVER = "import time; time.sleep(600)"
 
 

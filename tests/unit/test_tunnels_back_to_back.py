@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
-from tests.tunnel_ends import PREAMBLE, SOON_S
-from tests.waiting import until
+from tests.tunnel_ends import PREAMBLE
+from tests.waiting import SOON_S, until
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress.relay import open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels

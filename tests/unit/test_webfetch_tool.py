@@ -10,7 +10,7 @@ import pytest
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect, run_tool
 from workers.tools.base import WorkerTool
 from workers.web import pages
@@ -251,7 +251,7 @@ def test_parser_process_has_no_environment_and_its_children_end(
     extracted = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
     assert not [name for name in extracted["names"] if name != "LC_CTYPE"]
     # The process that inherits it reaps it, without a notice to us.
-    wait_until(lambda: not _is_alive(extracted["child"]), 5, "the child has ended", pause_s=0.01)
+    wait_until(lambda: not _is_alive(extracted["child"]), SOON_S, "the child has ended", pause_s=0.01)
 
 
 def test_hostile_parser_process_cannot_reach_files_or_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

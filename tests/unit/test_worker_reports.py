@@ -17,7 +17,7 @@ from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers import reports
 from workers.duties import Duty
 from workers.reports import Heartbeat, TakenQueueName, describe_process, has_surely_ended, take_queue_name
@@ -237,7 +237,7 @@ def test_worker_with_a_tombstone_stops_reporting(harness: HostHarness) -> None:
     heartbeat = HeartbeatHarness(harness)
     with capture_logs():
         heartbeat.duty.start()
-        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
+        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, SOON_S, "the host reports")
         # As the reaper: the report has expired, then the name is given up.
         harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
         harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
@@ -277,7 +277,7 @@ def test_heartbeat_continues_after_a_redis_outage(harness: HostHarness, monkeypa
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
         monkeypatch.setattr(heartbeat.hosts, "report", report)
-        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
+        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, SOON_S, "the host reports")
         heartbeat.end("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}
     assert not heartbeat.reasons
@@ -291,7 +291,7 @@ def test_late_heartbeat_does_not_report_a_drained_worker_again(harness: HostHarn
     results: list[bool] = []
     leaving = threading.Thread(target=lambda: results.append(heartbeat.heart.leave_drained(lambda: False)))
     leaving.start()
-    wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
+    wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, SOON_S, "the host reports")
     assert not results
     harness.redis.delete(QUEUE)
     leaving.join(20)

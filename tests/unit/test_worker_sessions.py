@@ -15,7 +15,7 @@ from contract.session_locations import LocationState
 from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd, build_report
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 from workers import draining
 from workers.checkpoints import AutomaticCheckpoints
 from workers.draining import HostDrain
@@ -355,7 +355,7 @@ def test_drain_holds_a_busy_session_until_it_is_idle(host: Host, monkeypatch: py
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin()
-    wait_until(lambda: host.harness.place("acme:busy").fence >= 3, 20, "the session moves")
+    wait_until(lambda: host.harness.place("acme:busy").fence >= 3, SOON_S, "the session moves")
     assert host.sandboxd.closed == []
     host.at_work.clear()
     thread.join(20)
@@ -371,7 +371,7 @@ def test_drain_parks_an_unsaved_session_with_its_old_checkpoint_at_the_deadline(
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     thread = host.begin(limit_s=1.0)
     problem = "1 sessions left; 1 cannot be saved, for example full: the store is full"
-    wait_until(lambda: problem in host.drain.problem or not thread.is_alive(), 20, lambda: host.drain.problem)
+    wait_until(lambda: problem in host.drain.problem or not thread.is_alive(), SOON_S, lambda: host.drain.problem)
     assert thread.is_alive()
     assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
@@ -385,7 +385,7 @@ def test_endless_call_delays_a_drain_only_until_the_deadline(host: Host) -> None
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin(limit_s=0.1)
-    wait_until(lambda: not host.sandboxd.rows, 20, lambda: str(host.sandboxd.rows))
+    wait_until(lambda: not host.sandboxd.rows, SOON_S, lambda: str(host.sandboxd.rows))
     host.at_work.clear()
     thread.join(20)
     assert host.ended == [True]

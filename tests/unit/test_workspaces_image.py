@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.waiting import until
+from tests.waiting import SOON_S, until
 from tests.workspace_harness import (
     MIB,
     SMALL,
@@ -35,7 +35,6 @@ from workers.sandboxd.disks.image import ImageWorkspaces
 from workers.sandboxd.disks.loop_mounts import unmount
 
 ROUNDS = 40
-SOON_S = 10.0
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.stack import Stack
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -17,5 +17,5 @@ def no_sandbox_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     stack: Stack = request.getfixturevalue("stack")
     yield
     wait_until(
-        lambda: not stack.footprint.containers(), 30, lambda: f"sandboxes are left: {stack.footprint.containers()}"
+        lambda: not stack.footprint.containers(), SOON_S, lambda: f"sandboxes are left: {stack.footprint.containers()}"
     )

@@ -17,9 +17,9 @@ from orchestrator.runs.batches import run_id
 from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 RISKY = "rm -rf /srv/nothing; echo as it was asked"
 SCRIPT: list[dict[str, Any]] = [
@@ -104,7 +104,7 @@ def test_approvals_decided_by_other_processes_apply_after_the_batch_resumes(harn
             ).returncode
             == 0
         )
-        wait_until(lambda: set(harness.answers()) == {"changed", "refused"}, 60, harness.output_so_far)
+        wait_until(lambda: set(harness.answers()) == {"changed", "refused"}, SOON_S, harness.output_so_far)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()

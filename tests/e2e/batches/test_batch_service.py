@@ -46,7 +46,7 @@ from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
 from tests.waiting import wait_until, wait_until_async
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 STEPS = 2
 """Calls of each item. Each call adds a line to a file of its workspace and counts the lines, so that a repeated

@@ -14,9 +14,9 @@ import pytest
 from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import wait_until
+from tests.waiting import SOON_S, wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 STEPS = 3
 """Calls of each item. Each call adds a line to a file of its workspace and counts the lines, so that a repeated
@@ -132,7 +132,7 @@ def test_a_batch_resumes_where_a_killed_orchestrator_stopped(shell: Shell) -> No
     first = shell.start(
         "batches", "submit", str(shell.write(12)), "--output", out, "--id", "killed", "--concurrency", "6"
     )
-    wait_until(lambda: shell.server.stats()["replies"] >= 12, 60, lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 12, SOON_S, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGKILL)
     first.communicate()
     running = 12 - len(shell.rows())
@@ -149,7 +149,7 @@ def test_the_first_interrupt_finishes_running_items_and_the_batch_can_be_resumed
     first = shell.start(
         "batches", "submit", str(shell.write(10)), "--output", out, "--id", "interrupted", "--concurrency", "2"
     )
-    wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 2, SOON_S, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
@@ -166,7 +166,7 @@ def test_the_second_interrupt_stops_at_once_and_no_item_is_lost(shell: Shell) ->
     first = shell.start(
         "batches", "submit", str(shell.write(6)), "--output", out, "--id", "stopped", "--concurrency", "3"
     )
-    wait_until(lambda: shell.server.stats()["replies"] >= 3, 60, lambda: str(shell.server.stats()))
+    wait_until(lambda: shell.server.stats()["replies"] >= 3, SOON_S, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
     assert first.stderr is not None
     while "again to stop now" not in first.stderr.readline():

@@ -20,7 +20,7 @@ from tests.model_server.running import running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack, missing
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 NO_RETRIES = {"TOOLCREW_MODEL_RETRIES": "0"}
 """A failed model request is reported at once; the retries of the batch follow."""

@@ -21,7 +21,7 @@ from store.run_records import HostedRun, HostedState
 from tests.model_server.running import running_model_server
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.stack
 
 
 def bash(run: str, command: str) -> dict[str, Any]:

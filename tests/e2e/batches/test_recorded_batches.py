@@ -11,7 +11,7 @@ from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Footprint, Stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 KEY = "sk-canary-0123456789-abcdef"
 SCRIPT = [
     {

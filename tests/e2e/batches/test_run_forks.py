@@ -14,7 +14,7 @@ from tests.e2e.batches.test_hosted_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.stack
 
 STEPS = ["echo one >> log; export COLOUR=blue", "echo two >> log", 'cat log; echo "it is $COLOUR"']
 

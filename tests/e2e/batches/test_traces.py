@@ -21,7 +21,7 @@ from orchestrator.traces.reading import load_trace
 from tests.stack import Stack
 from tests.trace_harness import build_lines
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.stack
 
 
 @pytest.fixture
