@@ -23,6 +23,8 @@ _LINKS: Final = {"mount": "mnt", "network": "net"}
 """Names of namespaces in /proc that differ from those of the OCI specification."""
 _LIMITS: Final = {"nofile": "Max open files", "core": "Max core file size", "fsize": "Max file size"}
 _KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
+GUEST_TITLE: Final = "init"
+"""Title of PID 1: TITLE in the guest's loop.py."""
 
 
 def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
@@ -57,7 +59,9 @@ def _compare(
     for kind in NAMESPACES:
         link = f"ns/{_LINKS.get(kind, kind)}"
         yield f"namespace {kind}", True, os.readlink(place / link) != os.readlink(f"/proc/self/{link}")
-    yield "command", guest_command(spec), _read_list(place / "cmdline")
+    # The guest replaces its command line by a title soon after its start.
+    command = _read_list(place / "cmdline")
+    yield "command", guest_command(spec), guest_command(spec) if _is_title(command) else command
     yield "environment", sorted(build_environment(spec)), sorted(_read_list(place / "environ"))
     yield "network interfaces", ["lo"], _list_interfaces(_read(place / "net/dev"))
     shown = _read(place / "limits")
@@ -118,6 +122,11 @@ def _parse_mounts(text: str) -> dict[str, Sequence[str]]:
         fields = line.split(" ")
         mounts[fields[4]] = [*fields[5].split(","), *fields[-1].split(",")]
     return mounts
+
+
+def _is_title(command: Sequence[str]) -> bool:
+    """Return whether a command line is the title of the guest, which zeros follow."""
+    return command[:1] == [GUEST_TITLE] and not any(command[1:])
 
 
 def _list_interfaces(text: str) -> list[str]:
