@@ -22,7 +22,7 @@ from contract.model_endpoints import (
 )
 from contract.names import model_limits_key
 from store.connection import RedisClient, broker_errors, read_clock
-from store.tasks import begin_shared, retry_until_available
+from store.tasks import begin_shared, check_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -175,6 +175,7 @@ class SharedLimits:
         # waiting requests.
         async with self._turn:
             while True:
+                check_cancelled()
                 self._released.clear()
                 state, value, reason = await self._ask(lease)
                 self._waits_for = reason

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,26 @@ async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.as
     await limits.release(lease, 0)
     await asyncio.wait_for(acquire(build(concurrency=1)), SOON_S)
     assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
+
+
+async def test_cancellation_that_the_client_loses_ends_a_waiting_request(build: Build) -> None:
+    """Before Python 3.12, `asyncio.wait_for` in the client loses a cancellation that arrives with its result."""
+    limits, asked = build(concurrency=1), asyncio.Event()
+
+    async def lose_cancellation(**_: object) -> list[bytes]:
+        asked.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return [b"busy", b"0", b"concurrency"]
+
+    limits._acquire_script = lose_cancellation
+    waiting = asyncio.create_task(acquire(limits))
+    await asyncio.wait_for(asked.wait(), 10)
+    waiting.cancel()
+    await asyncio.wait((waiting,), timeout=10)
+    is_cancelled = waiting.cancelled()
+    waiting.cancel()
+    assert is_cancelled
 
 
 @pytest.mark.parametrize(
