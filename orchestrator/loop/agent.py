@@ -151,6 +151,7 @@ class _Reply:
     requested: list[Requested] = field(default_factory=list)
     observed: list[Observed] = field(default_factory=list)
     malformed: int = 0
+    has_begun: bool = False
     tools_s: float = 0.0
     requested_at: float = field(default_factory=time.monotonic)
     tokens: TokenCollector = field(default_factory=TokenCollector)
@@ -166,6 +167,14 @@ class _Reply:
 
     def has_only_malformed_calls(self) -> bool:
         return bool(self.observed) and self.malformed == len(self.observed)
+
+
+class _BudgetUsed(Exception):
+    """An interrupted reply has used up a limit of the run, so the reply is not requested again."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
 
 
 class _Run:
@@ -263,6 +272,9 @@ class _Run:
             self._warn(f"stopped because {failure.message}; the last reply is returned")
             self._record_interrupted()
             return StopReason.BUDGET_EXCEEDED
+        except _BudgetUsed as used:
+            self._warn(f"stopped by the limit {used.reason.value} after an interrupted reply")
+            return used.reason
         return reason
 
     async def _step(self) -> StopReason | None:
@@ -290,14 +302,24 @@ class _Run:
         for _, result in reply.observed:
             self._clocks += result.clocks
             self._call_usage += result.usage or CallUsage()
+        self._charge(reply, end)
+        return end
+
+    def _charge(self, reply: _Reply, end: ReplyEnd) -> None:
         if self._spending.charge(end.usage, self._window.estimate(reply.request.messages, end.message)):
             self._warn("the server does not count tokens, so the budget uses an estimate")
-        return end
+
+    def _charge_unrecorded(self) -> None:
+        """Charge the reply that broke off and is not in the transcript: its tokens were used."""
+        reply, self._current = self._current, None
+        if reply is not None and reply.has_begun and self._spending.steps > self._agent.copied_steps:
+            self._charge(reply, reply.finish())
 
     def _record_interrupted(self) -> None:
         """Record the calls of a reply that a limit interrupted. Each call gets a result."""
         reply = self._current
         if reply is None or not reply.requested:
+            self._charge_unrecorded()
             return
         if reply.end is None:
             self._emit_answer(reply, reply.finish())
@@ -370,8 +392,11 @@ class _Run:
                 displayed.restart()
             except ModelInterrupted as error:
                 interruptions += 1
+                self._charge_unrecorded()
                 if interruptions > self._agent.options.max_interruptions:
                     raise
+                if (exhausted := self._spending.find_exhausted_budget()) is not None:
+                    raise _BudgetUsed(exhausted) from error
                 self._warn(f"{error}; the reply is requested again")
                 displayed.restart()
             else:
@@ -404,6 +429,7 @@ class _Run:
         async with ReadAhead(self._agent.model.stream(request)) as chunks:
             try:
                 async for chunk in chunks:
+                    reply.has_begun = True
                     reply.tokens.feed(chunk)
                     if events := reader.feed(chunk):
                         await self._handle(events, reply, displayed)

@@ -47,10 +47,11 @@ class ReActOptions:
 
     `tool_timeout_s`: the limit of a call for which neither the call nor its tool sets one; `run_call`
     (`ToolClient.run`, `LocalTools.run`) enforces it. `max_wall_s` cancels running calls. Tokens and cost are checked
-    between steps, and estimated for a server that does not count tokens. `max_cost` needs `prices`.
-    `max_malformed_replies`: replies in a row that may contain only malformed calls. `max_parallel_calls`: concurrent
-    read-only calls. `max_interruptions`: how often one reply may break off and be requested again. `context_tokens`:
-    size of the model's context window; older results are shortened so that requests fit.
+    between steps and after a reply that broke off, whose tokens count. They are estimated for a server that does not
+    count tokens. `max_cost` needs `prices`. `max_malformed_replies`: replies in a row that may contain only malformed
+    calls. `max_parallel_calls`: concurrent read-only calls. `max_interruptions`: how often one reply may break off and
+    be requested again. `context_tokens`: size of the model's context window; older results are shortened so that
+    requests fit.
     """
 
     enable_tool_action_parsing: bool = True
@@ -131,7 +132,11 @@ class Spending:
             return StopReason.MAX_ITERATIONS
         if options.max_wall_s is not None and time.monotonic() - self.started_at >= options.max_wall_s:
             return StopReason.MAX_WALL
-        usage = self.counted + self.uncounted
+        return self.find_exhausted_budget()
+
+    def find_exhausted_budget(self) -> StopReason | None:
+        """Return the limit of tokens or cost that is used up, or None."""
+        options, usage = self.options, self.counted + self.uncounted
         if options.max_tokens is not None and usage.prompt_tokens + usage.completion_tokens >= options.max_tokens:
             return StopReason.MAX_TOKENS
         if options.max_cost is not None and self.cost is not None and self.cost >= options.max_cost:

@@ -277,6 +277,34 @@ async def test_a_different_second_reply_withdraws_the_text_already_shown() -> No
     assert ((await harness.work()).answer, harness.visible_text) == ("It is 4", "It is 4")
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_tokens": 200}, StopReason.MAX_TOKENS),
+        ({"max_cost": 0.0002, "prices": Prices(1.0, 1.0)}, StopReason.MAX_COST),
+    ],
+    ids=["tokens", "cost"],
+)
+async def test_interrupted_replies_count_for_the_limits_of_the_run(limits: dict[str, Any], reason: StopReason) -> None:
+    harness = Harness(streams([chunk("z" * 4000), BROKE], [chunk("It is 4", "stop")]), **limits)
+    result = await harness.work()
+    assert (result.stop_reason, result.answer) == (reason, "")
+
+
+async def test_an_interrupted_reply_that_had_not_begun_costs_nothing() -> None:
+    harness = Harness(streams([BROKE], [chunk("It is 4", "stop")]), max_tokens=1)
+    result = await harness.work()
+    assert (result.stop_reason, result.answer) == (StopReason.ANSWERED, "It is 4")
+
+
+async def test_interrupted_and_complete_replies_are_both_in_the_cost() -> None:
+    usage = {"usage": {"prompt_tokens": 1000, "completion_tokens": 500}}
+    replies = streams([{**chunk("It"), **usage}, BROKE], [{**chunk("It is 4", "stop"), **usage}])
+    result = await Harness(replies, prices=Prices(1.0, 2.0)).work()
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (2000, 1000)
+    assert result.cost == pytest.approx(0.004)
+
+
 async def test_tag_calls_that_ran_before_an_interruption_are_not_repeated() -> None:
     model = ScriptedModel(["It did a."])
     requests: list[ModelRequest] = []
