@@ -42,7 +42,7 @@ from contract.signing import SigningKeys
 from store.batches import RUN_TTL_S
 from store.connection import SharedClock, broker_errors
 from store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
-from store.sessions import SessionStore
+from store.sessions import SessionStore, open_sessions_key
 from store.tenant_threads import in_tenant_thread
 from store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from telemetry.logs import get_logger
@@ -343,6 +343,7 @@ def session_purpose(tenant: str, run: str) -> str:
 
 
 AT_ONCE = 100
+SCAN_COUNT = 1000
 
 
 async def close_left_sessions(
@@ -369,6 +370,42 @@ async def close_left_sessions(
             await store.close(tenant, session)
             count += 1
     return count
+
+
+async def close_unused_sessions(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> int:
+    """Close every open session that no unfinished run uses. Return the number of these sessions. The caller ensures
+    that no host of the deployment has a sandbox: all of them were removed.
+
+    A run that continues opens its session again, from the last checkpoint. Raises BrokerUnavailable.
+    """
+    with broker_errors("the open sessions were not read"):
+        members: Any = await client.zrange(open_sessions_key(deployment), 0, -1)
+        used = await _find_sessions_of_runs(client, deployment, keys) if members else set()
+    store = SessionStore(client, deployment)
+    unused = [name for member in members if (name := tuple(member.decode().split("|", 1))) not in used]
+    for tenant, session in unused:
+        await store.close(tenant, session)
+    return len(unused)
+
+
+async def _find_sessions_of_runs(
+    client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys
+) -> set[tuple[str, ...]]:
+    """Return (tenant, session) of the sessions that unfinished runs have opened or were given."""
+    found: set[tuple[str, ...]] = set()
+    suffix = run_sessions_key(deployment, "", "").removeprefix(run_key(deployment, "", ""))
+    async for key in client.scan_iter(run_key(deployment, "*", "*"), count=SCAN_COUNT, _type="hash"):
+        name = key.decode()
+        tenant, run = name.removeprefix(tenant_key(deployment, "", "").rpartition(":")[0]).split(":run.")
+        fields: list[Any] = await client.hmget(name, ["state", "session"])
+        state, given = fields
+        if state == b"ended":
+            continue
+        found |= {(tenant, given.decode())} if given else set()
+        for sealed in await client.smembers(name + suffix):
+            with suppress(EnvelopeRefused):
+                found.add((tenant, keys.unseal(session_purpose(tenant, run), sealed)))
+    return found
 
 
 # --- Transcripts ------------------------------------------------------------------------------------------------------

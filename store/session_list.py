@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from contract.calls import Record
 from contract.clock import Instant
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_of, location_key
-from contract.session_locations import SessionLocation, open_start, show_checkpoint
+from contract.names import deployment_key, host_of, location_key, tenant_sessions_key
+from contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
 from contract.signing import SigningKeys
 from store.connection import RedisClient, broker_errors
 from store.sessions import (
+    REMOVE_ENDED_LUA,
     open_sessions_key,
     parse_session_location,
     session_facts_key,
@@ -69,6 +70,7 @@ class SessionList:
         self._client = client
         self._deployment = deployment
         self._keys = keys
+        self._remove_ended = client.register_script(REMOVE_ENDED_LUA)
 
     async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Return sessions of a tenant, or of all tenants (None). `cursor`: the cursor of the previous page.
@@ -125,9 +127,30 @@ class SessionList:
         pipe = self._client.pipeline(transaction=False)
         for row in rows:
             pipe.hgetall(location_key(self._deployment, row.tenant, row.session))
+            pipe.ttl(location_key(self._deployment, row.tenant, row.session))
         with broker_errors(_LIST):
-            read: list[Mapping[bytes, bytes]] = await pipe.execute()
-        return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]
+            read: list[Any] = await pipe.execute()
+        fields, lives = read[::2], read[1::2]
+        late = [row for row, life in zip(rows, lives, strict=True) if 0 <= life <= LOCATION_MARGIN_S]
+        ended = await self._find_ended(late)
+        return [
+            "expired" if row in ended else self._parse(row, location)
+            for row, location in zip(rows, fields, strict=True)
+        ]
+
+    async def _find_ended(self, rows: Sequence["_Row"]) -> set["_Row"]:
+        """Return the rows of sessions that no host serves any more. Their time to live is over."""
+        if not rows:
+            return set()
+        pipe = self._client.pipeline(transaction=False)
+        for row in rows:
+            keys = [
+                location_key(self._deployment, row.tenant, row.session),
+                tenant_sessions_key(self._deployment, row.tenant),
+            ]
+            await self._remove_ended(keys=keys, args=[deployment_key(self._deployment, ""), row.session], client=pipe)
+        with broker_errors(_LIST):
+            return {row for row, has_ended in zip(rows, await pipe.execute(), strict=True) if has_ended}
 
     def _parse(self, row: "_Row", fields: Mapping[bytes, bytes]) -> "OpenSession | Literal['expired', 'unreadable']":
         """Return the session in a row. Return "unreadable" for a record of a later release or without a valid

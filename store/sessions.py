@@ -24,6 +24,7 @@ with the present fence. A location expires by itself when its session is not use
 
     open --adopt: the next worker of the same host--> open (fence + 1)
     open --forget: the worker of the host, if the time to live of the session has passed--> (none)
+    any --has_ended: a count or a list, if the time to live has passed and no worker can serve the session--> (none)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,18 +112,53 @@ def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | N
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
 
+# Whether a session has ended without a host that could report it: its location has expired, or its time to live is over
+# and no worker can still serve it. The location of such a session is deleted. A host that only has not reported for a
+# while may still run a long call, so its sessions stay. `prefix`: of the deployment's keys.
+_HAS_ENDED = f"""
+local function has_ended(prefix, location)
+  local life = redis.call('TTL', location)
+  if life == -2 then return true end
+  if life == -1 or life > {LOCATION_MARGIN_S} then return false end
+  local fields = redis.call('HMGET', location, 'state', 'queue', 'moving_until')
+  if fields[1] == 'closed' then return true end
+  if fields[1] == 'moving' and tonumber(fields[3] or '0') > tonumber(redis.call('TIME')[1]) then return false end
+  if fields[1] == 'open' then
+    local is_reported = redis.call('EXISTS', prefix .. 'host:' .. fields[2]) == 1
+    local is_listed = redis.call('ZSCORE', prefix .. 'hosts', fields[2])
+    local is_given_up = redis.call('EXISTS', prefix .. 'tombstone:' .. fields[2]) == 1
+    if not is_given_up and (is_reported or is_listed) then return false end
+  end
+  redis.call('DEL', location)
+  return true
+end
+"""
+
 # `sessions`: the key of the tenant's sessions. Returns whether the tenant may have `count` more.
-_HAS_ROOM = """
+_HAS_ROOM = (
+    _HAS_ENDED
+    + """
 local function session_key(prefix, tenant, session) return prefix .. 't:' .. tenant .. ':session.' .. session end
 local function has_room(sessions, prefix, tenant, count, limit)
   local names = redis.call('SCARD', sessions) + count > limit and redis.call('SMEMBERS', sessions) or {}
   for _, name in ipairs(names) do
-    local place = session_key(prefix, tenant, name) .. ':place'
-    if redis.call('EXISTS', place) == 0 then redis.call('SREM', sessions, name) end
+    if has_ended(prefix, session_key(prefix, tenant, name) .. ':place') then redis.call('SREM', sessions, name) end
   end
   return redis.call('SCARD', sessions) + count <= limit
 end
 """
+)
+
+# KEYS: location, the tenant's sessions. ARGV: prefix of the deployment's keys, session. Returns 1 if the session has
+# ended.
+REMOVE_ENDED_LUA = (
+    _HAS_ENDED
+    + """
+if not has_ended(ARGV[1], KEYS[1]) then return 0 end
+redis.call('SREM', KEYS[2], ARGV[2])
+return 1
+"""
+)
 
 # KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, known tenants. ARGV: session,
 # queue, start, ttl_s, margin_s, maximum sessions of the tenant, tenant, maximum of listed tenants, prefix of the

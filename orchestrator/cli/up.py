@@ -24,7 +24,9 @@ def up(
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data", metavar="DIR", help="Store tenants, API keys, runs, batches and checkpoints in this folder."
+            "--data",
+            metavar="DIR",
+            help="Store tenants, API keys, runs, batches, uploads and checkpoints in this folder.",
         ),
     ] = None,
     port: Annotated[
@@ -80,4 +82,6 @@ def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
     typer.echo(f"  logs      {stack.logs}")
     typer.echo("use it from another terminal:")
     typer.echo(f"  export TOOLCREW_REDIS_URL='{stack.redis_url}'")
+    if stack.workspace_store is not None:
+        typer.echo(f"  export TOOLCREW_WORKSPACE_STORE='{stack.workspace_store}'")
     typer.echo("  toolcrew call bash_tool command='uname -a'")

@@ -38,7 +38,9 @@ from orchestrator.operations.stack_data import StackData, open_stack_data
 from orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
 from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
 from store.api_keys import ApiKeys
+from store.archives.base import STORE_SETTING
 from store.connection import check_redis, open_redis
+from store.run_log import close_unused_sessions
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
@@ -110,7 +112,9 @@ class LocalApi:
 
 
 class StackInfo(BaseModel):
-    """Addresses of a stack's parts. `pids`: role -> process ids at this moment; `read_stack` returns current ids."""
+    """Addresses of a stack's parts. `pids`: role -> process ids at this moment; `read_stack` returns current ids.
+    `workspace_store`: the store of uploads and artifacts; None: none.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -122,6 +126,7 @@ class StackInfo(BaseModel):
     api_key: str | None = None
     pids: dict[str, list[int]]
     logs: str
+    workspace_store: str | None = None
 
 
 def read_stack(logs: str) -> StackInfo:
@@ -174,9 +179,14 @@ class LocalStack:
         # Removed from sandboxd's environment, because sandboxd neither uses Redis nor verifies signatures.
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
         broker.signing_keys()  # Raise ConfigError now if there is no signing key, and not at the first call.
+        if self._data is not None:
+            await _close_lost_sessions(broker)
         sockets |= await self._start_egress(nothing)
-        await self._start_python("sandboxd", "workers.sandboxd", {**sockets, **nothing, **self._sandboxd_environment()})
-        shared = {**self._settings.for_children(), "TOOLCREW_REDIS_URL": redis_url}
+        store = self._settings.workspace_store or (str(self._data.store) if self._data is not None else None)
+        stored = {STORE_SETTING: store} if store is not None else {}
+        environment = {**sockets, **nothing, **stored, **self._sandboxd_environment()}
+        await self._start_python("sandboxd", "workers.sandboxd", environment)
+        shared = {**self._settings.for_children(), **stored, "TOOLCREW_REDIS_URL": redis_url}
         await self._start_python("worker", "workers", {**sockets, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
         web = {
             "TOOLCREW_WORKER_KIND": "web",
@@ -198,6 +208,7 @@ class LocalStack:
             api_key=self._api.key if self._api is not None else None,
             pids=self._pids(),
             logs=str(self._folder),
+            workspace_store=store,
         )
         self._write_info()
         return self._info
@@ -386,6 +397,17 @@ def _is_port_open(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def _close_lost_sessions(broker: BrokerSettings) -> None:
+    """Close the sessions of the last stack with this data: its sandboxes were removed, even if it was killed. Otherwise
+    they would be listed as open, and count for their tenants, for the rest of their time to live.
+    """
+    client = open_redis(broker)
+    try:
+        await close_unused_sessions(client, broker.deployment, broker.signing_keys())
+    finally:
+        await client.aclose()
 
 
 async def _ping(broker: BrokerSettings) -> None:

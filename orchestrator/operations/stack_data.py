@@ -32,6 +32,13 @@ class StackData:
         return self.folder / "sandboxd"
 
     @property
+    def store(self) -> Path:
+        """Return the folder of uploads, artifacts and checkpoints, if no other store is configured. All processes of
+        the stack are on this host, so the folder is a shared store.
+        """
+        return self.folder / "store"
+
+    @property
     def sandboxd_name(self) -> str:
         """Return sandboxd's name. It is the same at every start, so that sandboxd removes the sandboxes of a killed
         stack.
@@ -59,7 +66,8 @@ def open_stack_data(path: Path) -> Iterator[StackData]:
             raise ConfigError(
                 f"another `toolcrew up` uses {folder}: stop it, or select another folder with --data"
             ) from error
-        (folder / "redis").mkdir(mode=0o700, exist_ok=True)
+        for name in ("redis", "store"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
         yield StackData(folder.resolve(), _load_password(folder / "redis-password"))
     finally:
         os.close(lock)

@@ -247,17 +247,31 @@ def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: 
     options = ["--data", str(tmp_path / "data"), "--port", str(port)]
     with open_stack(engine, options=options, workers_only=False) as stack:
         api = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}/v1", headers={"Authorization": f"Bearer {stack.info.api_key}"}
+            base_url=f"http://127.0.0.1:{port}/v1",
+            headers={"Authorization": f"Bearer {stack.info.api_key}"},
+            timeout=60,
         )
         with api:
             api.post("/tenants", json={"name": "acme"}).raise_for_status()
             key = api.post("/tenants/acme/keys", json={}).raise_for_status().json()["key"]
+            api.post("/sessions", json={}).raise_for_status()
+            upload = api.post("/files", content=b"PK\x05\x06" + bytes(18)).raise_for_status().json()
         stack.end(signal.SIGKILL)
         wait_until(lambda: not stack.footprint.processes(), SOON_S, "the processes of the killed stack end")
 
     with open_stack(engine, options=options, workers_only=False) as stack:
-        answer = httpx.get(f"http://127.0.0.1:{port}/v1/tools", headers={"Authorization": f"Bearer {key}"})
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/tools", headers={"Authorization": f"Bearer {key}"}, timeout=60)
         assert answer.status_code == 200
+        headers = {"Authorization": f"Bearer {stack.info.api_key}"}
+        sessions = httpx.get(f"http://127.0.0.1:{port}/v1/sessions", headers=headers, timeout=60)
+        assert sessions.json()["data"] == []
+        restored = httpx.post(
+            f"http://127.0.0.1:{port}/v1/runs",
+            headers=headers,
+            json={"instruction": "Say hello.", "model": "scripted", "workspace": upload["id"]},
+            timeout=60,
+        )
+        assert restored.status_code == 202, restored.text
         assert stack.end() == 0
         stack.footprint.assert_nothing_left(within_s=1)
 

@@ -11,13 +11,14 @@ import redis.asyncio
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
-from contract.session_locations import LocationState, seal_checkpoint, seal_start
+from contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
 from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from orchestrator.dispatch.transport import CallLost
 from store.call_messages import NotSent
+from store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
 from store.session_list import SessionList
 from store.sessions import SessionAddress, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
 from tests.builders import KEY
@@ -615,6 +616,62 @@ async def test_expired_sessions_are_skipped_and_removed_from_the_lists(client: "
     await client.delete(*(location_key("d", "acme", name) for name in names[::2]))
     assert await read_all(client, "acme", 2) == names[1::2]
     assert await client.zcard(open_sessions_key("d")) == await client.zcard(tenant_open_sessions_key("d", "acme")) == 3
+
+
+@pytest.mark.parametrize(
+    ("life", "host", "fields", "has_ended"),
+    [
+        (LOCATION_MARGIN_S, "given up", {}, True),
+        (LOCATION_MARGIN_S, "unknown", {}, True),
+        (LOCATION_MARGIN_S + 5, "given up", {}, False),
+        (LOCATION_MARGIN_S, "silent", {}, False),
+        (LOCATION_MARGIN_S, "alive", {}, False),
+        (LOCATION_MARGIN_S, "alive", {"state": "moving", "queue": ""}, True),
+        (LOCATION_MARGIN_S, "alive", {"state": "moving", "moving_until": 9e9}, False),
+    ],
+)
+async def test_session_of_a_lost_host_counts_only_until_its_time_to_live_is_over(
+    client: "redis.asyncio.Redis", life: int, host: str, fields: dict[str, Any], has_ended: bool
+) -> None:
+    """A session that may still run a long call on a host stays."""
+    queue = "host.a.b1"
+    if host in ("alive", "silent"):
+        await client.zadd(hosts_key("d"), {queue: 1.0})
+    if host == "alive":
+        await client.set(host_key("d", queue), "{}")
+    if host == "given up":
+        await client.zadd(hosts_key("d"), {queue: 1.0})
+        await client.set(tombstone_key("d", queue), "1")
+    for name in ("counted", "listed"):
+        [session] = await open_sessions(client, 1, name)
+        location = location_key("d", name, session)
+        await client.hset(location, mapping=fields or {"fence": 1})  # type: ignore[misc]
+        await client.expire(location, life)
+    another = SessionStore(client, "d").open("counted", "s2", queue, start="{}", ttl_s=60, limit=1)
+    if has_ended:
+        await another
+    else:
+        with pytest.raises(ToolFailure) as full:
+            await another
+        assert full.value.code is ErrorCode.QUOTA_EXCEEDED
+    assert await read_all(client, "listed", 50) == ([] if has_ended else ["listed-0"])
+    assert await client.sismember(tenant_sessions_key("d", "listed"), "listed-0") == (not has_ended)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "ended"])
+async def test_sessions_of_a_stack_that_ended_are_closed_unless_a_run_continues(
+    client: "redis.asyncio.Redis", state: str
+) -> None:
+    for name in ("own", "opened", "given"):
+        await SessionStore(client, "d").open("acme", name, "host.a.b1", start="{}", ttl_s=60, limit=3)
+    await SessionStore(client, "d").open("bolt", "opened", "host.a.b1", start="{}", ttl_s=60, limit=3)
+    await client.hset(run_key("d", "acme", "r1"), mapping={"state": state, "session": "given"})  # type: ignore[misc]
+    sealed = KEYS.seal(session_purpose("acme", "r1"), "opened")
+    await client.sadd(run_sessions_key("d", "acme", "r1"), sealed, "forged")  # type: ignore[misc]
+    assert await close_unused_sessions(client, "d", KEYS) == (4 if state == "ended" else 2)
+    kept = set() if state == "ended" else {b"opened", b"given"}
+    assert await client.smembers(tenant_sessions_key("d", "acme")) == kept  # type: ignore[misc]
+    assert await SessionStore(client, "d").find("bolt", "opened") is None
 
 
 async def test_session_lists_do_not_grow_with_expired_sessions(client: "redis.asyncio.Redis") -> None:
