@@ -443,3 +443,37 @@ async def test_bash_scripts_run_in_an_image_without_bash_and_show_their_lines(
         titles = "for file in /proc/[0-9]*/comm; do read -r name < $file; echo $name; done"
         names = (await run(sandbox, "bash", "-c", titles))[1].split()
         assert set(names) == {"init", "bash"}
+
+
+WHO = (
+    "import getpass, os, pathlib, pwd; user = pwd.getpwuid(os.getuid()); home = pathlib.Path.home();"
+    "(home / 'file').write_text('x'); print(user.pw_name, user.pw_dir, getpass.getuser(), home,"
+    " os.path.expanduser('~'), pwd.getpwuid(0).pw_name, os.access('/etc/passwd', os.W_OK))"
+)
+PASSWD = b"root:x:0:0::/root:/bin/sh\n"
+USERS: dict[str, tuple[Files, str]] = {
+    "no /etc/passwd": ([], "sandbox /workspace sandbox /workspace /workspace root False\n"),
+    "a passwd without uid 1000": (
+        [("etc/passwd", 0o644, PASSWD.rstrip())],
+        "sandbox /workspace sandbox /workspace /workspace root False\n",
+    ),
+    "uid 1000 of another name": (
+        [("etc/passwd", 0o644, PASSWD + b"node:x:1000:1000::/home/node:/bin/sh\n")],
+        "node /home/node node /workspace /workspace root False\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), USERS.values(), ids=USERS.keys())
+async def test_the_user_of_programs_has_a_name_and_a_home_in_any_image(
+    api: APIClient, either_host: Host, static_program: bytes, files: Files, expected: str
+) -> None:
+    for image in imported(api, build_tree([("usr/bin/sh", 0o755, static_program), *files])):
+        for _ in range(2):
+            sandbox = await either_host.make(image)
+            assert (await run(sandbox, "/opt/toolcrew/bin/python3", "-I", "-S", "-c", WHO))[1] == expected
+            assert await bash(sandbox, "echo ~ $HOME $USER $LOGNAME") == (
+                f"/workspace /workspace {expected.split()[0]} {expected.split()[0]}\n"
+            )
+            assert await sandbox.runtime.find_drift(sandbox.container, sandbox.spec) == []
+            await either_host.made.pop().remove()

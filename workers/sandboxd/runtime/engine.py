@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import math
 import os
+import secrets
 import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, Final, TypeVar
 
 import docker
@@ -22,6 +23,7 @@ import requests.exceptions
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.runtime.accounts import read_accounts
 from workers.sandboxd.runtime.base import (
     LABEL_DEPLOYMENT,
     LABEL_PRODUCT,
@@ -31,9 +33,19 @@ from workers.sandboxd.runtime.base import (
     ListedContainer,
 )
 from workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
-from workers.sandboxd.runtime.hardening import ImageFacts
+from workers.sandboxd.runtime.hardening import AccountFiles, AccountVolume, ImageFacts
 from workers.sandboxd.runtime.image_faults import explain_unfit
-from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
+from workers.sandboxd.runtime.volumes import (
+    PRODUCT_GUEST,
+    AccountVolumes,
+    GuestVolumes,
+    fill_volume,
+    filler,
+    list_volumes,
+    make_volume,
+    remove_old_fillers,
+    remove_volume,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -127,6 +139,7 @@ class Engine:
         self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
         self._volumes = GuestVolumes()
+        self._accounts = AccountVolumes()
         self._late_containers = LateContainerRemover(self._remove_by_name, late_pauses_s)
         self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
@@ -147,7 +160,10 @@ class Engine:
         fault = explain_unfit(attributes, image)
         if fault is not None:
             raise SandboxUnavailable(fault)
-        return _build_image_facts(attributes)
+        facts = _build_image_facts(attributes)
+        if not facts.id:
+            return facts
+        return replace(facts, accounts=await self._run(self._lanes.fills, lambda api: _read_accounts(api, facts.id)))
 
     async def volume_path(self, volume: str) -> str:
         """Return the folder of a volume on this host."""
@@ -235,6 +251,10 @@ class Engine:
         and is in use.
         """
         return await self._run(self._lanes.fills, lambda api: self._volumes.ensure(api, image))
+
+    async def ensure_account_volume(self, image: str, accounts: AccountFiles) -> AccountVolume:
+        """Return a volume with these files. Creates and fills it if needed. `image`: any image of the engine."""
+        return await self._run(self._lanes.fills, lambda api: self._accounts.ensure(api, image, accounts))
 
     async def make_skill_volume(self, name: str, labels: Mapping[str, str]) -> None:
         """Create an empty volume for skills."""
@@ -385,6 +405,13 @@ def _build_image_facts(attributes: Mapping[str, Any]) -> ImageFacts:
         variables=tuple((attributes.get("Config") or {}).get("Env") or ()),
         layers=tuple(folder for folder in layers if folder),
     )
+
+
+def _read_accounts(api: docker.APIClient, image: str) -> AccountFiles:
+    """Return the user database for sandboxes of an image, read from a container that is never started."""
+    remove_old_fillers(api, PRODUCT_GUEST)
+    with filler(api, image, f"toolcrew-accounts-{secrets.token_hex(8)}", None) as container:
+        return read_accounts(api, container)
 
 
 def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: str) -> AttachedContainer:

@@ -22,15 +22,19 @@ class EngineRuntime:
             raise SandboxUnavailable(
                 "the Docker engine cannot start a forked session: run sandboxd with TOOLCREW_SANDBOX_START=oci"
             )
-        return await self._engine.start(build_container_config(spec), name)
+        return await self._engine.start(await self._build_config(spec), name)
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
-        return find_drift(
-            build_container_config(spec), await self._engine.inspect(container), spec.image_facts.variables
-        )
+        config = await self._build_config(spec)
+        return find_drift(config, await self._engine.inspect(container), spec.image_facts.variables)
 
     def open_changes(self, container: str, spec: SandboxSpec) -> None:
         """Return None: the root file system is read-only."""
 
     async def list_sandboxes(self, deployment: str) -> list[ListedContainer]:
         return await self._engine.list_containers(deployment)
+
+    async def _build_config(self, spec: SandboxSpec) -> dict[str, object]:
+        accounts = spec.image_facts.accounts
+        volume = await self._engine.ensure_account_volume(spec.image, accounts) if accounts else None
+        return build_container_config(spec, volume)

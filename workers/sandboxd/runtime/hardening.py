@@ -18,6 +18,7 @@ MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
 GUEST_FOLDER: Final = "/opt/toolcrew"
 SKILLS_FOLDER: Final = "/skills"
+ACCOUNTS_FOLDER: Final = "/run/toolcrew-accounts"
 GUEST_COMMAND: Final = (f"{GUEST_FOLDER}/bin/python3", "-I", "-S", "-u", GUEST_FOLDER)
 """Command of PID 1. The guest has its own Python, so it runs in any image."""
 PROXY_PORT: Final = 3128
@@ -90,15 +91,44 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 
 @dataclass(frozen=True)
+class AccountFiles:
+    """Files of the user database that replace those of an image (accounts.py). None: the image's own file is used."""
+
+    passwd: bytes | None = None
+    group: bytes | None = None
+
+    def __bool__(self) -> bool:
+        return self.passwd is not None or self.group is not None
+
+    def items(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the name in /etc and the content of each file."""
+        for name, content in (("passwd", self.passwd), ("group", self.group)):
+            if content is not None:
+                yield name, content
+
+
+@dataclass(frozen=True)
+class AccountVolume:
+    """A volume of the engine with AccountFiles. `folder`: its folder on the engine's host. `created_at`: its creation
+    time, as the engine writes it.
+    """
+
+    name: str
+    folder: str
+    created_at: str
+
+
+@dataclass(frozen=True)
 class ImageFacts:
     """An image of the engine. `id`: its content id; empty when the engine does not have it. `variables`: its
     environment, each variable as NAME=VALUE. `layers`: the folders of its layers on this host, the top one first; empty
-    when the engine does not keep them as folders.
+    when the engine does not keep them as folders. `accounts`: files that give each user of a sandbox an entry.
     """
 
     id: str = ""
     variables: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    accounts: AccountFiles = AccountFiles()
 
 
 NO_IMAGE: Final = ImageFacts()
@@ -164,8 +194,8 @@ class HardeningRule:
     why: str
 
 
-def build_rules(spec: SandboxSpec) -> tuple[HardeningRule, ...]:
-    """Return all hardening rules of a container."""
+def build_rules(spec: SandboxSpec, accounts: AccountVolume | None = None) -> tuple[HardeningRule, ...]:
+    """Return all hardening rules of a container. `accounts`: the volume with the AccountFiles of the image."""
     limits, memory = spec.limits, spec.memory_bytes
     row = HardeningRule
     table = [
@@ -227,12 +257,15 @@ def build_rules(spec: SandboxSpec) -> tuple[HardeningRule, ...]:
         row("HostConfig.AutoRemove", True, "the engine removes it even when sandboxd has died"),
         row("HostConfig.LogConfig", {"Type": "none", "Config": {}}, "output does not fill the host's disk"),
     ]
-    if mounts := _mounts(spec):  # An engine reports no empty list of mounts. find_drift finds unrequested mounts.
+    if mounts := [
+        *_mounts(spec),
+        *_account_mounts(spec, accounts),
+    ]:  # An engine reports no empty list of mounts. find_drift finds unrequested mounts.
         table.append(
             row(
                 "HostConfig.Mounts",
                 mounts,
-                "the workspace where it is kept apart, and the toolkit and skills, both read-only",
+                "the workspace where it is kept apart; the toolkit, skills and user database, all read-only",
             )
         )
     if spec.cgroup_version == 1:  # control groups of version 2 have no such setting, and engines refuse or ignore it
@@ -283,6 +316,20 @@ def _mounts(spec: SandboxSpec) -> list[dict[str, object]]:
     return mounts
 
 
+def _account_mounts(spec: SandboxSpec, accounts: AccountVolume | None) -> list[dict[str, object]]:
+    """Return the mounts of single files of a volume. Older engines mount only whole volumes, so the files are mounted
+    from the volume's folder. The volume is mounted, too: otherwise the engine could remove it.
+    """
+    if accounts is None:
+        return []
+    files = [
+        {"Type": "bind", "Source": f"{accounts.folder}/{name}", "Target": f"/etc/{name}", "ReadOnly": True}
+        for name, _ in spec.image_facts.accounts.items()
+    ]
+    volume = {"Type": "volume", "Source": accounts.name, "Target": ACCOUNTS_FOLDER, "ReadOnly": True}
+    return [{**volume, "VolumeOptions": {"NoCopy": True}}, *files]
+
+
 def _tmpfs_mounts(spec: SandboxSpec) -> dict[str, str]:
     return {folder: ",".join(options) for folder, options in tmpfs_options(spec).items()}
 
@@ -319,11 +366,11 @@ def _ulimits(limits: SandboxLimits) -> list[dict[str, object]]:
     return [{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits(limits).items()]
 
 
-def build_container_config(spec: SandboxSpec) -> dict[str, object]:
-    """Return the body of `POST /containers/create`."""
+def build_container_config(spec: SandboxSpec, accounts: AccountVolume | None = None) -> dict[str, object]:
+    """Return the body of `POST /containers/create`. `accounts`: as in `build_rules`."""
     host: dict[str, object] = {}
     config: dict[str, object] = {}
-    for rule in build_rules(spec):
+    for rule in build_rules(spec, accounts):
         section, _, name = rule.place.rpartition(".")
         (host if section == "HostConfig" else config)[name] = rule.value
     return {**config, "HostConfig": host}

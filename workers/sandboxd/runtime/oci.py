@@ -54,7 +54,7 @@ from workers.sandboxd.runtime.base import (
 )
 from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
+from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, SandboxSpec
 from workers.sandboxd.runtime.id_ranges import IdRanges
 from workers.sandboxd.runtime.mounts import (
     ROOTS,
@@ -350,7 +350,8 @@ class OciRuntime:
                     content = stack.enter_context(
                         _divided(disks, namespace, sandbox, root=running.base if spec.is_root else None)
                     )
-                lower: list[str | Path | int] = [*content.changed, self._skeleton, *spec.image_facts.layers]
+                stacked = [*_write_accounts(place, spec.image_facts.accounts), self._skeleton]
+                lower: list[str | Path | int] = [*content.changed, *stacked, *spec.image_facts.layers]
                 root = mount_overlay(lower, namespace, content.changes)
                 stack.callback(os.close, root)
                 (ROOTS / sandbox).mkdir()
@@ -583,6 +584,18 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     os.chown(unfinished, uid, gid)
     unfinished.chmod(mode)
     unfinished.rename(place)
+
+
+def _write_accounts(place: Path, accounts: AccountFiles) -> list[Path]:
+    """Write the user database below the folder of a sandbox. Return its folder as a layer, if there is one."""
+    layer = place / "accounts"
+    for name, content in accounts.items():
+        file = layer / "etc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        for path, mode in ((layer, 0o755), (file.parent, 0o755), (file, 0o644)):
+            path.chmod(mode)
+    return [layer] if accounts else []
 
 
 def _remove_unfinished(sandboxes: Path) -> None:

@@ -19,7 +19,7 @@ import docker.errors
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER
+from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, AccountVolume
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,9 @@ PRODUCT_GUEST: Final = "guest"
 _FILLER_LIFE_S: Final = 30.0
 _FILLER_WAIT_S: Final = 40.0
 _FILLER_PAUSE_S: Final = 0.1
+_MAX_KNOWN: Final = 1000
 PRODUCT_SKILLS: Final = "skills"
+PRODUCT_ACCOUNTS: Final = "accounts"
 
 
 class GuestVolumes:
@@ -61,6 +63,51 @@ class GuestVolumes:
         return name
 
 
+class AccountVolumes:
+    """Creates the volumes with the user databases of images (AccountFiles), one for each content. The methods block and
+    raise the SDK's errors.
+    """
+
+    def __init__(self) -> None:
+        self._filled: dict[str, AccountVolume] = {}
+
+    def ensure(self, api: docker.APIClient, image: str, accounts: AccountFiles) -> AccountVolume:
+        """Return the volume with these files. `image`: any image of the engine."""
+        content = b"\0".join(part for item in accounts.items() for part in (item[0].encode(), item[1]))
+        name = f"toolcrew-accounts-{hashlib.sha256(content).hexdigest()[:24]}"
+        created_at = _read_created_at(api, name)
+        volume = self._filled.get(name)
+        if volume is None or volume.created_at != created_at:
+            _remove_unused_accounts(api)
+            api.create_volume(name, driver="local", labels={LABEL_PRODUCT: PRODUCT_ACCOUNTS})
+            fill_volume(api, name, image, _pack_accounts(accounts))
+            found = api.inspect_volume(name)
+            volume = AccountVolume(name, str(found["Mountpoint"]), str(found["CreatedAt"]))
+            if len(self._filled) >= _MAX_KNOWN:
+                self._filled.clear()
+            self._filled[name] = volume
+        return volume
+
+
+def _remove_unused_accounts(api: docker.APIClient) -> None:
+    """Remove the volumes that no container uses. The engine refuses to remove others."""
+    listed = api.volumes(filters={"label": [f"{LABEL_PRODUCT}={PRODUCT_ACCOUNTS}"]})["Volumes"] or []
+    for volume in listed:
+        with contextlib.suppress(docker.errors.APIError):
+            api.remove_volume(str(volume["Name"]))
+
+
+def _pack_accounts(accounts: AccountFiles) -> IO[bytes]:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in accounts.items():
+            member = tarfile.TarInfo(f"{SKILLS_FOLDER.lstrip('/')}/{name}")
+            member.mode, member.size = 0o644, len(content)
+            archive.addfile(member, io.BytesIO(content))
+    packed.seek(0)
+    return packed
+
+
 def _name_of(image: str) -> str:
     return f"toolcrew-guest-{image.rpartition(':')[2][:12]}"
 
@@ -84,7 +131,7 @@ def _remove_orphans(api: docker.APIClient) -> None:
 def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None:
     remove_old_fillers(api, PRODUCT_GUEST)
     # The name is the lock: the engine gives it to only one sandboxd that fills this volume.
-    with _filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
+    with filler(api, identity, f"toolcrew-fill-{volume}", None) as own:
         expected = _read_guest(api, own)
         if not expected:
             raise SandboxUnavailable(
@@ -93,7 +140,7 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
         for _ in range(2):
             api.create_volume(volume, driver="local", labels={LABEL_PRODUCT: PRODUCT_GUEST})
             # The engine copies the image's folder into an empty volume when it creates a container.
-            with _filler(api, identity, f"toolcrew-fill-{secrets.token_hex(8)}", volume) as filled:
+            with filler(api, identity, f"toolcrew-fill-{secrets.token_hex(8)}", volume) as filled:
                 if _read_guest(api, filled) == expected:
                     return
             with contextlib.suppress(docker.errors.NotFound):
@@ -112,12 +159,13 @@ def _read_created_at(api: docker.APIClient, volume: str) -> str:
 
 
 @contextlib.contextmanager
-def _filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
+def filler(api: docker.APIClient, image: str, name: str, volume: str | None) -> Iterator[str]:
     """Create a filler: a container of the image that is never started, with the volume at the guest's folder. Wait
     while another container has the filler's name.
     """
     mounts = [] if volume is None else [{"Type": "volume", "Source": volume, "Target": GUEST_FOLDER}]
-    body = {"Image": image, "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
+    # The engine creates no container without a command, and an image may have none.
+    body = {"Image": image, "Cmd": ["fill"], "NetworkDisabled": True, "Labels": {LABEL_PRODUCT: PRODUCT_GUEST}}
     config = {**body, "HostConfig": {"NetworkMode": "none", "Mounts": mounts}}
     give_up_at = time.monotonic() + _FILLER_WAIT_S
     while True:
@@ -192,6 +240,7 @@ def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]
     mounts = [{"Type": "volume", "Source": name, "Target": SKILLS_FOLDER, "VolumeOptions": {"NoCopy": True}}]
     config = {
         "Image": image,
+        "Cmd": ["fill"],
         "NetworkDisabled": True,
         "Labels": {LABEL_PRODUCT: PRODUCT_SKILLS},
         "HostConfig": {"NetworkMode": "none", "Mounts": mounts},

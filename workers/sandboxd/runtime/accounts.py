@@ -1,0 +1,87 @@
+"""The user database of a sandbox: /etc/passwd and /etc/group of the image, with entries for root and for the user of
+the sandbox where the image has none. Many programs (ssh, Node, git, Python's getpass) fail for a user without an entry.
+
+The files of an image are foreign data: only regular files of at most MAX_BYTES are read.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import docker
+import docker.errors
+
+from workers.sandboxd.disks.base import UID
+from workers.sandboxd.runtime.hardening import GUEST_FOLDER, AccountFiles
+
+MAX_BYTES: Final = 64 * 1024
+"""Largest file of an image that is completed, in bytes. The kernel's own path limits and tar's headers come on top."""
+_TAR_BYTES: Final = 16 * 1024
+_NAME: Final = b"sandbox"
+_SHELL: Final = f"{GUEST_FOLDER}/bin/bash"
+
+
+def read_accounts(api: docker.APIClient, container: str) -> AccountFiles:
+    """Return the completed files of a container that was never started. Raises the errors of the SDK."""
+    passwd, group = (_read_file(api, container, f"/etc/{name}") for name in ("passwd", "group"))
+    return AccountFiles(
+        passwd=None if passwd is None else complete_passwd(passwd),
+        group=None if group is None else complete_group(group),
+    )
+
+
+def complete_passwd(text: bytes) -> bytes | None:
+    """Return /etc/passwd with an entry for root and for the user of the sandbox. None: the text has both."""
+    entries = ((0, b"root", "root:/root"), (UID, _NAME, "sandbox:/workspace"))
+    return _complete(text, [(uid, name, f":x:{uid}:{uid}:{rest}:{_SHELL}") for uid, name, rest in entries])
+
+
+def complete_group(text: bytes) -> bytes | None:
+    """Return /etc/group with an entry for the groups of root and of the user. None: the text has both."""
+    return _complete(text, [(gid, name, f":x:{gid}:") for gid, name in ((0, b"root"), (UID, _NAME))])
+
+
+def _complete(text: bytes, entries: Iterable[tuple[int, bytes, str]]) -> bytes | None:
+    """Add each entry (id, name, rest of the line) whose id is missing, under a name that no other entry has."""
+    known = [line.split(b":") for line in text.split(b"\n")]
+    names = {fields[0] for fields in known}
+    ids = {fields[2].strip() for fields in known if len(fields) > 2}
+    added = [_free(name, names) + rest.encode() + b"\n" for number, name, rest in entries if b"%d" % number not in ids]
+    if not added:
+        return None
+    return b"".join([text, b"\n" if text and not text.endswith(b"\n") else b"", *added])
+
+
+def _free(name: bytes, names: set[bytes]) -> bytes:
+    while name in names:
+        name += b"_"
+    return name
+
+
+def _read_file(api: docker.APIClient, container: str, path: str) -> bytes | None:
+    """Return the content of a file, empty if it does not exist. None: a link, no file, or too large to complete."""
+    try:
+        chunks, _ = api.get_archive(container, path)
+    except docker.errors.NotFound:
+        return b""
+    packed = b"".join(_take(chunks, MAX_BYTES + _TAR_BYTES))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            member = archive.next()
+            if member is None or not member.isfile() or member.size > MAX_BYTES:
+                return None
+            content = archive.extractfile(member)
+            return None if content is None else content.read()
+    except tarfile.TarError:
+        return None
+
+
+def _take(chunks: Iterable[bytes], most: int) -> Iterator[bytes]:
+    """Yield chunks until they have `most` bytes."""
+    taken = 0
+    for chunk in chunks:
+        yield chunk
+        taken += len(chunk)
+        if taken >= most:
+            return
