@@ -40,7 +40,7 @@ from contract.names import (
 from contract.session_locations import SessionLocation, show_checkpoint
 from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.calls import CallRecord, CallState, CallStore, parse_record
+from store.calls import CALLS_LISTED, CallRecord, CallState, CallStore, parse_record
 from store.connection import RedisClient, broker_errors
 from store.run_log import run_key
 from store.sessions import parse_session_location
@@ -59,6 +59,7 @@ WAITING = "waiting"
 _ORDER = (WAITING, *(state.value for state in CallState if not state.has_ended))
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_POSITION_TEXT = re.compile(r"([0-9])\|(-?[0-9.]{1,20}(?:e[+-]?[0-9]{1,3})?)\|([A-Za-z0-9_-]{1,64})\|(.{1,128})")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
 """Pattern of the ids of calls that belong to a run in a program's own process."""
 
@@ -111,17 +112,21 @@ class ListedCall(ShownCall):
 
 class CallPage(Record):
     """A page of calls: first the calls that wait, then the calls in a queue, the running calls, and the calls that
-    have ended, the latest first. `has_more`: other calls are not listed.
+    have ended, the latest first. `has_more`: other calls are not listed. `next_position`: where the next page begins;
+    None after the last page.
     """
 
     data: tuple[ListedCall, ...]
     has_more: bool
+    next_position: str | None = None
 
 
 class CallLife(ShownCall):
     """The state of a call. Unknown values are None.
 
-    - `noticed_by`, `reason`: for a lost call, as in its record.
+    - `noticed_by`, `reason`: for a lost call, as in its record. For a call that waits for a slot, `reason` is why:
+      paused, in_flight, rate or slots.
+    - `tenant_in_flight`, `tenant_limit`: for such a call, how many calls of its tenant have a slot, and how many may.
     - `is_held`: whether the worker that runs the call is alive.
     - `run_s`: None for a lost call, because `ended_at` is then the time at which the loss was noticed.
     - `waits_in`: `admission` (for a slot) or `queue`. `ahead`: how many of the `waiting` calls are before this call.
@@ -155,6 +160,8 @@ class CallLife(ShownCall):
     waits_in: str | None = None
     ahead: int | None = None
     waiting: int | None = None
+    tenant_in_flight: int | None = None
+    tenant_limit: int | None = None
     location: SessionLocation | None = None
     result: ToolResult | None = None
 
@@ -194,20 +201,32 @@ class CallReader:
 
     # --- The list --------------------------------------------------------------------------------------------------
 
-    async def read_page(self, tenants: Sequence[str], limit: int = 100) -> CallPage:
-        """Return at most `limit` calls of these tenants."""
+    async def read_page(self, tenants: Sequence[str], limit: int = 100, position: str | None = None) -> CallPage:
+        """Return at most `limit` calls of these tenants. `position`: `next_position` of the previous page. Pages after
+        the first one are complete for a single tenant only. Raises ToolFailure(INVALID_ARGUMENTS): invalid position.
+
+        A call whose state changes between two pages may be in both of them, but never in none.
+        """
+        after = _parse_position(position)
         tickets, is_cut = await self._scan("waiting", MAX_LISTED)
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         slots, is_also_cut = await self._scan("held", MAX_LISTED)
         waiting, granted = _select(tickets, tenants), _select(slots, tenants)
         limits = await self._limits(tenants)
-        names = sorted((granted.keys() | await self._recent(tenants, limit + 1)) - waiting.keys())
+        # The order of the index is not the order of the ends, so pages need all of its entries.
+        recent = await self._recent(tenants, CALLS_LISTED if len(tenants) == 1 else limit + 1)
+        names = sorted((granted.keys() | recent) - waiting.keys())
         listed = [_build_waiting(entry, limits[tenant]) for (tenant, _), entry in waiting.items()]
         for (tenant, call), record in zip(names, await self._records.find_all(names), strict=True):
             if record is not None:
                 listed.append(_build_listed(tenant, call, record))
-        listed.sort(key=_rank)
-        return CallPage(data=tuple(listed[:limit]), has_more=is_cut or is_also_cut or len(listed) > limit)
+        listed = sorted((call for call in listed if after is None or _rank(call) > after), key=_rank)
+        page, has_next = listed[:limit], len(listed) > limit
+        return CallPage(
+            data=tuple(page),
+            has_more=is_cut or is_also_cut or has_next,
+            next_position=_format_position(page[-1]) if has_next else None,
+        )
 
     async def _scan(self, name: str, limit: int, part: bytes = b"") -> tuple[list[tuple[str, dict[str, Any]]], bool]:
         """Return the entries of one of admission's hashes whose text contains `part`, as pairs of request id and
@@ -359,11 +378,16 @@ class CallReader:
         ticket, fields = tickets[0]
         lane = f"{admission_prefix(self._deployment)}lane:{fields['queue']}|{tenant}:{fields.get('lane')}"
         run, batch = await self._run(tenant, call_id)
+        limits = (await self._limits([tenant]))[tenant]
         return CallLife(
             call=call_id,
             tenant=tenant,
             tool=str(fields.get("tool", "")) or None,
             state=WAITING,
+            reason=_find_reason(fields, limits).value,
+            queued_at=float(fields.get("since", 0.0)) or None,
+            tenant_in_flight=int(limits.get(b"held", b"0")),
+            tenant_limit=int(limits[b"in_flight"]) if b"in_flight" in limits else None,
             run=run,
             batch=batch,
             queue=str(fields["queue"]),
@@ -494,13 +518,30 @@ def _find_reason(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> Wai
     return WaitReason.RATE if number(b"blocked") else WaitReason.SLOTS
 
 
-def _rank(call: ListedCall) -> tuple[int, float]:
-    """Return a sort key. Calls that have not ended come first, with the oldest at the top. Then follow calls that have
-    ended, with the latest at the top.
+def _rank(call: ListedCall) -> tuple[int, float, str, str]:
+    """Return a sort key that no other call has. Calls that have not ended come first, with the oldest at the top. Then
+    follow calls that have ended, with the latest at the top.
     """
-    if call.has_ended:
-        return len(_ORDER), -(call.since or 0.0)
-    return _ORDER.index(call.state), call.since or 0.0
+    since = call.since or 0.0
+    state, at = (len(_ORDER), -since) if call.has_ended else (_ORDER.index(call.state), since)
+    return state, at, call.tenant, call.call
+
+
+def _format_position(call: ListedCall) -> str:
+    state, at, tenant, name = _rank(call)
+    return f"{state}|{at!r}|{tenant}|{name}"
+
+
+def _parse_position(text: str | None) -> tuple[int, float, str, str] | None:
+    if text is None:
+        return None
+    match = _POSITION_TEXT.fullmatch(text)
+    if match is None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            "the cursor does not belong to the list of calls: use the cursor of the previous page, or omit it",
+        )
+    return int(match[1]), float(match[2]), match[3], match[4]
 
 
 def _advise(record: CallRecord, is_held: bool | None) -> str | None:

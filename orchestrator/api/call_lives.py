@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Limit
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
-from store.call_reader import CallLife, CallPage
+from store.call_reader import CallLife, ListedCall
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 
@@ -36,11 +36,12 @@ class KillResult(BaseModel):
 
 
 @router.get("")
-async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallPage:
+async def list_calls(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[ListedCall]:
     """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
     async with app_state.call_searches.enter(caller.identity.key_id):
-        return await app_state.parts.pool.calls.read_page([caller.tenant], limit)
+        page = await app_state.parts.pool.calls.read_page([caller.tenant], limit, decode_cursor(cursor))
+    return page_from(page.data, page.next_position)
 
 
 @router.get("/{call_id}", responses=responses(404))

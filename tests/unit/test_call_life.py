@@ -92,6 +92,10 @@ async def test_a_call_waiting_for_a_slot_reports_its_position(harness: Harness) 
     assert reply["tool"] == "bash_tool"
     # Long ones, as unknown ones are, have three of its four slots.
     assert (reply["ahead"], reply["waiting"]) == (3, 4)
+    assert reply["reason"] == "slots"
+    assert reply["tenant_in_flight"] == 3
+    assert reply["tenant_limit"] == TenantPolicy().in_flight
+    assert reply["queued_at"].endswith("Z")
 
 
 async def test_a_queued_call_reports_its_position(harness: Harness) -> None:

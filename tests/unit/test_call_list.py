@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import call_key, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.celery_transport import build_call_message
@@ -124,6 +125,30 @@ async def test_the_call_list_is_bounded_and_reports_more_entries(calls: Calls, m
 
     assert [one.call for one in page.data] == ["c3", "c2", "c1"]
     assert page.has_more
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 50])
+async def test_pages_list_every_call_once_in_order(calls: Calls, limit: int) -> None:
+    await calls.client.set(slots_key("d", QUEUE), 1)
+    for number in range(3):
+        await calls.ask_for_slot(f"w{number}", TenantPolicy(in_flight=1))
+    # The order of the ends differs from the order in which the calls were sent, and two calls ended together.
+    for name, ended_at in (("d1", 300.5), ("d2", 100.0), ("d3", 200.0), ("d4", 200.0)):
+        await calls.publish(name, state="done", ended_at=str(ended_at))
+    listed, position = list[str](), None
+    while True:
+        page = await calls.list.read_page(["acme"], limit, position)
+        listed += [call.call for call in page.data]
+        if (position := page.next_position) is None:
+            break
+    assert listed == ["w1", "w2", "d1", "d3", "d4", "d2"]
+
+
+@pytest.mark.parametrize("position", ["", "x", "9", "1|nan|acme|c", "1|1.0|a b|c", "1|1.0|acme|", "11|1.0|acme|c"])
+async def test_invalid_position_is_refused(calls: Calls, position: str) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await calls.list.read_page(["acme"], 1, position)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 async def test_the_newest_thousand_calls_are_listed_and_unknown_records_skipped(calls: Calls) -> None:
