@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tools", help="jobs: names of tools with commas; default those of the profile")
     parser.add_argument("--dialect", default="auto", help="jobs: dialects to compare, with commas")
     parser.add_argument("--profile", default="auto", help="jobs: profiles to compare, with commas")
+    parser.add_argument("--job-set", choices=("first", "held-out"), default="first", help="jobs: which set of jobs")
     parser.add_argument(
         "--smallest",
         action="store_true",
@@ -98,7 +99,7 @@ def _run(name: str, options: argparse.Namespace, *, quiet: bool) -> Report:
     run: Callable[..., Report] = importlib.import_module(f"benchmarks.{name}").run
     before = os.getloadavg()[0]
     if name == "jobs":
-        report = run(options.model, options.tools, options.dialect, options.profile)
+        report = run(options.model, options.tools, options.dialect, options.profile, options.job_set)
     else:
         report = run(options.runs) if options.runs is not None and name in SIZED else run()
     report.notes.append(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")

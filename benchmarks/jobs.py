@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 
 from benchmarks.bare_loop import MAX_STEPS, Attempt, attempt, read_files, write_files
-from benchmarks.job_set import KINDS, LEVELS, Job, build_jobs
+from benchmarks.held_out_jobs import build_held_out_jobs
+from benchmarks.job_set import LEVELS, Job, build_jobs
 from benchmarks.processes import child_process
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
@@ -44,7 +45,9 @@ MEDIUM = Weights(
 LOCAL_MODELS = {"0.5b": SMALL, "1.5b": MEDIUM}
 THREADS = 2
 REPLY_LIMIT_S = 600.0
-JOBS = size(40, 1)
+JOB_SETS = {"first": build_jobs, "held-out": build_held_out_jobs}
+JOBS = size(100, 1)
+"""Most jobs of a set that run."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,26 @@ class Options:
     tools: Sequence[str] | None
     dialects: Sequence[str]
     profiles: Sequence[str]
+    job_set: str
 
 
-def run(model: str = "0.5b", tools: str | None = None, dialect: str = "auto", profile: str = "auto") -> Report:
-    """Run the jobs. Each list is separated by commas; every pair of a profile and a dialect is one batch."""
+def run(
+    model: str = "0.5b",
+    tools: str | None = None,
+    dialect: str = "auto",
+    profile: str = "auto",
+    job_set: str = "first",
+) -> Report:
+    """Run the jobs of a set of JOB_SETS. Each list is separated by commas; every pair of a profile and a dialect is one
+    batch.
+    """
     names = tools.split(",") if tools is not None else None
-    return asyncio.run(_run(Options(model, names, dialect.split(","), profile.split(","))))
+    return asyncio.run(_run(Options(model, names, dialect.split(","), profile.split(","), job_set)))
 
 
 async def _run(options: Options) -> Report:
     report = Report("jobs")
-    jobs = build_jobs()[:JOBS]
+    jobs = JOB_SETS[options.job_set]()[:JOBS]
     async with _open_endpoint(options.model) as endpoint, ToolClient.embedded(workers_only=True) as client:
         sys.stderr.write(f"bench: {len(jobs)} jobs in the bare loop\n")
         bare = await asyncio.to_thread(_do_bare, endpoint, jobs)
@@ -88,9 +100,14 @@ async def _run(options: Options) -> Report:
                 attempts = await _do_batch(client, endpoint, jobs, options, profile, dialect)
                 name = f"{profile}_{dialect}"
                 await _add(report, name, f"toolcrew, profile {profile}, dialect {dialect}", jobs, attempts, client)
+    done = [figure.value for figure in report.figures if figure.key.endswith("finished_number")]
+    if done[0]:
+        report.add("finished_ratio", max(done[1:]) / done[0], "jobs finished: toolcrew / bare loop", at_least=1.15)
     ratio_s = [figure.value for figure in report.figures if figure.key.endswith("job_ms")]
     report.add("seconds_ratio", ratio_s[1] / ratio_s[0], "median seconds per job: toolcrew / bare loop", at_most=1.3)
-    report.notes.append(f"{len(jobs)} jobs, at most {MAX_STEPS} steps, temperature 0, model {options.model}")
+    report.notes.append(
+        f"{len(jobs)} jobs, at most {MAX_STEPS} steps, temperature 0, model {options.model}, job set {options.job_set}"
+    )
     return report
 
 
@@ -193,7 +210,8 @@ async def _add(
     report.add(f"{name}_out_mean", _mean(done.tokens_out for done in attempts), "  tokens out per job")
     report.add(f"{name}_call_mean", _mean(done.calls for done in attempts), "  calls per job")
     report.add(f"{name}_job_ms", median([done.seconds for done in attempts]) * 1000, "  median time per job")
-    by_kind = {kind: sum(ok for job, ok in zip(jobs, finished, strict=True) if job.kind == kind) for kind in KINDS}
+    kinds = dict.fromkeys(job.kind for job in jobs)
+    by_kind = {kind: sum(ok for job, ok in zip(jobs, finished, strict=True) if job.kind == kind) for kind in kinds}
     by_level = {
         level: sum(ok for job, ok in zip(jobs, finished, strict=True) if job.level == level) for level in LEVELS
     }
