@@ -24,7 +24,7 @@ NAMES = tuple(
     sorted(
         path.stem
         for path in FOLDER.glob("*.py")
-        if re.search(r"^def run\(.*\) -> Report:$", path.read_text(), re.MULTILINE)
+        if re.search(r"^def run\([^)]*\) -> Report:$", path.read_text(), re.MULTILINE)
     )
 )
 """Modules of this folder with a function `run` that returns a report."""
