@@ -140,6 +140,7 @@ async def _do_batch(
     with tempfile.TemporaryDirectory(prefix="toolcrew-bench-") as name:
         folder = Path(name)
         for job in jobs:
+            (folder / job.id).mkdir()
             write_files(folder / job.id, job.files)
         lines = [_build_line(job, options.tools) for job in jobs]
         (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -155,7 +156,7 @@ async def _do_batch(
         with child_process(argv, environment, folder / "log") as child:
             while child.poll() is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
-        if child.returncode not in (0, 1):
+        if child.returncode not in (0, 1) or not (folder / "out.events.jsonl").exists():
             raise RuntimeError(f"the batch failed: {(folder / 'log').read_text(errors='replace')[-2000:]}")
         return _read_attempts(folder, jobs)
 
