@@ -177,8 +177,9 @@ class ModelAnswered(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyRepaired(RunEvent):
-    """A reply without a tool call was repaired. `repair`: `code_block` if the command in the reply's code block is run,
-    `reminder` if the model was asked to call a tool.
+    """A reply that would not lead on was repaired. `repair`: `code_block` if the command in the reply's code block is
+    run, `reminder` if the model was asked to call a tool, `restart` if the model repeated a failed call and the next
+    requests begin again with the user's request.
     """
 
     step: int

@@ -25,7 +25,8 @@ class ModelProfile:
     failed. `repairs_replies`: a command in a code block counts as a call, and an answer without any call is answered
     with a reminder, each only until the model has called a tool itself. `max_equal_failures`: the run stops when
     exactly the same call has failed this number of times; None: never. `sampling`: fields of each request that does not
-    set them.
+    set them. `restarts`: after the same call has failed twice, requests omit the steps so far and name the call
+    instead, with the fields of `restart_sampling`.
     """
 
     name: Literal["small", "standard"]
@@ -39,6 +40,8 @@ class ModelProfile:
     repairs_replies: bool = False
     max_equal_failures: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    restarts: bool = False
+    restart_sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def present(self, specs: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
         """Return the tools as the model sees them."""
@@ -60,8 +63,10 @@ SMALL = ModelProfile(
     # A hint that leaves the choice ("answer, or call the tool again") makes a small model repeat its call, or the hint.
     result_hint="Now answer the user in one plain sentence.",
     repairs_replies=True,
-    # A small model that repeats a failed call does not stop doing so.
-    max_equal_failures=3,
+    max_equal_failures=4,
+    # A small model that sees its failed call in the conversation repeats the call, with any text about the failure.
+    restarts=True,
+    restart_sampling={"temperature": 0.7},
     # Sampling makes a small model write wrong commands. The limit ends a reply that repeats itself.
     sampling={"temperature": 0, "max_tokens": 512},
 )

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -52,6 +52,9 @@ __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 
 log = get_logger(__name__)
 
+TRIED = "These calls were tried and failed. Solve the request in another way:"
+"""Heading of the calls that a restarted conversation names."""
+MAX_TRIED_CHARS = 2000
 REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
 _ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"`(])/\w""")
 MAX_REFUSALS = 4
@@ -197,6 +200,9 @@ class _Run:
             agent.skills,
         )
         system = agent.dialect.build_system(agent.instruction, agent.specs)
+        self._request_index = 1 + len(history)
+        self._tried: dict[str, None] = {}
+        self._restarted_at = 0
         self._transcript = Transcript(
             {"role": "system", "content": system},
             *history,
@@ -339,6 +345,7 @@ class _Run:
                 self._warn("the model sent an empty answer")
                 return StopReason.EMPTY_REPLY
             return None if self._remind() else StopReason.ANSWERED
+        self._restart_if_stuck(reply)
         repairs = self._agent.dialect.max_repairs
         limit = self._agent.options.max_malformed_replies if repairs is None else repairs + 1
         if self._spending.malformed_replies >= limit:
@@ -370,6 +377,22 @@ class _Run:
         self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="reminder"))
         self._transcript.append({"role": "user", "content": REMINDER.format(tool=self._agent.specs[0].name)})
         return True
+
+    def _restart_if_stuck(self, reply: _Reply) -> None:
+        """Let the next requests begin again with the user's request, if the model has repeated a failed call."""
+        if self._agent.profile.restarts and (repeated := self._calls.find_repeated(reply.requested)):
+            self._tried |= dict.fromkeys(repeated)
+            self._restarted_at = len(self._transcript)
+            self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="restart"))
+
+    def _select_messages(self, messages: list[Message]) -> list[Message]:
+        """Return the messages for a request: after a restart, those of the user's request and of the steps since."""
+        if not self._tried:
+            return messages
+        request = messages[self._request_index]
+        tried = "\n".join([TRIED, *self._tried])[:MAX_TRIED_CHARS]
+        restarted = {**request, "content": f"{request['content']}\n\n{tried}"}
+        return [*messages[: self._request_index], restarted, *messages[self._restarted_at :]]
 
     async def _request_reply(self) -> _Reply:
         """Return one whole reply. A request that is too long is shortened, and an interrupted reply
@@ -412,7 +435,10 @@ class _Run:
                 f"{shortened} results were shortened to fit the context window of {self._window.limit_tokens} tokens"
             )
         self._shortened = shortened
-        return messages, self._agent.dialect.build_request(fitted, self._agent.specs)
+        request = self._agent.dialect.build_request(self._select_messages(fitted), self._agent.specs)
+        if self._tried:
+            request = replace(request, extra={**request.extra, **self._agent.profile.restart_sampling})
+        return messages, request
 
     async def _read_reply(self, request: ModelRequest, displayed: DisplayedText) -> _Reply:
         """Read the reply to one request: emit its text as it arrives, and run its calls in order.

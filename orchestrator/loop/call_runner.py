@@ -62,6 +62,10 @@ class CallRunner:
         """
         return max(self._failures.values(), default=0)
 
+    def find_repeated(self, requested: Sequence[Requested]) -> list[str]:
+        """Return the texts of those calls that have now failed more than once with the same arguments."""
+        return [_show_call(request) for request in requested if self._failures.get(_build_repeat_key(request), 0) > 1]
+
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
         """Return the results in the order of the requests. If this method is cancelled, every running call is
         cancelled.
@@ -266,6 +270,14 @@ def _build_repeat_key(request: Requested) -> str:
     if isinstance(request, MalformedCall):
         return f"malformed {request.name} {request.raw}"
     return f"{request.call.name} {json.dumps(request.call.arguments, sort_keys=True)}"
+
+
+def _show_call(request: Requested) -> str:
+    """Return a call as text for a model: the command, or else the name and arguments."""
+    if isinstance(request, MalformedCall):
+        return request.raw
+    command = request.call.arguments.get("command")
+    return command if isinstance(command, str) else f"{request.call.name} {json.dumps(request.call.arguments)}"
 
 
 def _has_failed(result: ToolResult) -> bool:

@@ -18,7 +18,7 @@ from orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
 from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.loop.agent import Agent, RunResult
+from orchestrator.loop.agent import TRIED, Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
 from orchestrator.models.choice import ChosenModel, choose_profile
@@ -185,7 +185,27 @@ async def test_request_with_an_absolute_path_gets_no_file_list(request_: str) ->
 
 async def test_small_model_that_repeats_a_failed_call_is_stopped() -> None:
     result, calls, _ = await run(ScriptedModel([CALL] * 9), SMALL, exit_code=1, options=ReActOptions(max_iterations=9))
-    assert (len(calls), result.stop_reason) == (3, StopReason.REPEATED_FAILURE)
+    assert (len(calls), result.stop_reason) == (4, StopReason.REPEATED_FAILURE)
+
+
+async def test_small_model_that_repeats_a_failed_call_begins_again_without_its_steps() -> None:
+    model = ScriptedModel([CALL, CALL, CALL, "14."])
+    result, calls, events = await run(model, SMALL, exit_code=1, options=ReActOptions(max_iterations=9))
+    assert (len(calls), result.answer, repairs_in(events)) == (3, "14.", ["restart", "restart"])
+    first, second, *restarted = model.requests
+    assert len(second.messages) > len(first.messages)
+    command = calls[0].arguments["command"]
+    for request in restarted:
+        assert request.messages[:-1] == first.messages[:-1]
+        assert request.messages[-1]["content"] == f"{first.messages[-1]['content']}\n\n{TRIED}\n{command}"
+        assert request.extra["temperature"] > 0
+    assert [message["role"] for message in result.transcript].count("tool") == 3
+
+
+async def test_standard_model_that_repeats_a_failed_call_keeps_its_steps() -> None:
+    model = ScriptedModel([CALL, CALL, "14."])
+    await run(model, STANDARD, exit_code=1)
+    assert model.requests[2].messages[: len(model.requests[1].messages)] == model.requests[1].messages
 
 
 @pytest.mark.parametrize(("text", "has_hint"), [("14", True), ("Error [TIMEOUT]: not done", False)])
