@@ -33,13 +33,13 @@ class ReadMemory:
     @asynccontextmanager
     async def reserve(self, tenant: str, size: int) -> AsyncIterator[None]:
         """Reserve memory during the block. Wait up to WAIT_S seconds for other reads to end. Raises
-        ToolFailure(FILE_TOO_LARGE): the process has never that much memory. Raises ToolFailure(RATE_LIMITED): other
+        ToolFailure(FILE_TOO_LARGE): a tenant never gets that much memory. Raises ToolFailure(RATE_LIMITED): other
         reads did not end.
         """
-        if size > self._total:
+        if size > self._total // 2:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                f"the messages of the run need more than {self._total // 2**20} MiB of memory here: read the events of "
+                f"the messages of the run need more than {self._total // 2**21} MiB of memory here: read the events of "
                 "the run, or its transcript over the API after its end",
             )
         try:
@@ -61,8 +61,7 @@ class ReadMemory:
             waking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _has_room(self, tenant: str, size: int) -> bool:
-        is_alone = not self._of[tenant]
-        return self._used + size <= self._total and (is_alone or self._of[tenant] + size <= self._total // 2)
+        return self._used + size <= self._total and self._of[tenant] + size <= self._total // 2
 
     def _change(self, tenant: str, size: int) -> None:
         self._used += size

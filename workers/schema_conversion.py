@@ -17,6 +17,7 @@ Json = dict[str, Any]
 MAX_STEPS = 2000
 """Limit of the schemas and values in the result of one conversion."""
 MAX_CHARS = 64 * 1024
+MAX_REFERENCE_CHARS = 1000
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _OTHER_TYPES = {name: "integer" for name in ("int", "int32", "int64", "long")}
 _OTHER_TYPES |= {name: "number" for name in ("float", "double", "decimal")}
@@ -95,7 +96,11 @@ class Converter:
         return target if isinstance(target, dict) else {}
 
     def _find(self, reference: str) -> Any:
-        """Return the target of a reference inside the schema; None if there is none."""
+        """Return the target of a reference inside the schema; None if there is none or the reference is too long."""
+        # Counted, because a schema may repeat a long reference for each of its properties.
+        self._count(1 + reference.count("/"))
+        if len(reference) > MAX_REFERENCE_CHARS:
+            return None
         base, _, fragment = reference.partition("#")
         own = (self.root.get("$id"), self.root.get("id")) if isinstance(self.root, dict) else ()
         if base and base not in own:

@@ -197,8 +197,9 @@ def _is_similar(name: str, other: str) -> bool:
 
 _CONTROL_TOKENS = re.compile(r"<\|[^|<>]{0,64}\|>")
 _ROUTE = re.compile(r"^(?:commentary|analysis|final|assistant|to=|\s)+")
-_NAMESPACE = re.compile(r"^(?:functions?|tools?|default_api|api|namespace)(?:[.:/_-]|::)+", re.IGNORECASE)
-_ENDING = re.compile(r"(?:\(\)|\{\}|:\d{1,3}|[\s`'\",;:.()])+$")
+_NAMESPACE = re.compile(r"^(?:functions?|tools?|default_api|api|namespace)[.:/_-]+", re.IGNORECASE)
+# Possessive: a model chooses the name, and a repetition that is tried in several ways takes exponential time.
+_ENDING = re.compile(r"(?:\{\}|:\d{1,3}|[\s`'\",;:.()])++$")
 
 
 def find_meant_name(name: str, names: Collection[str]) -> str | None:

@@ -1,5 +1,6 @@
 """Names of tools as models write them, and messages without visible content."""
 
+import time
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ async def run(model: ScriptedModel, dialect: Any = None) -> tuple[Any, list[Tool
 
     specs = [build_spec("bash_tool", properties={}), build_spec("read_tool", properties={})]
     return await Agent(model, dialect or NativeDialect(), specs, run_call).run("go"), calls
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["()", "(", "{}", ":", ":1", ":12", "::", " :", "()\t", "`'", "to=", "final", "functions.", "<|", "<|a|>", "."],
+)
+@pytest.mark.parametrize("end", ["", "x", "\n-"])
+def test_a_hostile_name_is_read_in_bounded_time(part: str, end: str) -> None:
+    name = f"x{part * 128}"[: 128 - len(end)] + end
+    started = time.process_time()
+    assert find_meant_name(name, OFFERED) is None
+    assert time.process_time() - started < 1.0
 
 
 async def test_the_meant_tool_runs_and_the_history_has_the_name_of_the_model() -> None:
