@@ -242,5 +242,9 @@ async def test_a_finished_call_leaves_only_its_record_and_list_entry(harness: Ha
     await harness.answer(await harness.next_task_id(), "done")
     await delivery
     await harness.hub.close()
-    keys = {call_key("default", "acme", "c1").encode(), tenant_calls_key("default", "acme").encode()}
+    keys = {
+        call_key("default", "acme", "c1").encode(),
+        tenant_calls_key("default", "acme").encode(),
+        b"toolcrew:default:t:acme:memory",
+    }
     assert set(await harness.server.keys()) == keys
