@@ -177,7 +177,7 @@ def test_programs_get_no_internal_variables_functions_or_descriptors(guest: Gues
     assert (
         stdout_of(
             guest,
-            "ls /proc/self/fd | wc -l; env | grep -v PWD | grep -c -i -e bash_env -e toolcrew; compgen -v | grep -i "
+            "ls /proc/self/fd | wc -l; env | grep -v -e PWD -e ^GIT_CONFIG_SYSTEM= | grep -c -i -e bash_env -e toolcrew; compgen -v | grep -i "
             "toolcrew; declare -F",
         )
         == "4\n0\n"

@@ -54,6 +54,7 @@ def test_failed_call_is_a_tool_or_infrastructure_failure(code: ErrorCode) -> Non
     infrastructure_codes = {
         "SANDBOX_UNAVAILABLE",
         "BROKER_UNAVAILABLE",
+        "BROKER_FULL",
         "HOST_LOST",
         "OUTCOME_UNKNOWN",
         "ENVELOPE_REFUSED",
