@@ -62,7 +62,7 @@ async def test_a_cancelled_read_gives_its_memory_back() -> None:
     memory, has_begun = ReadMemory(total=100), asyncio.Event()
 
     async def read() -> None:
-        async with memory.reserve("acme", 100):
+        async with memory.reserve("acme", 50):
             has_begun.set()
             await asyncio.get_running_loop().create_future()
 
@@ -70,7 +70,7 @@ async def test_a_cancelled_read_gives_its_memory_back() -> None:
     await has_begun.wait()
     task.cancel()
     await asyncio.wait((task,))
-    async with memory.reserve("acme", 100):
+    async with memory.reserve("acme", 50):
         pass
 
 
