@@ -265,7 +265,7 @@ class BatchRecord(Record):
     rows: RowLocation | None = None
     succeeded: int = 0
     failed: dict[FailureKind, int] = Field(default_factory=dict)
-    webhook: WebhookDelivery | None = None
+    webhook: WebhookDelivery | None = Field(default=None, exclude_if=lambda webhook: webhook is None)
 
 
 def seal_item(keys: SigningKeys, tenant: str, run: str, batch: str, item: BatchItem) -> str:

@@ -207,7 +207,7 @@ def test_s1_10_the_output_controller_refuses_an_invalid_decision(raw: str) -> No
 
 
 async def test_s1_10_an_invalid_decision_runs_nothing_and_the_model_may_try_again() -> None:
-    weather, gateway = Weather(), Gateway('I call {"tool": "get_weather", "arguments": {"city": "Rome"}}', REPLY)
+    weather, gateway = Weather(), Gateway('I call {"tool": "get_weather", "arguments": {"city": "Rome"}} now', REPLY)
     result = await ask(gateway, weather)
     assert (weather.cities, result.reply) == ([], "It is 22 degrees in Beijing.")
     assert "Malformed decision" in gateway.requests[1][-1]["content"]
