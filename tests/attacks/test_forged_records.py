@@ -98,7 +98,7 @@ async def test_a_forged_idempotency_response_is_not_replayed(
     client: "redis.asyncio.Redis", keys: SigningKeys | None
 ) -> None:
     slots = IdempotencyStore(client, "d", KEY)
-    claim = slots.name("key", "word", "digest", "1")
+    claim = slots.name("key", "word", "digest", "1", "acme")
     record = '{"digest": "digest", "status": 200, "headers": [], "body": ""}'
     await client.set(claim.slot, keys.seal(f"answer {claim.slot}", record) if keys is not None else record)
     with pytest.raises(RecordRefused):
