@@ -15,7 +15,7 @@ from guest.processes import KillReport
 from guest.supervisors import Progress, SupervisorHandle, open_channel
 
 pytestmark = needs_namespace
-RUN = b'eval "$BASH_EXECUTION_STRING"'
+RUN = b'builtin eval "$BASH_EXECUTION_STRING"'
 
 
 @pytest.fixture(scope="module")
