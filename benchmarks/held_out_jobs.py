@@ -1,7 +1,7 @@
 """Second set of small jobs with verifiable results, of other kinds and in other words than `job_set`.
 
 No text of toolcrew is adjusted to these jobs: the set shows whether texts that help with the first set also help with
-jobs that nobody tried before. Do not read the failures of this set to change a prompt.
+jobs that were never tried before. Do not read the failures of this set to change a prompt.
 """
 
 import base64
@@ -298,7 +298,7 @@ def _organize(rng: random.Random) -> list[Job]:
                 "fig.dat and zz-copy.dat",
             ),
             (
-                "Give every .log file here the prefix `old-`; a file x.log thus becomes old-x.log. Touch nothing else.",
+                "Give every .log file here the prefix `old-`; a file x.log becomes old-x.log. Touch nothing else.",
                 mixed,
                 {f"old-{path}" if path.endswith(".log") else path: content for path, content in mixed.items()}
                 | {path: None for path in mixed if path.endswith(".log")},

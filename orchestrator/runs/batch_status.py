@@ -20,9 +20,8 @@ class RequestCounts(Record):
 
 class BatchStatus(Record):
     """A batch. `status`: in_progress, cancelling, cancelled or completed. `failed`: numbers of failures by kind.
-    `concurrency`:
-    items that run at the same time. Fields
-    have the names of OpenAI's batches if they have the same meaning. Times are in ISO 8601.
+    `concurrency`: items that run at the same time. Fields have the names of OpenAI's batches if they have the same
+    meaning. Times are in ISO 8601.
     """
 
     id: str
