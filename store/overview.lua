@@ -1,6 +1,6 @@
 -- Reads the queues, tenants and batches of a deployment in one step. The script changes nothing. docs/design.md shows the state that it reads.
 --
--- ARGV: key prefix of the deployment, of admission, of slots, of runs, queues (JSON list), registered tenants (JSON list), max batches.
+-- ARGV: key prefix of the deployment, of admission, of slots, of runs, queues (JSON list), tenants (JSON list), max batches, name of the hidden batch of runs.
 -- Result (JSON): queues and tenants by name, batches as a list of lists, counts.
 
 local deployment, admission, slots, runs = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -101,12 +101,19 @@ end
 
 -- One tenant may have any number of batches.
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, max_batches - 1)) do add_batch(split(member)) end
+-- Runs that are no items of a batch belong to a hidden batch of their tenant.
+local own, counted = 0, {}
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MAX_RUNS - 1)) do
   local tenant, run = split(member)
+  if not counted[tenant] then
+    counted[tenant] = true
+    own = own + redis.call('SCARD', deployment .. 't:' .. tenant .. ':batch.' .. ARGV[8] .. ':running')
+  end
   local batch = redis.call('HGET', deployment .. 't:' .. tenant .. ':run.' .. run, 'batch')
   if batch then add_batch(tenant, batch) end
 end
 
-result.running = redis.call('ZCARD', runs .. 'leases')
+result.runs = own
+result.items = math.max(0, redis.call('ZCARD', runs .. 'leases') - own)
 result.approvals = redis.call('ZCOUNT', deployment .. 'approvals', string.format('(%.0f', now * 1000), '+inf')
 return cjson.encode(result)

@@ -15,6 +15,7 @@ from contract.hosts import HostReport
 from contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
+from store.batches import HOSTED_BATCH
 from store.connection import RedisClient, broker_errors, read_clock
 from store.hosts import HostStore
 from store.slots import count_slots_in_use
@@ -48,9 +49,10 @@ class QueueSummary(Record):
 
 
 class TenantSummary(Record):
-    """A tenant that is registered or has calls. `share`: the part of all used slots that its calls use, 0 to 1.
-    `fair_share`: the part that its weight entitles it to, among the tenants that have calls; 0 without calls.
-    `problem`: why its policy cannot be read; the tenant is then not served.
+    """A tenant that is served or has calls. `is_registered`: it has a policy; the default tenant always has one.
+    `share`: the part of all used slots that its calls use, 0 to 1. `fair_share`: the part that its weight entitles it
+    to, among the tenants that have calls; 0 without calls. `problem`: why its policy cannot be read; the tenant is then
+    not served.
     """
 
     tenant: str
@@ -80,15 +82,18 @@ class BatchSummary(Record):
 
 
 class Overview(Record):
-    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MAX_BATCHES. `running`:
-    number of runs that an orchestrator executes now. `approvals`: number of questions that wait for a person.
+    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MAX_BATCHES, including
+    the hidden ones of runs. `runs`: number of runs that an orchestrator executes now, without items of batches.
+    `items`: number of items of batches that an orchestrator executes now. `approvals`: number of questions that wait
+    for a person.
     """
 
     hosts: tuple[HostReport, ...]
     queues: tuple[QueueSummary, ...]
     tenants: tuple[TenantSummary, ...]
     batches: tuple[BatchSummary, ...]
-    running: int
+    runs: int
+    items: int
     approvals: int
 
     @property
@@ -127,20 +132,21 @@ class OverviewReader:
 
     async def read(self) -> Overview:
         """Return the present state. Raises BrokerUnavailable when Redis does not answer."""
-        hosts, policies = await asyncio.gather(self._hosts.read(), self._tenants.all())
+        hosts, (policies, names) = await asyncio.gather(self._hosts.read(), self._tenants.all_with_active())
         queues = sorted(
             {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
         )
         data = await self._read_state(
             [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()],
-            list(policies),
+            names,
         )
         return Overview(
             hosts=tuple(hosts),
             queues=_queues(data["queues"]),
-            tenants=_tenants(data["tenants"], policies),
+            tenants=_tenants(data["tenants"], policies, names),
             batches=_batches(data["batches"]),
-            running=data["running"],
+            runs=data["runs"],
+            items=data["items"],
             approvals=data["approvals"],
         )
 
@@ -170,7 +176,9 @@ class OverviewReader:
             runs_prefix(self._deployment),
         ]
         with broker_errors(_WHAT):
-            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES])
+            text: Any = await self._script(
+                args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES, HOSTED_BATCH]
+            )
         return dict(json.loads(text))
 
 
@@ -180,7 +188,7 @@ def _queues(data: Mapping[str, Mapping[str, Any]]) -> tuple[QueueSummary, ...]:
 
 
 def _tenants(
-    data: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError]
+    data: Mapping[str, Sequence[int]], policies: Mapping[str, TenantPolicy | ConfigError], names: Sequence[str]
 ) -> tuple[TenantSummary, ...]:
     policy_by_name = {
         name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()
@@ -189,7 +197,7 @@ def _tenants(
     total_running = sum(running for running, _ in data.values())
     all_weight = sum(policy_by_name.get(name, default).weight for name in data)
     tenants = []
-    for name in sorted({*policies, *data}):
+    for name in sorted({*names, *data}):
         policy, (running, waiting), stored = (
             policy_by_name.get(name, default),
             data.get(name, (0, 0)),

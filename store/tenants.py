@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from contract.calls import Identifier
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import (
+    active_tenants_key,
     api_keys_key,
     audit_key,
     installed_skills_key,
@@ -276,12 +277,24 @@ class RedisTenants(AuditedStore):
         return await self._budgets.read(tenant, (await self.policy(tenant)).budgets)
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:
-        """Return the policy of every registered tenant by name. An unreadable policy is replaced by its error. Raises
-        BrokerUnavailable when Redis does not answer.
+        """Return the policy of the default tenant and of every registered tenant by name. An unreadable policy is
+        replaced by its error. Raises BrokerUnavailable when Redis does not answer.
+        """
+        return (await self.all_with_active())[0]
+
+    async def all_with_active(self) -> tuple[Mapping[str, TenantPolicy | ConfigError], list[str]]:
+        """Return the same policies, and the names of all served tenants that this deployment knows, in order. While
+        no tenant is registered, they include the tenants that have opened sessions. Raises BrokerUnavailable.
         """
         with broker_errors("the tenants were not read"):
-            fields: Any = await self._client.hgetall(self._keys[0])
-        return parse_tenants(self._signing, fields)
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(self._keys[0])
+                pipe.zrange(active_tenants_key(self._deployment), 0, -1)
+                fields, active = await pipe.execute()
+        policies = {DEFAULT_TENANT: TenantPolicy(), **parse_tenants(self._signing, fields)}
+        is_open = not set(fields) - {VERSION_FIELD.encode(), DEFAULT_TENANT.encode()}
+        seen = {name.decode(errors="replace") for name in active} if is_open else set[str]()
+        return policies, sorted({*policies, *seen})
 
     async def add(self, name: str, policy: TenantPolicy) -> None:
         """Register a tenant. Every worker and orchestrator knows the tenant within 2 seconds.

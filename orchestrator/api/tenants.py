@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.tenancy import DEFAULT_TENANT, TenantPolicy
+from contract.tenancy import TenantPolicy
 from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problem_handlers import responses
@@ -78,7 +78,7 @@ async def list_tenants(caller: OperatorCaller, cursor: Cursor = None, limit: Lim
 
     While no tenant is registered, every tenant name is served with the default policy.
     """
-    policies = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
+    policies = await caller.app_state.parts.pool.tenants.all()
     return page_of([_view(name, policy) for name, policy in policies.items()], cursor, limit)
 
 
@@ -96,7 +96,7 @@ async def add_tenant(body: NewTenant, caller: AdminCaller) -> TenantView:
 @router.get("/{name}", responses=responses(404))
 async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """Return one tenant with its policy."""
-    policies = {DEFAULT_TENANT: TenantPolicy(), **await caller.app_state.parts.pool.tenants.all()}
+    policies = await caller.app_state.parts.pool.tenants.all()
     if name not in policies:
         raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {name} does not exist: GET /v1/tenants lists the tenants")
     return _view(name, policies[name])

@@ -65,11 +65,11 @@ def _describe(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dic
 
 
 async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
-    """Return the tenant of the option or of a tenant's key; for operators, all registered tenants."""
+    """Return the tenant of the option or of a tenant's key; for operators, all tenants."""
     if tenant is not None or (await client.actor()).role == "tenant":
         return [client.tenant]
     async with open_deployment("operator") as deployment:
-        return sorted({client.tenant, DEFAULT_TENANT, *await deployment.tenants.all()})
+        return sorted({client.tenant, *(await deployment.tenants.all_with_active())[1]})
 
 
 @as_command

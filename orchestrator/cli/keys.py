@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.operations.views import view_key
@@ -22,7 +21,7 @@ async def keys_list(
 ) -> Output:
     """List the API keys, oldest first. The text of a key cannot be shown again."""
     async with open_deployment("admin") as deployment:
-        if tenant not in (None, DEFAULT_TENANT, *await deployment.tenants.all()):
+        if tenant not in (None, *await deployment.tenants.all()):
             raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} does not exist: see `toolcrew tenants list`")
         found = await deployment.keys.all()
     rows = [

@@ -35,7 +35,7 @@ async def tenants_list(as_json: Json = False) -> Output:
     Until the first tenant is registered, every tenant name is served like the default tenant.
     """
     async with open_deployment("operator") as deployment:
-        policies = {DEFAULT_TENANT: TenantPolicy(), **await deployment.tenants.all()}
+        policies = await deployment.tenants.all()
         reader = OverviewReader(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
         summaries = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
     columns = ("name", "weight", "in-flight", "waiting", "rate", "sandboxes", "class", "state", "tools")

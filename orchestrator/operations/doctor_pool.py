@@ -266,7 +266,8 @@ async def _examine_tenants(
                 f"{name} is paused{f': {policy.pause_reason}' if policy.pause_reason else ''}",
                 f"`toolcrew tenants resume {name}`",
             )
-        if sandboxes:
+        is_used = name != DEFAULT_TENANT or policy != TenantPolicy()
+        if sandboxes and is_used:
             _judge_policy(name, policy, classes, {image for host in sandboxes for image in host.images}, report)
     registered = [name for name in policies if name != DEFAULT_TENANT]
     if not registered:

@@ -4,7 +4,9 @@ and with a screen reader.
 
 import pytest
 
-from tests.page_harness import Visitors, World, take_picture
+from orchestrator.dialects.model import TokenUsage
+from store.usage import ReplySpending, UsageStore
+from tests.page_harness import DEPLOYMENT, Visitors, World, take_picture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -125,6 +127,31 @@ async def test_a_tenant_sees_its_own_usage_and_budgets(world: World, visitors: V
         labels = [await one.get_attribute("aria-label") for one in await visit.page.locator(".days svg").all()]
         assert labels == ["Model tokens per day, 1,234 in 30 days", "Model cost per day, 1.5 in 30 days"]
         assert await visit.page.get_by_text("98,765").count() == 0
+
+
+async def test_the_default_tenant_is_on_the_pages_of_tenants_and_usage(world: World, visitors: Visitors) -> None:
+    await UsageStore(world.redis, DEPLOYMENT).count_reply("default", "s", ReplySpending(TokenUsage(4321, 0)))
+    async with visitors.visit("admin") as visit:
+        await visit.page.goto("/usage")
+        assert await visit.page.get_by_role("heading", name="default", exact=True).count() == 1
+        assert await visit.page.get_by_text("4,321 in 30 days").count() == 1
+        await visit.page.goto("/tenants")
+        row = visit.page.get_by_role("row").filter(has=visit.page.get_by_role("rowheader", name="default", exact=True))
+        assert await row.get_by_role("button", name="Pause").count() == 1
+
+
+async def test_the_count_of_active_runs_agrees_with_their_list(world: World, visitors: Visitors) -> None:
+    async with visitors.visit("admin") as visit, world.open_run("Watch me"):
+        await visit.page.goto("/")
+        rows = visit.page.get_by_role("table").first.locator("tbody tr")
+        tiles = dict(
+            zip(
+                await visit.page.locator(".figure dt").all_inner_texts(),
+                await visit.page.locator(".figure dd").all_inner_texts(),
+                strict=True,
+            )
+        )
+        assert int(tiles["Active runs"]) == await rows.count() == 1
 
 
 async def test_pages_show_the_same_content_without_javascript(world: World, visitors: Visitors) -> None:

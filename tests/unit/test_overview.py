@@ -10,7 +10,10 @@ import redis.asyncio
 
 from contract.names import host_key, hosts_key, tenants_key
 from contract.tenancy import TenantPolicy, seal_policy
+from orchestrator.runs.hosted import HostedRuns
+from store.batches import RunBody
 from store.overview import OverviewReader
+from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
@@ -35,7 +38,8 @@ async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields:
 async def test_empty_deployment_has_only_pool_queues(reader: OverviewReader) -> None:
     overview = await reader.read()
 
-    assert (overview.hosts, overview.tenants, overview.batches) == ((), (), ())
+    assert (overview.hosts, overview.batches) == ((), ())
+    assert [(tenant.tenant, tenant.is_registered) for tenant in overview.tenants] == [("default", True)]
     assert [(queue.queue, queue.length, queue.slots) for queue in overview.queues] == [
         ("pool.tools", 0, 0),
         ("pool.web", 0, 0),
@@ -45,9 +49,10 @@ async def test_empty_deployment_has_only_pool_queues(reader: OverviewReader) -> 
         overview.slots_in_use,
         overview.sessions,
         overview.waiting,
-        overview.running,
+        overview.runs,
+        overview.items,
         overview.approvals,
-    ) == (0,) * 6
+    ) == (0,) * 7
 
 
 async def test_queue_reports_waiting_calls_and_the_oldest_wait(
@@ -92,7 +97,7 @@ async def test_tenants_are_listed_by_calls_with_shares_and_unregistered_ones(
 
     tenant_rows = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
-    assert list(tenant_rows) == ["acme", "stranger", "idle", "torn"]
+    assert list(tenant_rows) == ["acme", "stranger", "default", "idle", "torn"]
     assert tenant_rows["acme"].held == 3
     assert tenant_rows["acme"].in_flight == 8
     assert tenant_rows["acme"].share == 0.75
@@ -103,6 +108,23 @@ async def test_tenants_are_listed_by_calls_with_shares_and_unregistered_ones(
     assert (tenant_rows["idle"].held, tenant_rows["idle"].share, tenant_rows["idle"].fair_share) == (0, 0.0, 0.0)
     assert [name for name, tenant in tenant_rows.items() if tenant.is_paused] == ["idle"]
     assert "cannot be verified" in tenant_rows["torn"].problem
+
+
+async def test_tenants_with_sessions_are_listed_while_no_tenant_is_registered(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
+    await SessionStore(client, DEPLOYMENT).open("bolt", "s1", QUEUE, start="{}", ttl_s=60, limit=9)
+    assert [(tenant.tenant, tenant.is_registered) for tenant in (await reader.read()).tenants] == [
+        ("bolt", False),
+        ("default", True),
+    ]
+
+    tenants = RedisTenants(client, DEPLOYMENT, KEY)
+    await tenants.add("acme", TenantPolicy())
+    assert [tenant.tenant for tenant in (await reader.read()).tenants] == ["acme", "default"]
+
+    await tenants.remove("acme")
+    assert [tenant.tenant for tenant in (await reader.read()).tenants] == ["default"]
 
 
 async def test_rate_limited_tenant_is_listed_with_waiting_calls(
@@ -118,7 +140,10 @@ async def test_rate_limited_tenant_is_listed_with_waiting_calls(
 
     overview = await reader.read()
 
-    assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in overview.tenants] == [("slow", 0, 3)]
+    assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in overview.tenants] == [
+        ("slow", 0, 3),
+        ("default", 0, 0),
+    ]
     # The wait counts from the request, also while a limit of the tenant blocks the calls.
     assert overview.queues[0].oldest_s is not None
     assert 39 < overview.queues[0].oldest_s < 300
@@ -137,7 +162,22 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
 
     batches = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in overview.batches}
     assert batches == {"waits": ("acme", 3, 1, 2), "runs": ("bolt", 1, 1, 0)}
-    assert overview.running == 2
+    assert (overview.runs, overview.items) == (0, 2)
+
+
+async def test_runs_and_items_of_batches_are_counted_separately(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
+    runs, tenants = RunHarness(client), RedisTenants(client, DEPLOYMENT, KEY)
+    hosted = HostedRuns(client, DEPLOYMENT, KEY, tenants)
+    await runs.submit(3, batch="b", tenant="bolt")
+    for tenant in ("bolt", "cyan"):
+        await hosted.start(tenant, RunBody(instruction="Count the files."))
+    assert len(await runs.queue.claim(10)) == 5
+
+    overview = await reader.read()
+
+    assert (overview.runs, overview.items) == (2, 3)
 
 
 async def test_overview_does_not_read_every_batch_of_a_tenant(
@@ -172,4 +212,4 @@ async def test_overview_of_1000_tenants_takes_no_extra_round_trips(
 
     # Long names in one request may come in more than one piece.
     assert many - few < 10
-    assert len((await reader.read()).tenants) == 1000
+    assert len((await reader.read()).tenants) == 1001

@@ -99,7 +99,7 @@ async def test_name_of_a_removed_tenant_stays_reserved(tenants: RedisTenants) ->
         await failure_of(ApiKeys(tenants._client, tenants._deployment, tenants._signing).add("acme"))
         is ErrorCode.UNKNOWN_TENANT
     )
-    assert dict(await tenants.all()) == {}
+    assert dict(await tenants.all()) == {"default": TenantPolicy()}
 
 
 async def test_lost_tenants_in_redis_stop_every_call(tenants: RedisTenants) -> None:
@@ -127,14 +127,14 @@ async def test_invalid_tenant_changes_are_refused(tenants: RedisTenants) -> None
         (tenants.remove("default"), ErrorCode.INVALID_ARGUMENTS),
     ):
         assert await failure_of(work) is code
-    assert list(await tenants.all()) == ["acme"]
+    assert list(await tenants.all()) == ["default", "acme"]
 
 
 async def test_oversized_policy_is_not_stored(tenants: RedisTenants) -> None:
     rules = tuple(CommandRule(action="deny", argv_prefix=("x" * 256,) * 8) for _ in range(1000))
     assert len(TenantPolicy(commands=rules).model_dump_json()) > MAX_POLICY_BYTES
     assert await failure_of(tenants.add("acme", TenantPolicy(commands=rules))) is ErrorCode.INVALID_ARGUMENTS
-    assert dict(await tenants.all()) == {}
+    assert dict(await tenants.all()) == {"default": TenantPolicy()}
 
 
 async def test_concurrent_changes_are_not_lost(client: "redis.asyncio.Redis") -> None:

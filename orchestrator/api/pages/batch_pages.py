@@ -16,7 +16,7 @@ from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import build_transcript
 from store.audit import Audit, build_entry
 from store.batches import BatchRecord, BatchState
-from store.overview import OverviewReader
+from store.overview import Overview, OverviewReader
 from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from store.run_records import RunRecord
 from store.runs import PAGE_BYTES
@@ -173,8 +173,14 @@ async def list_tenants(person: Person) -> list[str]:
     """Return all tenants. The tenants with the most work are first."""
     parts = person.app_state.parts
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
+    return list(dict.fromkeys([*order_tenants(overview), person.owner]))
+
+
+def order_tenants(overview: Overview) -> list[str]:
+    """Return all tenants of an overview: first those that execute runs or items, then those with the most calls."""
+    busiest = sorted(overview.batches, key=lambda batch: not batch.running)
     named = [tenant.tenant for tenant in overview.tenants]
-    return list(dict.fromkeys([*(batch.tenant for batch in overview.batches), *named, person.owner]))
+    return list(dict.fromkeys([*(batch.tenant for batch in busiest), *named]))
 
 
 def _has_failed(record: RunRecord | None) -> bool:

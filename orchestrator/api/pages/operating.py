@@ -8,6 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ConfigError, ErrorCode
 from contract.registry import Switch
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
@@ -101,6 +102,7 @@ async def tenants(request: Request, person: PageViewer, done: str = "") -> Respo
     values: dict[str, Any] = {
         "tenants": rows,
         "left": len(visible) - len(shown),
+        "is_open": not any(row.is_registered for row in overview.tenants if row.tenant != DEFAULT_TENANT),
         "keys": await _key_counts(person),
         "done": DONE.get(done),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from orchestrator.api.pages.batch_pages import order_tenants
 from orchestrator.api.pages.people import PageViewer, Person
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
@@ -30,7 +31,7 @@ async def overview(request: Request, person: PageViewer) -> Response:
     parts, viewer = person.app_state.parts, await person.viewer()
     snapshot = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     mine = [tenant for tenant in snapshot.tenants if viewer.tenant in (None, tenant.tenant)]
-    names = [viewer.tenant] if viewer.tenant else [tenant.tenant for tenant in mine][:MAX_TENANTS]
+    names = [viewer.tenant] if viewer.tenant else order_tenants(snapshot)[:MAX_TENANTS]
     runs = [run for state in _LIVE for run in await newest_runs(person, names, state, MAX_RUNS)][:MAX_RUNS]
     does = await asyncio.gather(*(_describe_activity(person, run) for run in runs))
     pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MAX_APPROVALS)

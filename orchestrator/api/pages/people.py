@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Form, Query, Request, Response
 
 from contract.errors import ErrorCode
-from contract.tenancy import DEFAULT_TENANT
 from orchestrator.api.access import depend_on_app_state
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.pages.logins import Login, find_login
@@ -69,12 +68,8 @@ class Person:
         identity = self.login.identity
         tenants: tuple[str, ...] = ()
         if self.is_operator:
-            names = {
-                DEFAULT_TENANT,
-                *await self.app_state.parts.pool.tenants.all(),
-                *([self.tenant] if self.tenant else []),
-            }
-            tenants = tuple(sorted(names))[:MAX_CHOICE]
+            _, names = await self.app_state.parts.pool.tenants.all_with_active()
+            tenants = tuple(sorted({*names, *([self.tenant] if self.tenant else [])}))[:MAX_CHOICE]
         shown = self.tenant if self.is_operator else identity.tenant
         return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
 
