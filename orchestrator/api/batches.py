@@ -143,8 +143,9 @@ async def submit_batch(
     warnings = list[str]()
     with errors.check():
         warnings = await runs.check_tools(file, "the body")
+    with errors.check():
+        await runs.check_models(file, defaults, "the body")
     errors.raise_if_any()
-    await runs.check_models(file, defaults)
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
     # submission, so that each item is queued only once.

@@ -17,14 +17,15 @@ from contract.run_events import FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
-from orchestrator.batches.model_check import check_prices
+from orchestrator.batches.model_check import check_models
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
     LimitOptions,
     build_defaults,
+    build_model_test,
     check_lines,
-    check_models,
+    find_model_warnings,
     parse_kinds,
     parse_webhook,
     prepare_artifacts,
@@ -172,11 +173,12 @@ def submit(
             read = await _read_file(file, batch, defaults, settings, is_detached=detach)
         except BadBatch as error:
             raise await _add_tool_errors(error, tenant) from None
-        warnings = [] if detach else check_models(read, defaults, settings)
+        warnings = [] if detach else find_model_warnings(read, defaults, settings)
         for warning in warnings:
             _warn(warning)
         async with open_client(tenant) as client:
-            await client.batch_runs().check_models(read, defaults)
+            serves = build_model_test(settings, is_detached=detach)
+            await client.batch_runs().check_models(read, defaults, str(file), serves)
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
             if detach and find_local_workspaces(read.items):
@@ -277,7 +279,7 @@ async def _read_file(
     check_lines(read, defaults, is_detached=is_detached)
     if settings.redis_url is None:
         # An embedded stack has no model endpoints.
-        check_prices(read, defaults, None, ())
+        check_models(read, str(file), defaults, {}, None, ())
     if defaults.artifacts is not None:
         await asyncio.to_thread(prepare_artifacts, Path(defaults.artifacts))
     return read

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.webhooks import Webhook
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dialects.profiles import PROFILE_NAMES
-from orchestrator.models.choice import FALLBACK_WARNING, find_shipped
+from orchestrator.models.choice import FALLBACK_WARNING, LOCAL, find_shipped, serves_model
 from orchestrator.settings import OrchestratorSettings
 from store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
 
@@ -111,7 +112,16 @@ def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool =
         )
 
 
-def check_models(file: BatchFile, defaults: BatchDefaults, settings: OrchestratorSettings) -> list[str]:
+def build_model_test(settings: OrchestratorSettings, *, is_detached: bool) -> Callable[[str], bool]:
+    """Return a function that returns whether the batch can use a model without a configured endpoint. Only the
+    orchestrators of a detached batch know their own models, but none of them starts the local model for a line.
+    """
+    if is_detached:
+        return lambda name: name != LOCAL
+    return lambda name: name == LOCAL or serves_model(settings, name)
+
+
+def find_model_warnings(file: BatchFile, defaults: BatchDefaults, settings: OrchestratorSettings) -> list[str]:
     """Return warnings about the models that this process will use for the lines. Raises ConfigError for an
     ambiguous name.
     """

@@ -13,11 +13,13 @@ from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.http.session_cache import SessionCache
 from orchestrator.metrics.page import MetricsPage
+from orchestrator.runs.endpoints import ModelNames
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
+from store.model_endpoints import ModelEndpoints
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
@@ -193,9 +195,10 @@ class AppState:
         settings, deployment = self.settings, self.settings.deployment
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
         metrics = MetricsPage(pool.redis, deployment)
-        return ConnectedParts(
-            pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, settings), metrics
-        )
+        runs = HostedRuns.on(pool, settings)
+        endpoints = ModelEndpoints(pool.redis, deployment, pool.keys)
+        runs.check_model = ModelNames(settings, endpoints, pool.tenants).check
+        return ConnectedParts(pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, runs, metrics)
 
 
 def _first_sentence(error: OperatorError) -> str:

@@ -105,6 +105,16 @@ def find_shipped(settings: OrchestratorSettings, requested: str | None) -> Liter
     return "local" if name == LOCAL else "scripted"
 
 
+def serves_model(settings: OrchestratorSettings, name: str) -> bool:
+    """Return whether a service with these settings can use the model `name` without a configured endpoint of that
+    name: the scripted model, or any model at the endpoint of the environment. No service starts the embedded model for
+    a name.
+    """
+    if name in (LOCAL, SCRIPTED):
+        return name == SCRIPTED and settings.openai_base_url is None
+    return _has_endpoint(settings)
+
+
 @asynccontextmanager
 async def choose_model(
     settings: OrchestratorSettings,

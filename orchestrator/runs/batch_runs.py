@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, ToolFailure
 from contract.run_events import OnEvent, RunEvent, pass_to
 from orchestrator.batches.displays import Display, DisplayedBatch
-from orchestrator.batches.lines import BatchFile
-from orchestrator.batches.model_check import check_prices, models_of
+from orchestrator.batches.lines import MAX_SHOWN, BatchFile
+from orchestrator.batches.model_check import check_models, find_models
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.batches.summary import Summary
@@ -22,7 +22,7 @@ from orchestrator.dialects.model import Model
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import ChosenModel
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
-from orchestrator.runs.endpoints import refuse_model
+from orchestrator.runs.endpoints import ModelNames, refuse_model
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
 from orchestrator.runs.item_work import ItemWork
@@ -92,24 +92,36 @@ class BatchRuns:
         self._publisher = RunEventPublisher(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._publisher, tenant, build_webhook_check(pool.dispatcher))
 
-    async def check_models(self, file: BatchFile, defaults: BatchDefaults) -> None:
+    async def check_models(
+        self, file: BatchFile, defaults: BatchDefaults, name: str, serves: Callable[[str], bool] | None = None
+    ) -> None:
         """Check the models of a file. Call this method before `batches.submit`.
 
-        Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow a model. Raises
-        ToolFailure(INVALID_ARGUMENTS): a line has a max_cost, and its model no prices.
+        `name`: name of the file in messages. `serves`: as in ModelNames. Raises ToolFailure(PERMISSION_DENIED): the
+        tenant's policy does not allow a model. Raises BadBatch: lines name models that do not exist, or have a max_cost
+        and a model without prices.
         """
         policy = await self._pool.tenants.policy(self.tenant)
         # In threads, because each pass parses large items again, for seconds in a file of many values.
-        for name in sorted(await asyncio.to_thread(models_of, file, defaults)):
-            if not policy.allows_model(name):
-                raise refuse_model(self.tenant, name)
-        endpoints = await ModelEndpoints(self._pool.redis, self._settings.deployment, self._pool.keys).of(self.tenant)
+        models = sorted(await asyncio.to_thread(find_models, file, defaults))
+        for model in models:
+            if not policy.allows_model(model):
+                raise refuse_model(self.tenant, model)
+        endpoints = ModelEndpoints(self._pool.redis, self._settings.deployment, self._pool.keys)
+        model_names, refused = ModelNames(self._settings, endpoints, self._pool.tenants, serves), dict[str, str]()
+        for model in models:
+            if len(refused) >= MAX_SHOWN:
+                break
+            try:
+                await model_names.check(self.tenant, model)
+            except ToolFailure as failure:
+                refused[model] = failure.message
         priced = {
             name
-            for name, stored in endpoints.items()
+            for name, stored in (await endpoints.of(self.tenant)).items()
             if isinstance(stored, StoredEndpoint) and stored.endpoint.prices is not None
         }
-        await asyncio.to_thread(check_prices, file, defaults, self._settings.model, priced)
+        await asyncio.to_thread(check_models, file, name, defaults, refused, self._settings.model, priced)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
         """Check the tools that a file names, and the arguments of its calls. Call this method before

@@ -2,17 +2,20 @@
 
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
 from contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
+from contract.schema import find_nearest
 from contract.signing import SigningKeys
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.reader import read_usage
 from orchestrator.models.capabilities import ModelFacts
+from orchestrator.models.choice import serves_model
 from orchestrator.models.notices import notify
 from orchestrator.models.request_limits import RequestLimits
 from orchestrator.models.retries import RetryPolicy
@@ -82,6 +85,13 @@ class EndpointClients:
         if not await self.allows(tenant, name):
             raise refuse_model(tenant, name)
 
+    async def check_name(self, tenant: str, name: str) -> None:
+        """Raise the errors of ModelNames.check for a service with the settings of this process. Waits if Redis does
+        not answer.
+        """
+        names = ModelNames(self._settings, self._endpoints, self._tenants)
+        await retry_until_available(lambda: names.check(tenant, name))
+
     @asynccontextmanager
     async def use(self, stored: StoredEndpoint) -> AsyncIterator[EndpointClient]:
         """Yield the open endpoint. Raises ConfigError: its secret does not exist or cannot be read."""
@@ -146,8 +156,57 @@ def refuse_model(tenant: str, name: str) -> ToolFailure:
     """Return the error for a model that the policy of the tenant does not allow."""
     return ToolFailure(
         ErrorCode.PERMISSION_DENIED,
-        f"tenant {tenant} may not use the model {name}: name another one (`toolcrew models list`), or ask the operator "
-        "to allow it in the policy of the tenant",
+        f"tenant {tenant} may not use the model {name}: name another one (GET /v1/models, `toolcrew models list`), or "
+        "ask the operator to allow it in the policy of the tenant",
+    )
+
+
+CheckModel = Callable[[str, str], Awaitable[None]]
+"""Checks the model that a run of a tenant names, before the run is queued. Raises ToolFailure."""
+
+
+async def accept_model(_tenant: str, _name: str) -> None:
+    """Accept every model: the check of a process that does not know the models of the orchestrators."""
+
+
+class ModelNames:
+    """The names of models that runs of the tenants may use in the processes with these settings.
+
+    `serves`: returns whether these processes can use a model for which no endpoint is configured.
+    """
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        endpoints: ModelEndpoints,
+        tenants: RedisTenants,
+        serves: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._default, self._endpoints, self._tenants = settings.model, endpoints, tenants
+        self._serves = serves or partial(serves_model, settings)
+
+    async def check(self, tenant: str, name: str) -> None:
+        """Raise ToolFailure(INVALID_ARGUMENTS) with the nearest names if no model has this name for the tenant.
+
+        Raises BrokerUnavailable when Redis does not answer.
+        """
+        known = await self._endpoints.of(tenant)
+        if name in known or self._serves(name):
+            return
+        policy = await self._tenants.policy(tenant)
+        default = {self._default} if self._default is not None and self._serves(self._default) else set[str]()
+        names = [known_name for known_name in {*known, *default} if policy.allows_model(known_name)]
+        raise _unknown_model(name, find_nearest(name, names))
+
+
+def _unknown_model(name: str, nearest: list[str]) -> ToolFailure:
+    """Return the error for a name that no model has. `nearest`: the names that are most similar to it, best first."""
+    advice = f"use {' or '.join(nearest)}" if nearest else "no model endpoint is set: ask the operator to add one"
+    return ToolFailure(
+        ErrorCode.INVALID_ARGUMENTS,
+        f"there is no model '{name}': {advice}, or name no model to use the default. GET /v1/models (`toolcrew models "
+        "list`) lists the models",
+        nearest=nearest,
     )
 
 

@@ -23,7 +23,7 @@ from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
-from orchestrator.runs.endpoints import refuse_model
+from orchestrator.runs.endpoints import CheckModel, accept_model, refuse_model
 from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, name_attempt, plan_fork, read_shared_steps
 from orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
 from orchestrator.settings import OrchestratorSettings
@@ -119,6 +119,7 @@ class HostedRuns:
         self.queue = RunQueue(client, deployment, keys)
         self._limits = (max_pending, max_listed)
         self.check_webhook: CheckWebhook = accept_webhook
+        self.check_model: CheckModel = accept_model
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
@@ -154,7 +155,7 @@ class HostedRuns:
 
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, a
-          session that another run uses, or a webhook that can never be delivered.
+          session that another run uses, a webhook that can never be delivered, or a model that does not exist.
         - QUOTA_EXCEEDED: too many runs wait, or Redis is nearly full.
         - BUDGET_EXCEEDED: a budget of the tenant is used up.
         - SESSION_NOT_FOUND: the session is not open.
@@ -169,6 +170,8 @@ class HostedRuns:
         policy = await self._tenants.policy(tenant)
         if body.model is not None and not policy.allows_model(body.model):
             raise refuse_model(tenant, body.model)
+        if body.model is not None:
+            await self.check_model(tenant, body.model)
         await self._tenants.check_budgets(tenant)
         if environment.session is not None:
             await self._check_session(tenant, environment.session)

@@ -13,14 +13,21 @@ from orchestrator.settings import OrchestratorSettings
 class Models:
     """Open models by name. An async context manager that closes all models on exit.
 
-    `default`: model of runs that name no model, in place of the model of the environment.
+    `default`: model of runs that name no model, in place of the model of the environment. `is_service`: the runs belong
+    to tenants, who cannot change the settings of this process.
     """
 
     def __init__(
-        self, settings: OrchestratorSettings, pool: PoolConnection, default: Model | ChosenModel | None = None
+        self,
+        settings: OrchestratorSettings,
+        pool: PoolConnection,
+        default: Model | ChosenModel | None = None,
+        *,
+        is_service: bool = False,
     ) -> None:
         self._settings = settings
         self._default = default
+        self._is_service = is_service
         self._clients = EndpointClients(settings, pool.redis, pool.keys, pool.tenants)
         self._open: dict[str | None, tuple[ChosenModel, AsyncExitStack]] = {}
         self._opening = asyncio.Lock()
@@ -30,7 +37,7 @@ class Models:
         model of that name at the endpoint that the environment variables set. None: the default model.
 
         Raises ConfigError, ModelUnavailable. Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow
-        the model.
+        the model. Raises ToolFailure(INVALID_ARGUMENTS) in a service: there is no such model.
         """
         if name is None and self._default is not None:
             return await self._get(None)
@@ -38,6 +45,8 @@ class Models:
         await self._clients.check(tenant, requested or LOCAL)
         stored = await self._clients.find(tenant, requested) if requested is not None else None
         if stored is None:
+            if self._is_service and name is not None:
+                await self._clients.check_name(tenant, name)
             return await self._get(name)
         return ChosenModel(
             EndpointModel(self._clients, tenant, stored),

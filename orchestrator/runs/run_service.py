@@ -65,7 +65,7 @@ async def open_runner(
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
     queue = RunQueue(pool.redis, settings.deployment, pool.keys)
     publisher = RunEventPublisher(pool.redis, settings.deployment)
-    async with Models(settings, pool) as models:
+    async with Models(settings, pool, is_service=True) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
         work = ServiceWork(pool, parts, models, traces, publisher)
         sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")

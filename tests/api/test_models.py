@@ -40,6 +40,8 @@ async def test_administrators_set_endpoints_and_tenants_see_those_they_may_use(a
 
 
 async def test_a_batch_is_refused_for_a_model_its_tenant_may_not_use(api: ApiHarness) -> None:
+    free = {"base_url": ENDPOINT["base_url"], "model": "m"}
+    assert (await api["admin"].put("/v1/models/fast", json=free)).status_code == 200
     policy = (await api["operator"].get("/v1/tenants/acme")).json()["policy"]
     await api["admin"].put("/v1/tenants/acme", json={**policy, "models": ["fast"]})
     lines = {
@@ -51,3 +53,31 @@ async def test_a_batch_is_refused_for_a_model_its_tenant_may_not_use(api: ApiHar
     assert (await api["acme"].post("/v1/batches", content=costly)).status_code == 422
     assert (await api["admin"].put("/v1/models/fast", json=ENDPOINT)).status_code == 200
     assert (await api["acme"].post("/v1/batches", content=costly)).status_code == 201
+
+
+async def test_a_model_that_does_not_exist_is_refused_with_the_names_that_do(api: ApiHarness) -> None:
+    for name in ("fast", "slow"):
+        assert (await api["admin"].put(f"/v1/models/{name}", json=ENDPOINT)).status_code == 200
+    assert (await api["admin"].put("/v1/tenants/rival/models/fastest", json=ENDPOINT)).status_code == 200
+    answer = await api["acme"].post("/v1/runs", json={"instruction": "hi", "model": "fats"})
+    problem = answer.json()
+    assert (answer.status_code, problem["code"], problem["nearest"]) == (422, "INVALID_ARGUMENTS", ["fast", "slow"])
+    assert "GET /v1/models" in problem["detail"]
+    assert not any(name in problem["detail"] for name in ("OPENAI", "--model", "TOOLCREW"))
+    assert (await api["acme"].get("/v1/runs")).json()["data"] == []
+    for name in ("fast", "scripted"):
+        accepted = await api["acme"].post("/v1/runs", json={"instruction": "hi", "model": name})
+        assert accepted.status_code == 202, accepted.text
+
+
+async def test_a_batch_with_a_model_that_does_not_exist_is_refused_with_its_lines(api: ApiHarness) -> None:
+    assert (await api["admin"].put("/v1/models/fast", json=ENDPOINT)).status_code == 200
+    line = '{{"id": "{}", "instruction": "act", "model": "{}", "tools": []}}\n'
+    lines = line.format("a", "fast") + line.format("b", "fats") + line.format("c", "nope") + line.format("d", "local")
+    answer = await api["acme"].post("/v1/batches", content=lines)
+    detail = answer.json()["detail"]
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_ARGUMENTS")
+    assert [number for number in range(1, 5) if f"line {number}: " in detail] == [2, 3, 4]
+    assert "GET /v1/models" in detail
+    by_default = await api["acme"].post("/v1/batches?model=fats", content='{"id": "a", "instruction": "act"}\n')
+    assert (by_default.status_code, by_default.json()["code"]) == (422, "INVALID_ARGUMENTS")

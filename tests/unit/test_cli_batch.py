@@ -90,7 +90,10 @@ def test_a_missing_input_file_is_reported_before_other_errors(toolcrew: Toolcrew
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
-    [({"artifacts": ["out/**"]}, "line 1 names artifacts"), ({"limits": {"max_cost": 1}}, "line 1 has a max_cost")],
+    [
+        ({"artifacts": ["out/**"]}, "line 1 names artifacts"),
+        ({"limits": {"max_cost": 1}}, "line 1: `limits.max_cost` needs"),
+    ],
 )
 def test_a_line_that_requires_a_flag_is_refused_without_it(
     line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path

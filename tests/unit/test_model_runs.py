@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode, ModelBlocked, ModelUnavailable
+from contract.errors import ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
 from contract.model_endpoints import ModelEndpoint
 from contract.run_events import FailureKind, Warned
 from contract.tenancy import TenantPolicy
@@ -48,11 +48,22 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "FALLBACK_AFTER_S", 0.3)
 
 
-def build_models(client: "redis.asyncio.Redis", **fields: Any) -> Models:
+def build_models(client: "redis.asyncio.Redis", *, is_service: bool = False, **fields: Any) -> Models:
     """Return the models of one process of deployment d."""
     settings = OrchestratorSettings.model_validate({"deployment": "d", "redis_url": None, **fields})
     pool: Any = SimpleNamespace(redis=client, keys=KEY, tenants=RedisTenants(client, "d", KEY))
-    return Models(settings, pool)
+    return Models(settings, pool, is_service=is_service)
+
+
+async def test_service_refuses_a_model_that_was_removed_after_the_start_without_an_operator_s_advice(
+    client: "redis.asyncio.Redis",
+) -> None:
+    await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(None))
+    async with build_models(client, is_service=True) as models:
+        with pytest.raises(ToolFailure) as refused:
+            await models.get("acme", "fats")
+    assert (refused.value.code, refused.value.metadata["nearest"]) == (ErrorCode.INVALID_ARGUMENTS, ["fast"])
+    assert "OPENAI" not in refused.value.message
 
 
 def build_endpoint(server: Server | None, **fields: Any) -> ModelEndpoint:

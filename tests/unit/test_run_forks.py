@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,6 +233,21 @@ async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) 
     await run_to_end(harness, plain)
     without_states = await expect_failure(harness.runs.fork("acme", plain, 0))
     assert (without_states.code, "keep_states" in without_states.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+
+
+async def test_fork_of_a_run_whose_model_was_removed_is_refused(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = harness.work._models
+    monkeypatch.setattr(models, "get", partial(lambda get, tenant, _: get(tenant, None), models.get))
+    run = await harness.start(KEEP_STATES_BODY.model_copy(update={"model": "fast"}))
+    await run_to_end(harness, run)
+
+    async def check(_: str, name: str) -> None:
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no model {name}")
+
+    harness.runs.check_model = check
+    assert (await expect_failure(harness.runs.fork("acme", run, 1))).message == "there is no model fast"
 
 
 async def test_forks_above_the_quota_start_none(run: str, harness: HostedHarness) -> None:
