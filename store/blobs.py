@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import secrets
 import time
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 from contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
@@ -18,6 +20,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import BlobPool, blob_key, is_blob_of
 from store.connection import RedisClient, SyncRedis, broker_errors
 from store.memory import MEMORY_LUA
+from store.read_memory import Reservation, read_memory
 from store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
@@ -41,6 +44,7 @@ RESULT_ROOM_WAIT_S = 10.0
 waits for the result.
 """
 ROOM_PAUSE_S = 0.2
+PIECE_BYTES = 256 * 1024
 _DIGEST_CHARS = 64
 # KEYS: sizes of the tenant's blobs. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size,
 # the limit, lifetime of the sizes. Returns 1 if there is room; the size of the blob is then added. Returns 0 if there
@@ -129,24 +133,49 @@ class Blobs:
         blob belongs to another tenant, has expired, or was changed. Raises BrokerUnavailable when Redis does not
         answer.
         """
+        self._check_owner(tenant, key)
+        with broker_errors("the result's content was not read"):
+            data = await self._client.get(key)
+        if data is None:
+            raise _build_expired_error()
+        assert isinstance(data, bytes)
+        check_blob(key, data)
+        await self.drop(key)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tenant: str, key: str) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+        """Yield a result's bytes in pieces, and the memory that is reserved for them during the block. Delete the blob.
+        Raises the errors of `take` and of `ReadMemory.reserve`.
+        """
+        self._check_owner(tenant, key)
+        try:
+            with broker_errors("the result's content was not read"):
+                size = min(int(await self._client.strlen(key)), MAX_BLOB_BYTES)
+            async with read_memory().reserve(tenant, size) as memory:
+                yield await self._pieces(key, size), memory
+        finally:
+            await self.drop(key)
+
+    async def _pieces(self, key: str, size: int) -> deque[bytes]:
+        pipe = self._client.pipeline(transaction=True)
+        for start in range(0, size, PIECE_BYTES):
+            pipe.getrange(key, start, start + PIECE_BYTES - 1)
+        with broker_errors("the result's content was not read"):
+            pieces = deque[bytes](await pipe.execute())
+        # A result without bytes has no blob.
+        if not any(pieces):
+            raise _build_expired_error()
+        check_blob(key, *pieces)
+        return pieces
+
+    def _check_owner(self, tenant: str, key: str) -> None:
         if not is_blob_of(key, self._deployment, tenant):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
                 "the result was refused, because its content belongs to another tenant: check which programs "
                 "write to this Redis",
             )
-        with broker_errors("the result's content was not read"):
-            data = await self._client.get(key)
-        if data is None:
-            raise ToolFailure(
-                ErrorCode.OUTCOME_UNKNOWN,
-                f"the content of the result has expired after {BLOB_TTL_S} s: send the call again if a "
-                f"repetition is safe",
-            )
-        assert isinstance(data, bytes)
-        check_blob(key, data)
-        await self.drop(key)
-        return data
 
 
 class WorkerBlobs:
@@ -216,16 +245,26 @@ class WorkerBlobs:
         return bool(pipe.execute()[1])
 
 
+def _build_expired_error() -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.OUTCOME_UNKNOWN,
+        f"the content of the result has expired after {BLOB_TTL_S} s: send the call again if a repetition is safe",
+    )
+
+
 def new_blob_key(deployment: str, tenant: str, pool: BlobPool, data: bytes) -> str:
     """Return a unique key for these bytes."""
     return blob_key(deployment, tenant, pool, f"{secrets.token_hex(8)}-{hashlib.sha256(data).hexdigest()}")
 
 
-def check_blob(key: str, data: bytes) -> None:
+def check_blob(key: str, *pieces: bytes) -> None:
     """Check bytes from Redis against their key, which must come from a signed record. Raises
     ToolFailure(ENVELOPE_REFUSED): the bytes were changed.
     """
-    if hashlib.sha256(data).hexdigest() != key[-_DIGEST_CHARS:]:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    if digest.hexdigest() != key[-_DIGEST_CHARS:]:
         raise ToolFailure(
             ErrorCode.ENVELOPE_REFUSED,
             "the content in Redis was refused because it differs from the signed content: another program has "

@@ -6,9 +6,10 @@ a tenant with many large requests delays its own requests only.
 
 import asyncio
 import weakref
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from contract.errors import ErrorCode, ToolFailure
 
@@ -22,6 +23,19 @@ up to 4 bytes, and as values.
 """
 
 
+class Reservation:
+    """The memory that one read has reserved. `release`: called with the bytes that are given back."""
+
+    def __init__(self, size: int, release: Callable[[int], None]) -> None:
+        self._size, self._release = size, release
+
+    def shrink(self, size: int) -> None:
+        """Keep only `size` bytes, because the rest of the data is no longer in memory. Never grows."""
+        if size < self._size:
+            released, self._size = self._size - size, size
+            self._release(released)
+
+
 class ReadMemory:
     """The memory of one event loop."""
 
@@ -31,16 +45,16 @@ class ReadMemory:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def reserve(self, tenant: str, size: int) -> AsyncIterator[None]:
-        """Reserve memory during the block. Wait up to WAIT_S seconds for other reads to end. Raises
-        ToolFailure(FILE_TOO_LARGE): a tenant never gets that much memory. Raises ToolFailure(RATE_LIMITED): other
-        reads did not end.
+    async def reserve(self, tenant: str, size: int) -> AsyncIterator[Reservation]:
+        """Reserve memory during the block, which may shrink the reservation. Wait up to WAIT_S seconds for other reads
+        to end. Raises ToolFailure(FILE_TOO_LARGE): a tenant never gets that much memory. Raises
+        ToolFailure(RATE_LIMITED): other reads did not end.
         """
         if size > self._total // 2:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                f"the messages of the run need more than {self._total // 2**21} MiB of memory here: read the events of "
-                "the run, or its transcript over the API after its end",
+                f"the data needs more than {self._total // 2**21} MiB of memory here: read the events of a run, or its "
+                "transcript after its end, over the API",
             )
         try:
             async with asyncio.timeout(WAIT_S), self._changed:
@@ -52,13 +66,22 @@ class ReadMemory:
                 "other requests use the memory for reading runs: try again in a moment",
                 retry_after_s=WAIT_S,
             ) from None
+        reservation = Reservation(size, partial(self._release, tenant))
         try:
-            yield
+            yield reservation
         finally:
-            # Without the lock, which a cancelled task could not wait for. Waiters are woken by a task of their own.
-            self._change(tenant, -size)
-            waking = asyncio.ensure_future(self._wake())
-            waking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            reservation.shrink(0)
+
+    def _release(self, tenant: str, size: int) -> None:
+        # Without the lock, which a cancelled task could not wait for. Waiters are woken by a task of their own.
+        self._change(tenant, -size)
+        waking = asyncio.ensure_future(self._wake())
+        waking.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def used(self) -> int:
+        """Return the reserved bytes of all tenants."""
+        return self._used
 
     def _has_room(self, tenant: str, size: int) -> bool:
         return self._used + size <= self._total and self._of[tenant] + size <= self._total // 2
@@ -72,6 +95,19 @@ class ReadMemory:
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def release_pieces(pieces: deque[bytes], memory: Reservation) -> Iterator[bytes]:
+    """Yield the pieces, and release the memory of a piece when the next one is read. No other variable may refer to
+    the pieces.
+    """
+    size = sum(map(len, pieces))
+    memory.shrink(size)
+    while pieces:
+        yield (piece := pieces.popleft())
+        size -= len(piece)
+        del piece
+        memory.shrink(size)
 
 
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReadMemory]" = weakref.WeakKeyDictionary()

@@ -423,31 +423,38 @@ def pack_transcript(messages: JsonValue) -> bytes:
     return zlib.compress(text.encode(), 3)
 
 
-PIECE_BYTES = 64 * 1024
+PIECE_BYTES, PACKED_PIECE_BYTES = 64 * 1024, 256 * 1024
 
 
-def inflate_transcript(run: str, packed: bytes) -> Iterator[bytes]:
-    """Yield the JSON text of a stored transcript in pieces. Raises ConfigError: the data is damaged, or longer than a
-    transcript can be.
+def inflate_transcript(run: str, packed: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the JSON text of a stored transcript, which is read in pieces, in pieces. Raises ConfigError: the data is
+    damaged, or longer than a transcript can be.
     """
-    inflater, size, rest = zlib.decompressobj(), 0, packed
+    inflater, size = zlib.decompressobj(), 0
     try:
-        while piece := inflater.decompress(rest, PIECE_BYTES):
-            rest, size = inflater.unconsumed_tail, size + len(piece)
-            if size > MAX_TRANSCRIPT_BYTES:
+        for rest in packed:
+            if inflater.eof:
                 break
-            yield piece
+            while piece := inflater.decompress(rest, PIECE_BYTES):
+                rest, size = inflater.unconsumed_tail, size + len(piece)
+                if size > MAX_TRANSCRIPT_BYTES:
+                    raise _build_damaged_error(run)
+                yield piece
     except zlib.error:
-        pass
-    if not inflater.eof or size > MAX_TRANSCRIPT_BYTES:
-        raise ConfigError(f"the transcript of run {run} in Redis is damaged: read the events of the run instead")
+        raise _build_damaged_error(run) from None
+    if not inflater.eof:
+        raise _build_damaged_error(run)
 
 
-def measure_transcript(run: str, packed: bytes) -> int:
+def measure_transcript(run: str, packed: Iterable[bytes]) -> int:
     """Return the length of the JSON text of a stored transcript, in bytes, without keeping the text. Raises
     ConfigError, as `inflate_transcript`.
     """
     return sum(len(piece) for piece in inflate_transcript(run, packed))
+
+
+def _build_damaged_error(run: str) -> ConfigError:
+    return ConfigError(f"the transcript of run {run} in Redis is damaged: read the events of the run instead")
 
 
 def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:

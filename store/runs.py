@@ -11,6 +11,7 @@ an item of the tenant's hidden batch HOSTED_BATCH, which never ends.
 import asyncio
 import re
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -52,6 +53,7 @@ from store.memory import MEMORY_LUA, no_memory
 from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
+    PACKED_PIECE_BYTES,
     RunAttempt,
     close_left_sessions,
     read_entries,
@@ -656,13 +658,15 @@ class RunQueue:
         cannot be read.
         """
         packed = await self.packed_transcript(tenant, run)
-        return await in_tenant_thread(tenant, unpack_transcript, run, packed) if packed else None
+        return await in_tenant_thread(tenant, unpack_transcript, run, b"".join(packed)) if packed else None
 
-    async def packed_transcript(self, tenant: str, run: str) -> bytes:
-        """Return the stored transcript in its compressed form; b"" if there is none."""
+    async def packed_transcript(self, tenant: str, run: str) -> deque[bytes]:
+        """Return the stored transcript in its compressed form, in pieces; none if there is no transcript."""
         # GETRANGE and not GET: any process that can write to Redis may have stored a value of any size.
-        key = self._transcript_key(tenant, run)
-        return bytes(await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES)))
+        key, pipe = self._transcript_key(tenant, run), self._client.pipeline(transaction=True)
+        for start in range(0, await self.packed_bytes(tenant, run), PACKED_PIECE_BYTES):
+            pipe.getrange(key, start, min(start + PACKED_PIECE_BYTES - 1, MAX_TRANSCRIPT_BYTES))
+        return deque(piece for piece in await _ask(pipe.execute()) if piece)
 
     async def packed_bytes(self, tenant: str, run: str) -> int:
         """Return the size of the compressed transcript, in bytes; 0 if there is none."""

@@ -5,10 +5,10 @@ import hashlib
 import io
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.calls import pick_fields
@@ -19,6 +19,7 @@ from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.idempotency import IdempotencyKey
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from orchestrator.api.piece_responses import PieceResponse
 from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
@@ -224,12 +225,15 @@ async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retr
 async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
     """Return the rows of all finished items, succeeded and failed, as one JSON object per line."""
     runs = await _find_batch(caller, batch_id)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
+        return PieceResponse(_rows(runs, batch_id), {"Content-Type": ROWS_TYPE}, stack.pop_all())
 
-    async def rows() -> AsyncIterator[bytes]:
-        async for outcome in runs.outcomes(batch_id):
+
+async def _rows(runs: BatchRuns, batch: str) -> AsyncIterator[bytes]:
+    async with aclosing(runs.outcomes(batch)) as outcomes:
+        async for outcome in outcomes:
             yield build_row_line(build_row(outcome))
-
-    return StreamingResponse(rows(), media_type=ROWS_TYPE)
 
 
 async def _batch_of(submission: str, runs: BatchRuns) -> str:

@@ -1,13 +1,14 @@
 """Files over HTTP: uploads for workspaces, and artifacts of finished items."""
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
-from fastapi.responses import StreamingResponse
 
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.piece_responses import CONTENT, PieceResponse
 from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.stored_files import StoredFile, StoredFiles
 
@@ -56,12 +57,13 @@ async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
     stored = await files.get(caller.tenant, file_id)
     suffix = ".tar" if file_id.startswith("artifacts-") else ""
     headers = {
+        "Content-Type": CONTENT,
         "Content-Length": str(stored.bytes),
         "Content-Disposition": f'attachment; filename="{file_id}{suffix}"',
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-store",
     }
-    return StreamingResponse(_content(caller, files, file_id), media_type="application/octet-stream", headers=headers)
+    return PieceResponse(_content(caller, files, file_id), headers, AsyncExitStack())
 
 
 @router.delete("/{file_id}", status_code=204, responses=responses(404))

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contract.calls import LONGEST_TIMEOUT_S, CallUsage, pick_fields
@@ -23,8 +22,8 @@ from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import IdempotencyKey
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from orchestrator.api.piece_responses import FileAnswer, PieceResponse, split_pieces
 from orchestrator.api.problem_handlers import responses
-from orchestrator.api.sessions import FileAnswer
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.artifacts import MAX_PATTERNS
 from orchestrator.batches.lines import MAX_DEPTH
@@ -44,6 +43,7 @@ _TYPE = re.compile(r'\{"type": ?"([A-Za-z]{1,64})"')
 """Pattern that finds the type of an event in its JSON text. The text is not parsed but sent as stored, because parsing
 for many readers is expensive.
 """
+_JSON = {"Content-Type": "application/json"}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "Events. The last event is `RunEnded`", "content": {MEDIA_TYPE: {}}}
 }
@@ -251,19 +251,18 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
         with convert_not_found():
             pieces = await stack.enter_async_context(hosted(caller).open_transcript(caller.tenant, run_id))
             if pieces is not None:
-                return StreamingResponse(_send_messages(pieces, stack.pop_all()), media_type="application/json")
-            messages = await stack.enter_async_context(hosted(caller).hold_transcript(caller.tenant, run_id))
+                return PieceResponse(_build_body(pieces), _JSON, stack.pop_all())
+            messages, memory = await stack.enter_async_context(hosted(caller).hold_transcript(caller.tenant, run_id))
         data = await in_tenant_thread(caller.tenant, dump_exactly, {"messages": messages})
-        return FileAnswer(data, {"Content-Type": "application/json"}, stack.pop_all())
+        return FileAnswer(split_pieces(data), memory, _JSON, stack.pop_all())
 
 
-async def _send_messages(pieces: Iterator[bytes], stack: AsyncExitStack) -> AsyncIterator[bytes]:
-    """Yield the JSON object of a transcript. `stack`: the resources to release at the end."""
-    async with stack:
-        yield b'{"messages":'
-        for piece in pieces:
-            yield piece
-        yield b"}"
+async def _build_body(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the JSON object of a transcript."""
+    yield b'{"messages":'
+    for piece in pieces:
+        yield piece
+    yield b"}"
 
 
 @router.get("/{run_id}/events", response_class=Response, responses={**responses(404), **_STREAM})

@@ -1,13 +1,11 @@
 """Sessions over HTTP: open, read, list and close sessions, and read and write their files."""
 
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import Receive, Scope, Send
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.image_names import ImageText
@@ -15,40 +13,11 @@ from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from orchestrator.api.piece_responses import FileAnswer
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.usage import UsageAmounts
 from orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
 from store.session_list import OpenSession
-
-PIECE_BYTES = 256 * 1024
-
-
-class FileAnswer(Response):
-    """Response with the content of a file.
-
-    `stack`: the resources to release after the file is sent or the client disconnects.
-    """
-
-    media_type = "application/octet-stream"
-
-    def __init__(self, data: bytes, headers: Mapping[str, str], stack: AsyncExitStack) -> None:
-        super().__init__(headers={**headers, "Content-Length": str(len(data))})
-        self._data = memoryview(data)
-        self._resources = stack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._resources:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for start in range(0, len(self._data), PIECE_BYTES):
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": bytes(self._data[start : start + PIECE_BYTES]),
-                        "more_body": True,
-                    }
-                )
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 
@@ -199,9 +168,10 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
-        # The response takes over the file slot of the key. The slot is released when the client has received the file,
-        # not when this function returns.
-        return FileAnswer(await session.read_file(path), headers, stack.pop_all())
+        pieces, memory = await stack.enter_async_context(session.hold_file(path))
+        # The response takes over the file slot of the key and the memory. They are released when the client has
+        # received the file, not when this function returns.
+        return FileAnswer(pieces, memory, headers, stack.pop_all())
 
 
 @router.put(

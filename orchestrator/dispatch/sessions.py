@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.workspace_sources import load_source
 from store.api_keys import Credential
 from store.blobs import Blobs
+from store.read_memory import Reservation, read_memory
 
 COPY_TIMEOUT_S = 120.0
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
@@ -324,6 +326,18 @@ class Session:
     async def read_file(self, path: str) -> bytes:
         """Return the content of a file. Limit: 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
         return await self._content(await self._call_verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+
+    @contextlib.asynccontextmanager
+    async def hold_file(self, path: str) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+        """Yield the content of a file as `read_file` returns it, in pieces, and the memory that is reserved for it
+        during the block. Raises also the errors of `ReadMemory.reserve`.
+        """
+        result = await self._call_verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S)
+        async with contextlib.AsyncExitStack() as stack:
+            if result.blob:
+                yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob))
+            else:
+                yield deque(), await stack.enter_async_context(read_memory().reserve(self.tenant, 0))
 
     async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
         """Copy a folder of the sandbox into a local folder, which is created. Return the names of entries that were

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from store.batches import (
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
 from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
-from store.run_events import BatchEventReader
+from store.run_events import MAX_PROGRESS, BatchEventReader
 from store.run_records import RunRecord
 from store.runs import RunQueue
 from store.tasks import retry_until_available
@@ -196,33 +196,40 @@ class BatchRuns:
             recalled += len(settled)
         return recalled
 
-    async def outcomes(self, batch: str) -> AsyncIterator[ItemOutcome]:
+    async def outcomes(self, batch: str) -> AsyncGenerator[ItemOutcome]:
         """Yield the outcomes of all items that have ended, in the order of their ends."""
-        async for _, outcome in self.ended(batch):
-            yield outcome
+        async with aclosing(self.ended(batch)) as ended:
+            async for _, outcome in ended:
+                yield outcome
 
-    async def ended(self, batch: str) -> AsyncIterator[tuple[BatchItem, ItemOutcome]]:
-        """Yield all items that have ended with their outcomes, in the order of their ends.
+    async def ended(self, batch: str) -> AsyncGenerator[tuple[BatchItem, ItemOutcome]]:
+        """Yield all items that have ended with their outcomes, in the order of their ends. The memory of a page is
+        reserved until the reader has received its items; close the generator if you do not read to its end.
 
         Waits while Redis does not answer, so that a client with half of the outcomes need not start again.
         """
         after = 0
         while True:
-            after, records = await retry_until_available(partial(self._ended_after, batch, after))
-            if not after:
-                return
-            for record in records:
-                if record is not None and record.outcome is not None:
-                    yield record.item, record.outcome
+            async with AsyncExitStack() as memory:
+                after, records = await retry_until_available(partial(self._ended_after, batch, after, memory))
+                if not after:
+                    return
+                for record in records:
+                    if record is not None and record.outcome is not None:
+                        yield record.item, record.outcome
 
-    async def _ended_after(self, batch: str, after: int) -> tuple[int, list[RunRecord | None]]:
-        """Return a page of ended runs and the number of its last run; 0 if there are no more."""
+    async def _ended_after(self, batch: str, after: int, memory: AsyncExitStack) -> tuple[int, list[RunRecord | None]]:
+        """Return a page of ended runs and the number of its last run; 0 if there are no more. `memory`: receives the
+        reservation of the page.
+        """
+        # A reservation of an earlier attempt, which Redis interrupted.
+        await memory.aclose()
         ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
         count, size = await self.queue.fit_page(self.tenant, [run for _, run in ended])
         if not count:
             return 0, []
-        async with read_memory().reserve(self.tenant, min(size * PARSED_LOG, READ_BYTES)):
-            records = await self.queue.runs([(self.tenant, run) for _, run in ended[:count]])
+        await memory.enter_async_context(read_memory().reserve(self.tenant, min(size * PARSED_LOG, READ_BYTES // 2)))
+        records = await self.queue.runs([(self.tenant, run) for _, run in ended[:count]])
         return ended[count - 1][0], records
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:
@@ -234,9 +241,10 @@ class BatchRuns:
         return count
 
     async def batch_events(self, batch: str) -> list[RunEvent]:
-        """Return the latest events of a batch that Redis still stores."""
+        """Return the latest events of a batch that Redis still stores, at most MAX_PROGRESS and one page."""
         reader, events = self._reader(batch), list[RunEvent]()
-        while page := await reader.read(0.0):
+        # A batch that runs may add events faster than they are read.
+        while len(events) < MAX_PROGRESS and (page := await reader.read(0.0)):
             events += page
         return events
 

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ForkPoint, ForkSource, ItemEnvironment, RunBody
 from store.connection import RedisClient
-from store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, read_memory
+from store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
 from store.run_events import RunEventHub, not_found
 from store.run_log import inflate_transcript, measure_transcript
 from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
@@ -279,34 +280,35 @@ class HostedRuns:
         return await in_tenant_thread(tenant, build_transcript, run, record, entries)
 
     @asynccontextmanager
-    async def hold_transcript(self, tenant: str, run: str) -> AsyncIterator[Sequence[dict[str, Any]]]:
-        """Yield the messages as `transcript` returns them. The memory that they need is reserved during the block.
+    async def hold_transcript(
+        self, tenant: str, run: str
+    ) -> AsyncIterator[tuple[Sequence[dict[str, Any]], Reservation]]:
+        """Yield the messages as `transcript` returns them, and the memory that is reserved for them during the block.
         Raises the errors of `ReadMemory.reserve`.
         """
-        async with AsyncExitStack() as stack:
-            memory, packed = read_memory(), await self.queue.packed_bytes(tenant, _check_run_id(run))
-            if packed:
-                async with memory.reserve(tenant, packed):
-                    data = await self.queue.packed_transcript(tenant, run)
-                    size = PARSED_TRANSCRIPT * await in_tenant_thread(tenant, measure_transcript, run, data)
-                    del data
-            else:
-                size = PARSED_LOG * await self.queue.log_bytes(tenant, run)
-            await stack.enter_async_context(memory.reserve(tenant, size))
-            yield await self.transcript(tenant, run)
+        memory, packed = read_memory(), await self.queue.packed_bytes(tenant, _check_run_id(run))
+        if packed:
+            async with memory.reserve(tenant, packed):
+                data = await self.queue.packed_transcript(tenant, run)
+                size = PARSED_TRANSCRIPT * await in_tenant_thread(tenant, measure_transcript, run, data)
+                del data
+        else:
+            size = PARSED_LOG * await self.queue.log_bytes(tenant, run)
+        async with memory.reserve(tenant, size) as reservation:
+            yield await self.transcript(tenant, run), reservation
 
     @asynccontextmanager
     async def open_transcript(self, tenant: str, run: str) -> AsyncIterator[Iterator[bytes] | None]:
         """Yield the stored messages as JSON text in pieces; None if the run has no stored transcript. Memory is
-        reserved for the compressed text only. Raises ConfigError: the transcript is damaged.
+        reserved only for the compressed text that is left. Raises ConfigError: the transcript is damaged.
         """
-        packed = await self.queue.packed_bytes(tenant, _check_run_id(run))
-        async with read_memory().reserve(tenant, packed):
-            data = await self.queue.packed_transcript(tenant, run) if packed else b""
+        size = await self.queue.packed_bytes(tenant, _check_run_id(run))
+        async with read_memory().reserve(tenant, size) as memory:
+            packed = await self.queue.packed_transcript(tenant, run) if size else deque[bytes]()
             # The first piece must not be sent if the rest is damaged.
-            if data:
-                await in_tenant_thread(tenant, measure_transcript, run, data)
-            yield inflate_transcript(run, data) if data else None
+            if packed:
+                await in_tenant_thread(tenant, measure_transcript, run, packed)
+            yield inflate_transcript(run, release_pieces(packed, memory)) if packed else None
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, in the form that `follow` yields."""

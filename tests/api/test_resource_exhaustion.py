@@ -12,12 +12,13 @@ from uvicorn.server import ServerState
 
 from orchestrator.api import shares
 from orchestrator.api.calls import NewCall, _stream
-from orchestrator.api.sessions import PIECE_BYTES, FileAnswer
+from orchestrator.api.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces
 from orchestrator.api.shares import ConcurrencyLimit, FairQueue
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
 from orchestrator.http import body_limits, server
 from orchestrator.http.server import HeadTimeoutProtocol
+from store.read_memory import ReadMemory
 from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until_async
@@ -242,10 +243,63 @@ async def test_a_file_is_sent_in_chunks_and_its_resources_are_released_afterward
         assert not let_go.is_set()
         sent.append(len(message.get("body", b"")))
 
-    answer = FileAnswer(b"x" * (PIECE_BYTES * 2 + 1), {}, held)
+    reservation = await held.enter_async_context(ReadMemory().reserve("acme", PIECE_BYTES * 3))
+    answer = FileAnswer(split_pieces(b"x" * (PIECE_BYTES * 2 + 1)), reservation, {}, held)
     await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
     assert sent == [0, PIECE_BYTES, PIECE_BYTES, 1, 0]
     assert let_go.is_set()
+
+
+async def test_a_client_that_reads_nothing_releases_the_memory_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.2)
+    memory, held = ReadMemory(total=PIECE_BYTES * 4), contextlib.AsyncExitStack()
+    reservation = await held.enter_async_context(memory.reserve("acme", PIECE_BYTES * 2))
+    answer = FileAnswer(split_pieces(bytes(PIECE_BYTES * 2)), reservation, {}, held)
+
+    async def send(message: object) -> None:
+        if isinstance(message, dict) and message.get("body"):
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(SOON_S):
+        await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    async with memory.reserve("acme", PIECE_BYTES * 2):
+        pass
+
+
+async def test_a_client_that_reads_slowly_is_disconnected_although_it_takes_every_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.3)
+    taken = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+
+    async def send(message: object) -> None:
+        nonlocal taken
+        if isinstance(message, dict) and message.get("body"):
+            await asyncio.sleep(0.1)
+            taken += 1
+
+    async with asyncio.timeout(SOON_S):
+        answer = PieceResponse(pieces(), {}, contextlib.AsyncExitStack())
+        await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    assert taken <= 3
+
+
+async def test_memory_of_sent_pieces_is_released_before_the_end() -> None:
+    memory, held, free = ReadMemory(total=PIECE_BYTES * 6), contextlib.AsyncExitStack(), list[int]()
+    reservation = await held.enter_async_context(memory.reserve("acme", PIECE_BYTES * 3))
+    answer = FileAnswer(split_pieces(bytes(PIECE_BYTES * 3)), reservation, {}, held)
+
+    async def send(message: object) -> None:
+        if isinstance(message, dict) and message.get("body"):
+            free.append(PIECE_BYTES * 6 - memory.used)
+
+    await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    assert [size // PIECE_BYTES for size in free] == [3, 4, 5]
+    assert memory.used == 0
 
 
 async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +319,7 @@ async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(m
         if admitted == 10:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("orchestrator.api.sse.WRITE_WITHIN_S", 0.2)
+    monkeypatch.setattr("orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.2)
     await EventStream(events())({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
     assert made <= admitted + 1
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import tracemalloc
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import redis.asyncio
@@ -11,12 +12,15 @@ import redis.asyncio
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.run_events import CallFinished
+from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.run_forks import read_shared_steps
+from orchestrator.settings import OrchestratorSettings
 from store import read_memory
+from store.blobs import PIECE_BYTES, Blobs
 from store.read_memory import ReadMemory
 from store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
 from tests.builders import KEY
-from tests.run_harness import RunHarness
+from tests.run_harness import RunHarness, build_outcome
 
 SIZE, COUNT = 200_000, 100
 
@@ -100,12 +104,50 @@ def test_a_transcript_is_inflated_in_pieces() -> None:
     packed = pack_transcript(json.loads(json.dumps(messages)))
     tracemalloc.start()
     try:
-        assert measure_transcript("r", packed) > 8_000_000
+        assert measure_transcript("r", [packed]) > 8_000_000
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
-    [message] = json.loads(b"".join(inflate_transcript("r", packed)), parse_constant=pytest.fail)
+    [message] = json.loads(
+        b"".join(inflate_transcript("r", [packed[:7], packed[7:], b"rest"])), parse_constant=pytest.fail
+    )
     assert message == {**messages[0], "score": None}
+
+
+async def test_a_file_of_a_session_is_reserved_before_it_is_read(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, blobs = ReadMemory(total=3 * PIECE_BYTES), Blobs(client, "d")
+    monkeypatch.setattr("store.blobs.read_memory", lambda: memory)
+    monkeypatch.setattr(read_memory, "WAIT_S", 0.05)
+    data = bytes(PIECE_BYTES) + b"end"
+    first, second = await blobs.leave("acme", data), await blobs.leave("acme", data)
+    async with blobs.hold("acme", first) as (pieces, _):
+        assert b"".join(pieces) == data
+        with pytest.raises(ToolFailure) as refused:
+            async with blobs.hold("acme", second):
+                pass
+    assert refused.value.code is ErrorCode.RATE_LIMITED
+    assert memory.used == 0
+    assert not await client.exists(first, second)
+
+
+async def test_a_page_of_results_is_reserved_until_its_reader_has_received_it(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ReadMemory()
+    monkeypatch.setattr("orchestrator.runs.batch_runs.read_memory", lambda: memory)
+    harness = RunHarness(client)
+    await harness.submit(2)
+    for claim in await harness.queue.claim(2):
+        await harness.queue.finish(claim, build_outcome(claim))
+    pool = SimpleNamespace(redis=client, keys=KEY, dispatcher=None)
+    runs = BatchRuns(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
+    outcomes = runs.outcomes("b")
+    await anext(outcomes)
+    assert memory.used > 0
+    await outcomes.aclose()
+    assert memory.used == 0
 
 
 @pytest.mark.parametrize(
@@ -113,4 +155,4 @@ def test_a_transcript_is_inflated_in_pieces() -> None:
 )
 def test_a_damaged_or_endless_transcript_is_refused(packed: bytes) -> None:
     with pytest.raises(ConfigError, match="transcript of run r"):
-        measure_transcript("r", packed)
+        measure_transcript("r", [packed])

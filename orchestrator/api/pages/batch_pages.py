@@ -18,6 +18,7 @@ from store.audit import Audit, build_entry
 from store.batches import BatchRecord, BatchState
 from store.overview import Overview, OverviewReader
 from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
+from store.run_events import MAX_PROGRESS_BYTES
 from store.run_records import RunRecord
 from store.runs import PAGE_BYTES
 from store.tenant_threads import in_tenant_thread
@@ -77,7 +78,7 @@ async def one_batch(request: Request, batch: BatchId, person: PageViewer, done: 
     }
     if is_fragment(request):
         return render("batch.part.html", await person.viewer(), **values)
-    async with _ONE_REPORT:
+    async with read_memory().reserve(person.owner, MAX_PROGRESS_BYTES * PARSED_LOG), _ONE_REPORT:
         batch_events = await runs.batch_events(batch)
         sections = await in_tenant_thread(
             runs.tenant, build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total
@@ -115,7 +116,7 @@ async def batch_items(
             continue
         if items and (total := total + size) > PAGE_BYTES:
             break
-        async with read_memory().reserve(person.owner, min(size * PARSED_LOG, READ_BYTES)):
+        async with read_memory().reserve(person.owner, min(size * PARSED_LOG, READ_BYTES // 2)):
             records = await runs.queue.runs([(person.owner, name) for name in names[:count]])
         items += [item for item in zip(names, records, strict=False) if not only_failed or _has_failed(item[1])]
         following += count

@@ -87,7 +87,7 @@ async def transcript(run: RunId, person: PageViewer) -> Response:
     async with AsyncExitStack() as stack:
         with _missing_run_as_404():
             holding = _get_hosted_runs(person).hold_transcript(person.owner, run)
-            messages = await stack.enter_async_context(holding)
+            messages, _ = await stack.enter_async_context(holding)
         return await person.render(
             "transcript.html",
             title=f"Transcript of run {run}",
