@@ -3,20 +3,25 @@
 Invariant: a request without a valid key is rejected before its body is read.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from fastapi import Depends, Query, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.schema import MAX_NAME_CHARS, find_nearest
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.shares import Streams
 from orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
 from orchestrator.http.body_limits import find_header, refuse
-from orchestrator.http.problems import ApiProblem, response_to
+from orchestrator.http.problems import ApiProblem, replace_surrogates, response_to
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential, Identity
 from store.audit import Audit, AuditAction, NewAuditEntry, build_entry
@@ -154,6 +159,7 @@ class _Callers(SecurityBase):
     ) -> Caller:
         app_state = get_app_state(request)
         identity = await identify(app_state, request.scope)
+        _refuse_unknown_parameters(request)
         credential = Credential(app_state.parts.keys, read_bearer_key(request.scope))
         selected = tenant or identity.tenant
         if not identity.may_act_for(selected):
@@ -161,6 +167,47 @@ class _Callers(SecurityBase):
                 ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {identity.tenant}: omit `tenant`"
             )
         return Caller(app_state, identity, selected, credential)
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    """Raise ToolFailure for a query parameter that the address does not have, with the nearest name, and for a
+    parameter that is sent twice. An ignored parameter would change the meaning of the request: a loop over pages with a
+    wrong name never ends.
+    """
+    if not request.scope["query_string"]:
+        return
+    known = _list_parameters(request.scope["route"].dependant)
+    names = Counter(name for name, _ in request.query_params.multi_items())
+    for name, count in names.items():
+        if name not in known:
+            shown = replace_surrogates(name[:MAX_NAME_CHARS])
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS,
+                f"this address has no query parameter '{shown}': use {', '.join(sorted(known))}, or omit it",
+                nearest=find_nearest(shown, sorted(known)),
+            )
+        if count > 1 and not known[name]:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the query parameter '{name}' was sent twice: send it once")
+
+
+def _list_parameters(dependant: Dependant) -> dict[str, bool]:
+    """Return the query parameters of a route: the name, and whether the parameter may be repeated."""
+    found: dict[str, bool] = {}
+    for inner in dependant.dependencies:
+        found |= _list_parameters(inner)
+    for field in dependant.query_params:
+        kind = field.field_info.annotation
+        # A parameter whose type is a model is a group of parameters, one for each field of the model.
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= {part.alias or name: _is_list(part.annotation) for name, part in kind.model_fields.items()}
+        else:
+            found[field.alias] = _is_list(kind)
+    return found
+
+
+def _is_list(annotation: Any) -> bool:
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return any(get_origin(kind) in (list, tuple, set, frozenset) for kind in kinds)
 
 
 find_caller = _Callers()

@@ -49,6 +49,51 @@ async def test_a_failed_request_is_a_problem_with_status_and_code(
     assert (response.status_code, response.json()["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "nearest"),
+    [
+        ("GET", "/v1/calls?curser=x", "cursor"),
+        ("GET", "/v1/sessions?limits=1", "limit"),
+        ("GET", "/v1/runs/none/events?tenent=acme", "tenant"),
+        ("GET", "/v1/sessions/s/files/a.txt?tenant=acme&tennant=acme", "tenant"),
+        ("POST", "/v1/sessions/s/calls?tenent=acme", "tenant"),
+        ("POST", "/v1/batches?nmae=docs", "name"),
+        ("DELETE", f"/v1/sessions/s?{'x' * 5000}=1", "tenant"),
+    ],
+)
+async def test_an_unknown_query_parameter_is_refused_with_the_nearest_name(
+    api: ApiHarness, method: str, path: str, nearest: str
+) -> None:
+    body = {"json": {"name": "bash_tool"}} if path.endswith("tenent=acme") and method == "POST" else {}
+    response = await api["operator"].request(method, path, **body)
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (422, "INVALID_ARGUMENTS")
+    assert problem["nearest"][0] == nearest
+    assert len(problem["detail"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("path", "is_repeatable"), [("/v1/calls?limit=1&limit=2", False), ("/v1/batches?secrets=A&secrets=B", True)]
+)
+async def test_a_repeated_query_parameter_is_refused_unless_it_is_a_list(
+    api: ApiHarness, path: str, is_repeatable: bool
+) -> None:
+    method = "POST" if is_repeatable else "GET"
+    response = await api["operator"].request(method, path)
+    assert response.status_code == 422
+    assert ("was sent twice" in response.text) != is_repeatable
+
+
+async def test_every_listed_parameter_is_accepted(api: ApiHarness) -> None:
+    paths = (await api["admin"].get("/openapi.json")).json()["paths"]
+    for path, methods in paths.items():
+        names = [one["name"] for one in methods.get("get", {}).get("parameters", []) if one["in"] == "query"]
+        if not path.startswith("/v1/") or not names:
+            continue
+        response = await api["admin"].get(path.replace("{", "").replace("}", ""), params=dict.fromkeys(names, "\0"))
+        assert "has no query parameter" not in response.text, path
+
+
 async def test_a_malformed_json_body_is_reported_without_its_content(api: ApiHarness) -> None:
     response = await api["admin"].post(
         "/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"}
