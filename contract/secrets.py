@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -11,6 +12,8 @@ from contract.calls import Record
 MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
 MAX_SECRETS = 100
 """Limit of the number of secrets of one tenant."""
+MAX_SESSION_CHARS = 32 * 1024
+"""Limit of the characters of all secrets of one session. The egress proxy compares each answer with all of them."""
 MAX_HOSTS = 32
 # No secret may be written into these headers: its value could change where the request goes or where its body ends.
 _ROUTING = frozenset(
@@ -87,6 +90,15 @@ def check_value(value: str) -> None:
         )
     if not _VALUE.fullmatch(value):
         raise ValueError("the value is not one line of printable ASCII without spaces around it: encode it first")
+
+
+def check_session_values(values: Collection[str]) -> None:
+    """Raise ValueError if the secrets of one session are too long together."""
+    if (chars := sum(map(len, values))) > MAX_SESSION_CHARS:
+        raise ValueError(
+            f"the secrets of the session have {chars} characters, and the limit is {MAX_SESSION_CHARS}: name fewer "
+            "secrets, or use shorter ones"
+        )
 
 
 def build_placeholder(tenant: str, session: str, name: str) -> str:

@@ -4,6 +4,7 @@ connections alone.
 
 import asyncio
 import base64
+import gc
 import itertools
 import ssl
 import threading
@@ -25,7 +26,7 @@ from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo
 from tests.waiting import SOON_S
 from workers.egress.allowances import MAX_MASKED_ANSWERS
 from workers.egress.limits import ProxyLimits
-from workers.egress.masking import MaskedStream, SecretMasker, _Positions
+from workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers, _Positions
 from workers.egress.relaying import Peer
 from workers.egress.secrets import MAX_REPORTED, MAX_USES, SecretUses
 
@@ -189,6 +190,40 @@ async def test_hostile_secrets_and_answers_are_masked_in_short_steps() -> None:
     assert (await masker.mask(text)).text == b"*" * len(text)
     counting.cancel()
     assert steps > 20 * MAX_VALUE_CHARS / 1000, "one step compares at most 1,000 characters"
+
+
+async def test_connections_of_a_tenant_share_one_masker_that_ends_with_the_last_of_them() -> None:
+    maskers, values = SharedMaskers(), {"A": VALUE, "B": "another-secret"}
+    together = await asyncio.gather(*(maskers.get("acme", dict(reversed(values.items()))) for _ in range(50)))
+    together.append(await maskers.get("acme", values))
+    assert len({id(masker) for masker in together}) == len(maskers) == 1
+    other = await maskers.get("rival", values)
+    assert other is not together[0]
+    assert (await maskers.get("acme", {"A": VALUE})) is not together[0]
+    del together, other
+    gc.collect()
+    assert len(maskers) == 0
+
+
+async def test_searches_of_a_tenant_take_memory_one_at_a_time() -> None:
+    maskers, values = SharedMaskers(), {f"A{number}": "a" * (MAX_VALUE_CHARS - number) for number in range(2)}
+    first, second = await maskers.get("acme", values), await maskers.get("acme", {"A": VALUE})
+    searching = asyncio.ensure_future(first.mask(b"a" * 64 * 1024))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(second.mask(VALUE.encode()))
+    await asyncio.sleep(0)
+    assert not searching.done()
+    await waiting
+    assert searching.done()
+
+
+def test_secrets_of_a_session_that_are_too_long_together_reach_no_host(harness: SecretHarness) -> None:
+    secrets = [harness.secret(name=f"S{number}", value="a" * MAX_VALUE_CHARS) for number in range(8)]
+    assert status_of(harness.ask(harness.get("/"), *secrets)) == 200
+    received = harness.ask(harness.get("/"), *secrets, harness.secret())
+    assert status_of(received) == 403
+    assert b"secrets_too_long" in received
+    assert len(harness.site.requests) == 1
 
 
 async def test_a_long_secret_costs_little_in_an_answer_without_it() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, secrets_key
-from contract.secrets import build_placeholder
+from contract.secrets import MAX_VALUE_CHARS, build_placeholder
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app
@@ -179,3 +179,22 @@ async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: 
     call = build_call("session.open", ttl_s=60, options={"secrets": [name]})
     result = executor.execute(call, build_context())
     assert (result.error_code, name in str(result.error)) == (code, True)
+
+
+async def test_secrets_of_a_session_that_are_too_long_together_are_refused(harness: Harness) -> None:
+    names = [f"S{number}" for number in range(9)]
+    for name in names:
+        await harness.secrets.set("acme", name, "a" * MAX_VALUE_CHARS)
+    executor = build_executor(
+        build_registry(),
+        FakeSandboxClient(),
+        MemoryLedger(),
+        MemoryBlobs(),
+        {"host": "h", "queue": "q"},
+        find_secrets=harness.worker.all,
+    )
+    for count in (8, 9):
+        call = build_call("session.open", call_id=f"c{count}", ttl_s=60, options={"secrets": names[:count]})
+        result = executor.execute(call, build_context())
+        assert (result.error_code == "INVALID_ARGUMENTS") == (count == 9), result.error
+    assert "32768" in str(result.error)

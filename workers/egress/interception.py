@@ -15,13 +15,14 @@ from http import HTTPStatus
 
 import h11
 
+from contract.secrets import check_session_values
 from workers.egress.allowances import ConnectionQuota, EgressOpening
 from workers.egress.authority import Authority
 from workers.egress.hellos import HelloGate
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import ProxyLimits
-from workers.egress.masking import MaskedStream, SecretMasker
-from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_request
+from workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers
+from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse, refuse_bad_request
 from workers.egress.processor_share import start_task
 from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, build_bad_answer, read_headers
 from workers.egress.secrets import (
@@ -49,6 +50,7 @@ class SecretProxy:
 
     def __init__(self, authority: Authority, uses: SecretUses, upstream: ssl.SSLContext) -> None:
         self.authority, self.uses, self.upstream = authority, uses, upstream
+        self.maskers = SharedMaskers()
 
 
 class MaskingRewriter(AnswerRewriter):
@@ -151,9 +153,9 @@ class Interception:
     async def _run(self, client: Stream, host: Stream, first: bytes) -> None:
         # Handshake with the client first: without its ClientHello, nothing is sent to the host.
         tls = await self._greet(client, first)
-        masker = await SecretMasker.of(self._secrets)
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
+            masker = await self._find_masker()
             outer = Peer(await self._connect(host), h11.CLIENT, self._limits)
             self._relay = HttpRelay(inner, outer, self._target.host, self._activity, self._limits)
             while await self._serve_request(inner, outer, self._relay, masker):
@@ -168,6 +170,14 @@ class Interception:
             with contextlib.suppress(OSError, TimeoutError):  # the client has left or does not read
                 async with asyncio.timeout(self._limits.linger_s):
                     await tls.close()
+
+    async def _find_masker(self) -> SecretMasker:
+        try:
+            # The values may have changed since the session was opened.
+            check_session_values(self._secrets.values())
+        except ValueError as error:
+            raise refuse(EgressOutcome.SECRETS_TOO_LONG, str(error)) from None
+        return await self._proxy.maskers.get(self._opening.tenant, self._secrets)
 
     async def _greet(self, client: Stream, first: bytes) -> TlsStream:
         # The name in the ClientHello must be that of the tunnel. Otherwise a program could reach one host under the

@@ -10,10 +10,13 @@ neither the sizes nor the times of the pieces that it receives may depend on whe
 """
 
 import asyncio
+import hashlib
+import json
 import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
+from weakref import WeakValueDictionary
 
 from contract.masking import SecretForm, find_forms
 
@@ -48,7 +51,9 @@ class SecretMasker:
     Raises ValueError for a form with other characters than printable ASCII.
     """
 
-    def __init__(self, forms: Mapping[SecretForm, frozenset[str]]) -> None:
+    def __init__(self, forms: Mapping[SecretForm, frozenset[str]], turn: asyncio.Lock | None = None) -> None:
+        """`turn`: shared by all maskers of a tenant, of which one searches at a time. A search takes megabytes."""
+        self._turn = turn or asyncio.Lock()
         self._forms: dict[SecretForm, frozenset[str]] = {}
         for form, names in forms.items():
             if not form.text.isascii() or not form.text.isprintable():
@@ -59,14 +64,14 @@ class SecretMasker:
         self._shortest, self._longest = min(lengths, default=0), max(lengths, default=0)
 
     @classmethod
-    async def of(cls, values: Mapping[str, str]) -> "SecretMasker":
+    async def of(cls, values: Mapping[str, str], turn: asyncio.Lock | None = None) -> "SecretMasker":
         """Return a masker for all forms of the secrets. `values`: name -> value. Other tasks run between secrets."""
         forms: dict[SecretForm, frozenset[str]] = {}
         for name, value in values.items():
             for form in find_forms(value):
                 forms[form] = forms.get(form, frozenset()) | {name}
             await asyncio.sleep(0)
-        return cls(forms)
+        return cls(forms, turn)
 
     @property
     def held_bytes(self) -> int:
@@ -75,14 +80,15 @@ class SecretMasker:
 
     async def mask(self, data: bytes) -> MaskedText:
         """Return the masked text. Other tasks run between the steps of a long search."""
-        steps = self._mask(data)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                masked: MaskedText = end.value
-                return masked
-            await asyncio.sleep(0)
+        async with self._turn:
+            steps = self._mask(data)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    masked: MaskedText = end.value
+                    return masked
+                await asyncio.sleep(0)
 
     def _mask(self, data: bytes) -> Generator[None, None, MaskedText]:
         if not self._forms or len(data) < self._shortest:
@@ -94,6 +100,30 @@ class SecretMasker:
                 covered |= positions
                 found |= names
         return MaskedText(_write_stars(data, covered), found)
+
+
+class SharedMaskers:
+    """The maskers of all connections: one for each tenant and set of secrets, as long as a connection uses it. All
+    methods run in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._maskers = WeakValueDictionary[tuple[str, bytes], SecretMasker]()
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        self._building = WeakValueDictionary[tuple[str, bytes], asyncio.Lock]()
+
+    def __len__(self) -> int:
+        return len(self._maskers)
+
+    async def get(self, tenant: str, values: Mapping[str, str]) -> SecretMasker:
+        """Return the masker of a tenant's secrets. `values`: name -> value."""
+        key = tenant, hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()
+        # Connections that open at the same time wait for one masker, and do not each build one.
+        async with self._building.setdefault(key, asyncio.Lock()):
+            if (masker := self._maskers.get(key)) is None:
+                masker = await SecretMasker.of(values, self._turns.setdefault(tenant, asyncio.Lock()))
+                self._maskers[key] = masker
+            return masker
 
 
 class _Positions:

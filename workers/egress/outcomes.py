@@ -18,6 +18,7 @@ class EgressOutcome(StrEnum):
     TLS_REFUSED = "tls_refused"
     TOO_MANY_CONNECTIONS = "too_many_connections"
     BYTES_SPENT = "bytes_spent"
+    SECRETS_TOO_LONG = "secrets_too_long"
     SECRET_RETURNED = "secret_returned"
     UNRESOLVED = "unresolved"
     UNREACHABLE = "unreachable"

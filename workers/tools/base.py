@@ -16,6 +16,7 @@ from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
 from contract.sandboxes import SandboxOptions
+from contract.secrets import check_session_values
 from contract.tenancy import SandboxPolicy
 from store.secrets import TenantSecrets
 from workers.call_events import CallEvents
@@ -276,8 +277,9 @@ class ToolEnvironment:
         return {name: value for name, value in fields.items() if name not in ("ok", "sandbox")}
 
     def _check_secrets(self, names: Sequence[str]) -> None:
-        """Raise ToolFailure when the tenant has no such secret, and ConfigError when the record of one is damaged or
-        forged. Do not check a session that moves: a secret that it may use can be revoked meanwhile.
+        """Raise ToolFailure when the tenant has no such secret, or the secrets are too long together. Raise ConfigError
+        when the record of one is damaged or forged. Do not check a session that moves: a secret that it may use can be
+        revoked meanwhile.
         """
         find = self._resources.find_secrets
         secrets = find(self.context.tenant) if names and find is not None else None
@@ -295,6 +297,10 @@ class ToolEnvironment:
                 f"tenant {self.context.tenant} has no secret {missing[0]}: set it "
                 f"(toolcrew secrets set {missing[0]}), or leave it out",
             )
+        try:
+            check_session_values([secrets[name].value for name in set(names)])
+        except ValueError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from None
 
     def checkpoint(self) -> Mapping[str, Any]:
         """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (number of sockets) and `torn`
