@@ -38,7 +38,8 @@ class SessionLocation(Record):
     older than `checkpoint`, and is deleted after the next automatic checkpoint. `ttl_s`: seconds that the session
     lives without a call. `moving_until`: the time from which another process may open the session elsewhere. `held`:
     the value of `fence` when a drain of the host last stopped new calls of the session. While `held` equals `fence`,
-    that host still has all files of the session.
+    that host still has all files of the session. `folder`: the folder in which the session's last bash_tool call ended;
+    "" before the first call. It is not signed.
     """
 
     state: LocationState
@@ -52,10 +53,17 @@ class SessionLocation(Record):
     moving_until: float = 0.0
     automatic: str = ""
     held: int = 0
+    folder: str = ""
+
+
+TOOL_CONFIG = "tool_config"
+"""Argument of the opening with the configuration of tools (contract/tool_configs.py). Hosts do not get it."""
 
 
 def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[str, Any]) -> str:
-    """Return the signed arguments that open the session on another host: image, network and sizes."""
+    """Return the signed arguments that open the session on another host: image, network and sizes, and the
+    configuration of tools.
+    """
     return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
 
 
@@ -70,6 +78,11 @@ def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLo
             f"the signature of the session's options is not valid, so the session is not opened again: open a new "
             f"session. {error}"
         ) from error
+
+
+def host_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an opening that its host gets."""
+    return {name: value for name, value in arguments.items() if name != TOOL_CONFIG}
 
 
 def seal_checkpoint(keys: SigningKeys, tenant: str, session: str, checkpoint: str) -> str:

@@ -95,6 +95,12 @@ class ItemEnvironment(SandboxOptions):
     artifacts: tuple[str, ...] = ()
     session: str | None = Field(default=None, exclude_if=lambda session: session is None)
     fork: str | None = Field(default=None, exclude_if=lambda session: session is None)
+    tool_config: dict[str, dict[str, JsonValue]] = Field(default_factory=dict, exclude_if=lambda config: not config)
+    """Configuration of tools (contract/tool_configs.py)."""
+
+    def __hash__(self) -> int:
+        """Return a hash that leaves out `tool_config`, which is not hashable. Equal environments have equal hashes."""
+        return hash((self.workspace, self.restore, self.image, self.network, self.artifacts, self.session, self.fork))
 
 
 class RunBody(Record):

@@ -454,10 +454,10 @@ return {verdict, now}
 """
 )
 
-# KEYS: result, call, usage of the session, records of stored files. ARGV: the stored text, its lifetime; attempt ("" if
-# the call has not run), lifetime of the record, error code, sandbox, prefix of the tenant's days, meter ("" for none),
-# its totals; lifetime, id ("" for none) and bytes of a stored file. Returns 0 if a later attempt exists: the caller
-# waits for its result. An earlier attempt in the record means that Redis has lost the write of this attempt.
+# KEYS: result, call, usage of the session, records of stored files, location. ARGV: stored text, its lifetime; attempt
+# ("" if the call has not run), lifetime of the record, error code, sandbox, prefix of the tenant's days, meter ("" for
+# none), its totals; lifetime, id ("" for none) and bytes of a stored file; the session's folder or "". Returns 0 if a
+# later attempt exists, for which the caller waits. An earlier one means that Redis has lost the write of this attempt.
 _FINISH = (
     USAGE_LUA
     + """
@@ -476,6 +476,8 @@ if ARGV[3] ~= '' then
       'is_counted', 1, 'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
     redis.call('EXPIRE', KEYS[2], ARGV[4])
   end
+  local is_open = ARGV[13] ~= '' and redis.call('HGET', KEYS[5], 'state') == 'open'
+  if is_open then redis.call('HSET', KEYS[5], 'folder', ARGV[13]) end
 end
 -- Stored before it is published, in one step: a caller that missed the message finds the key at its next sweep.
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -752,11 +754,8 @@ class WorkerCallStore:
         """Return the name under which a worker has claimed the running call; None if the call does not run."""
         with broker_errors("it is not known who runs the call"):
             state, holder = self._client.hmget(self._key(tenant, call_id), "state", "holder")
-        return (
-            holder.decode(errors="replace")
-            if state == CallState.RUNNING.encode() and isinstance(holder, bytes)
-            else None
-        )
+        is_running = state == CallState.RUNNING.encode()
+        return holder.decode(errors="replace") if is_running and isinstance(holder, bytes) else None
 
     def _key(self, tenant: str, call_id: str) -> str:
         return call_key(self._deployment, tenant, call_id)
@@ -787,11 +786,11 @@ class FinishedCalls:
         """
         key = result_key(task_id)
         if ending is None:
-            return bool(self._finish(keys=[key, key, key, key], args=[text, ttl_s, ""]))
+            return bool(self._finish(keys=[key] * 5, args=[text, ttl_s, ""]))
         call = call_key(ending.deployment, ending.tenant, ending.call)
         record: list[str | int] = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox]
-        keys, amounts = [key, call, ending.session_key, ending.stored_key], ending.amounts()
-        return bool(self._finish(keys=keys, args=[text, ttl_s, *record, *amounts]))
+        keys = [key, call, ending.session_key, ending.stored_key, ending.location_key or key]
+        return bool(self._finish(keys=keys, args=[text, ttl_s, *record, *ending.amounts(), ending.folder]))
 
     def lose(self, call: str, attempt: int, node: str, reason: str) -> None:
         """Mark a running call as lost, because the process that ran it has died. `call`: the Redis key of its record.

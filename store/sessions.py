@@ -201,7 +201,7 @@ return 'open'
 _FORK = (
     _HAS_ROOM
     + """
-local parent = redis.call('HMGET', KEYS[1], 'state', 'queue', 'ttl_s')
+local parent = redis.call('HMGET', KEYS[1], 'state', 'queue', 'ttl_s', 'folder')
 if parent[1] ~= 'open' or parent[2] ~= ARGV[1] then return 'moved' end
 local count = (#KEYS - 4) / 2
 if not has_room(KEYS[2], ARGV[5], ARGV[4], count, tonumber(ARGV[3])) then return 'full' end
@@ -211,7 +211,7 @@ local at = time[1] .. string.format('%06d', time[2])
 for i = 1, count do
   local location, name = KEYS[3 + 2 * i], ARGV[6 + 2 * i]
   redis.call('HSET', location, 'state', 'open', 'queue', ARGV[1], 'fence', 1, 'start', ARGV[7 + 2 * i],
-    'ttl_s', parent[3], 'opened_at', time[1])
+    'ttl_s', parent[3], 'opened_at', time[1], 'folder', parent[4] or '')
   redis.call('EXPIRE', location, life)
   redis.call('SET', KEYS[4 + 2 * i], ARGV[2], 'EX', life + ARGV[7])
   redis.call('SADD', KEYS[2], name)

@@ -18,7 +18,7 @@ from contract.calls import SessionUsage
 from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.completions import TokenUsage
-from contract.names import tenant_key
+from contract.names import location_key, tenant_key
 from contract.session_locations import MAX_TTL_S
 from store.archives.files import KEEP_S
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -198,7 +198,7 @@ class CallEnding:
     """The end of a call that has run. `code`: "" for a success. `sandbox`: "" for a call without a sandbox.
 
     `stored`: the file that the call stored outside of its sandbox, or deleted there. `usage`: the totals of its session
-    that sandboxd has reported last.
+    that sandboxd has reported last. `folder`: the folder in which bash_tool ended; "" for any other call.
     """
 
     deployment: str
@@ -210,11 +210,19 @@ class CallEnding:
     session: str | None = None
     stored: StoredChange | None = None
     usage: SessionUsage | None = None
+    folder: str = ""
 
     @property
     def session_key(self) -> str:
         """Return the key of the usage of its session."""
         return session_usage_key(self.deployment, self.tenant, self.session or "")
+
+    @property
+    def location_key(self) -> str:
+        """Return the key of the session's location if the call reports its folder; otherwise "": workers without
+        sandboxes may not read locations.
+        """
+        return location_key(self.deployment, self.tenant, self.session) if self.session and self.folder else ""
 
     @property
     def stored_key(self) -> str:

@@ -130,7 +130,7 @@ class FinishedCall(NamedTuple):
     """A call that has its result. `received_at` is in Unix seconds.
 
     `requests` lists the requests to sandboxd, in order. `session_usage`: the totals of the session at the end of the
-    call, if the call used a sandbox.
+    call, if the call used a sandbox. `folder`: the session's folder after a call of bash_tool; "" for any other call.
     """
 
     call: ToolCall
@@ -139,6 +139,7 @@ class FinishedCall(NamedTuple):
     result: ToolResult
     requests: Sequence[SandboxRequest] = ()
     session_usage: SessionUsage | None = None
+    folder: str = ""
 
 
 class ExecutorMiddleware:
@@ -230,8 +231,11 @@ class Executor:
             else:
                 result = _refusal(call, claim)
             result = result.model_copy(update={"clocks": result.clocks.model_copy(update={"queued_s": queued_s})})
-        reports = (environment.requests, environment.session_usage) if environment is not None else ()
-        finished = FinishedCall(call, context, received_at, result, *reports)
+        finished = FinishedCall(call, context, received_at, result)
+        if environment is not None:
+            finished = finished._replace(
+                requests=environment.requests, session_usage=environment.session_usage, folder=environment.folder
+            )
         for middleware in self._middleware:
             middleware.after_call(finished)
         return finished

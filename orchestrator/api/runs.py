@@ -17,6 +17,7 @@ from contract.json_limits import is_deeper
 from contract.run_events import Failure
 from contract.sandboxes import CheckpointId, SandboxOptions
 from contract.session_locations import MAX_FORKS
+from contract.tool_configs import ToolConfig
 from contract.webhooks import Webhook, WebhookDelivery
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.exact_json import dump_exactly
@@ -57,12 +58,13 @@ class NewRun(SandboxOptions):
     without its setup. `max_tokens`: prompt and completion tokens. `enable_tool_action_parsing` false: tags in the text
     of replies are no calls. `priority`: runs with a higher priority start first.
 
-    `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
-    sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
-    artifacts, or a location of the store. `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files
-    to store at the end. `tools`: names of the tools that the model may call; null: all tools that suit the model.
-    `keep_states`: keep the state of the session before each request to the model, so that POST /v1/runs/{id}/fork can
-    start from it. `metadata`: returned with the run. `webhook`: the address that receives the end of the run.
+    `session`: an open session for the run. Without `session`, the run opens its own session with `image`,
+    `network`, sizes, user and `tool_config` as in POST /v1/sessions, and the files of `workspace` or `restore`.
+    `workspace`: an upload, artifacts, or a location of the store. `restore`: a checkpoint. `artifacts`: patterns
+    below /workspace of the files to store at the end. `tools`: names of the tools that the model may call; null:
+    all tools that suit the model. `keep_states`: keep the state of the session before each request to the model, so
+    that POST /v1/runs/{id}/fork can start from it. `metadata`: returned with the run. `webhook`: the address that
+    receives the end of the run.
     """
 
     instruction: str = Field(min_length=1, max_length=1024 * 1024)
@@ -77,6 +79,7 @@ class NewRun(SandboxOptions):
     artifacts: list[str] = Field(default_factory=list, max_length=MAX_PATTERNS)
     restore: CheckpointId | None = None
     network: Literal["none", "egress"] | None = None
+    tool_config: ToolConfig = Field(default_factory=dict)
     max_iterations: int | None = Field(default=None, ge=1, le=10_000)
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)

@@ -11,6 +11,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.image_names import ImageText
 from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from contract.tool_configs import ToolConfig
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.piece_responses import FileAnswer
@@ -37,13 +38,14 @@ class NewSession(SandboxOptions):
 
     `network`, sizes or `user` null: the value of the tenant's class. Sizes are in bytes; `cpus` are processors, `pids`
     processes and threads. `user` root: root of the sandbox only. `restore`: a checkpoint; the session starts with its
-    files.
+    files. `tool_config`: name of a tool -> the object that the tool reads as its configuration; at most 64 KiB of JSON.
     """
 
     image: ImageText | None = None
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     network: Literal["none", "egress"] | None = None
     restore: CheckpointId | None = None
+    tool_config: ToolConfig = Field(default_factory=dict)
 
 
 class SessionView(SandboxOptions):
@@ -97,7 +99,12 @@ async def open_session(body: NewSession, caller: AnyCaller, response: Response) 
     call.
     """
     session = await caller.client.open_session(
-        image=body.image, ttl_s=body.ttl_s, network=body.network, restore=body.restore, options=pick_options(body)
+        image=body.image,
+        ttl_s=body.ttl_s,
+        network=body.network,
+        restore=body.restore,
+        options=pick_options(body),
+        tool_config=body.tool_config,
     )
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())

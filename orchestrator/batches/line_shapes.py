@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
 from contract.image_names import ImageText
 from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
+from contract.tool_configs import ToolConfig
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
     ARTIFACTS_FOLDER,
@@ -120,6 +121,7 @@ class EnvironmentFields(SandboxOptions, Shape):
     image: ImageText | None = None
     network: Literal["none", "egress"] | None = None
     fork: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    tool_config: ToolConfig = {}
     artifacts: list[str] = []
     priority: int = Field(default=0, ge=-100, le=100)
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
@@ -137,7 +139,8 @@ class EnvironmentFields(SandboxOptions, Shape):
             if environment != ItemEnvironment(fork=self.fork, artifacts=environment.artifacts):
                 yield InvalidField(
                     ("fork",),
-                    "a fork has the files, image, network and sizes of its session: remove these fields, or `fork`",
+                    "a fork has the files, image, network, sizes and `tool_config` of its session: remove these "
+                    "fields, or `fork`",
                 )
         if self.grader is not None:
             yield from self.grader.find_errors()

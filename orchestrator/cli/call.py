@@ -13,7 +13,7 @@ from contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.clients import open_client, open_running, show_waiting
 from orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
-from orchestrator.cli.session_options import Network, Options, Restore, Workspace
+from orchestrator.cli.session_options import Network, Options, Restore, ToolConfigOption, Workspace
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import build_call
 from orchestrator.terminal.output import LiveOutput, escape_controls, format_times
@@ -28,6 +28,7 @@ def call(
     restore: Restore = None,
     network: Network = None,
     options: Options = None,
+    tool_config: ToolConfigOption = None,
     session_id: Annotated[
         str | None,
         typer.Option("--session", help="An open session to run the call in. Default: a new session for this call."),
@@ -58,10 +59,12 @@ def call(
         call = build_call(name, values)
         if isinstance(call, ToolResult):
             return call
-        if session_id is not None and (workspace, restore, network, options) != (None,) * 4:
+        if session_id is not None and any(
+            value is not None for value in (workspace, restore, network, options, tool_config)
+        ):
             raise ConfigError(
-                "--session cannot be combined with --workspace, --restore, --network or --sandbox, which apply to a "
-                "new session: leave one of them out"
+                "--session cannot be combined with --workspace, --restore, --network, --sandbox or --tool-config, "
+                "which apply to a new session: leave one of them out"
             )
         async with AsyncExitStack() as opened:
             if session_id is not None:
@@ -70,7 +73,9 @@ def call(
             else:
                 client = await opened.enter_async_context(open_client(tenant))
                 session = await opened.enter_async_context(
-                    await client.open_session(workspace, restore=restore, network=network, options=options)
+                    await client.open_session(
+                        workspace, restore=restore, network=network, options=options, tool_config=tool_config
+                    )
                 )
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None

@@ -17,7 +17,7 @@ from orchestrator.cli.batches_options import check_format
 from orchestrator.cli.clients import open_client, show_waiting
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, exit_code_of, fail, run_work
-from orchestrator.cli.session_options import Network, Options, Restore, Workspace
+from orchestrator.cli.session_options import Network, Options, Restore, ToolConfigOption, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
@@ -98,6 +98,7 @@ def run(
     workspace: Workspace = None,
     restore: Restore = None,
     network: Network = None,
+    tool_config: ToolConfigOption = None,
     options: Options = None,
     save_workspace: Annotated[
         Path | None, typer.Option("--save-workspace", help="Copy /workspace to this folder when the run has ended.")
@@ -188,7 +189,7 @@ def run(
         async with (
             open_client(tenant) as client,
             await client.open_session(
-                workspace, ttl_s=ttl_s, restore=restore, network=network, options=options
+                workspace, ttl_s=ttl_s, restore=restore, network=network, options=options, tool_config=tool_config
             ) as session,
         ):
             try:

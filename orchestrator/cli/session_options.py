@@ -1,12 +1,15 @@
 """Options of `run` and `call` for the new session."""
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from contract.errors import ConfigError
 from contract.sandboxes import SandboxOptions
+from contract.tool_configs import parse_tool_config
 
 Workspace = Annotated[
     Path | None,
@@ -53,6 +56,26 @@ Options = Annotated[
         parser=parse_options,
         metavar="NAME=VALUE,...",
         help=f"Sizes, user and secrets of the sandbox: {_OPTIONS_HELP}. Default: those of the tenant's class.",
+    ),
+]
+
+
+def read_config(text: str) -> dict[str, dict[str, Any]]:
+    """Return the configuration of tools in JSON, or in the file `@PATH`. Raises BadParameter."""
+    try:
+        return parse_tool_config(json.loads(Path(text[1:]).read_bytes() if text.startswith("@") else text))
+    except (ConfigError, OSError, RecursionError, ValueError) as error:
+        raise typer.BadParameter(f"{error}; {_CONFIG_HELP}") from None
+
+
+_CONFIG_HELP = 'write {"TOOL": {...}} as JSON, or @FILE'
+ToolConfigOption = Annotated[
+    dict[str, Any] | None,
+    typer.Option(
+        "--tool-config",
+        parser=read_config,
+        metavar="JSON|@FILE",
+        help=f"What tools read as their configuration: {_CONFIG_HELP}.",
     ),
 ]
 Network = Annotated[

@@ -16,7 +16,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
-from orchestrator.cli.session_options import Options
+from orchestrator.cli.session_options import Options, ToolConfigOption
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls
@@ -67,6 +67,7 @@ async def sessions_open(
         typer.Option("--network", help="Network access. Default: the network of the tenant's class."),
     ] = None,
     options: Options = None,
+    tool_config: ToolConfigOption = None,
     workspace: Annotated[
         Path | None, typer.Option("--workspace", help="Start with these files: a folder, an archive or a git bundle.")
     ] = None,
@@ -79,7 +80,13 @@ async def sessions_open(
     """Open a session and print its id."""
     async with open_running("sessions", tenant, needs_workers=True) as client:
         session = await client.open_session(
-            workspace, image=image, ttl_s=ttl, network=network, restore=restore, options=options
+            workspace,
+            image=image,
+            ttl_s=ttl,
+            network=network,
+            restore=restore,
+            options=options,
+            tool_config=tool_config,
         )
         info = await session.info()
     place = {"host": info.host, "image": info.image, "network": info.network}

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult, describe_invalid
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.schema import is_quick, prepare_arguments
+from contract.session_locations import TOOL_CONFIG, host_arguments
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
@@ -120,6 +121,7 @@ class Dispatcher:
         request = _session_request("open", tenant, session, arguments)
 
         async def work(_: Request) -> ToolResult:
+            await self._check_tool_config(tenant, arguments.get(TOOL_CONFIG, {}))
             policy = await self._rules.tenants.policy(tenant)
             return await self.locator.open(tenant, session, policy, arguments)
 
@@ -239,8 +241,8 @@ class Dispatcher:
             timeout_s=await self._check_limit(effective_limit(spec, arguments, request), request, policy),
             blob=request.blob,
             model=request.model,
-            config=dict(request.config),
             events=self._listener if request.handlers else None,
+            **await self._session_fields(request, spec),
         )
         request.worker_call, request.spec = call.model_copy(update={"arguments": arguments}), spec
         if spec.is_installed_skill:
@@ -248,6 +250,22 @@ class Dispatcher:
             skill_run = {"name": spec.name, "action": "run", "args": arguments}
             skill_arguments, _ = prepare_arguments(request.spec, skill_run)
             request.worker_call = ToolCall(id=call.id, name=SKILL_TOOL, arguments=skill_arguments)
+
+    async def _check_tool_config(self, tenant: str, config: Mapping[str, object]) -> None:
+        """Raise ToolFailure when the configuration names a tool that the tenant does not have."""
+        for name in config:
+            try:
+                await self._tools.find(name, tenant)
+            except ToolFailure as failure:
+                raise ToolFailure(
+                    ErrorCode.INVALID_ARGUMENTS, f"tool_config: {failure.message}; write the name of a tool"
+                ) from failure
+
+    async def _session_fields(self, request: Request, spec: ToolSpec) -> dict[str, Any]:
+        """Return the fields of the context that come from the session of the call."""
+        if request.session is None or self._locator is None or spec.audience == "session":
+            return {}
+        return await self._locator.call_fields(request.tenant, request.session, spec)
 
     async def _check_limit(self, limit_s: float, request: Request, policy: TenantPolicy) -> float:
         """Return the limit of the call within what the session's class allows. Raises ToolFailure when the caller
@@ -316,7 +334,7 @@ class Dispatcher:
 
 
 def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[str, Any] | None = None) -> Request:
-    call = ToolCall(id=secrets.token_hex(16), name=f"session.{verb}", arguments=dict(arguments or {}))
+    call = ToolCall(id=secrets.token_hex(16), name=f"session.{verb}", arguments=host_arguments(arguments or {}))
     timeout_s = ARCHIVE_TIMEOUT_S if call.arguments.keys() & {"restore", "workspace", "image"} else OPEN_TIMEOUT_S
     return Request(call, tenant, session, timeout_s=timeout_s, audience="session")
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import JsonValue
-
 from contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext
 from contract.names import POOL_QUEUES
 from contract.specs import ToolSpec
@@ -45,8 +43,6 @@ class Request:
     """"batch": the call waits for the tenant's interactive calls when slots are few."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of the events of the running call, by kind (contract/call_events.py)."""
-    config: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Configuration that tools read in their context."""
     keeps_result: bool = False
     """Redis keeps the result until `Dispatcher.settle`, so that another process finds it if this process dies. A
     caller that stops waiting does not cancel the call.

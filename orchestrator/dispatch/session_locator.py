@@ -22,9 +22,17 @@ from typing import Any, Protocol, TypeVar
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import HostReport
-from contract.names import HOST_QUEUES
-from contract.session_locations import LocationState, SessionLocation, open_checkpoint, open_start, seal_start
+from contract.names import HOST_QUEUES, POOL_QUEUES
+from contract.session_locations import (
+    TOOL_CONFIG,
+    LocationState,
+    SessionLocation,
+    open_checkpoint,
+    open_start,
+    seal_start,
+)
 from contract.signing import SigningKeys
+from contract.specs import ToolSpec
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.placement import (
     LOW_MEMORY_BYTES,
@@ -73,6 +81,8 @@ class OpenRequest:
     arguments: Mapping[str, Any]
 
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
 SendOpen = Callable[[OpenRequest, SessionAddress], Awaitable[ToolResult]]
 """Function that sends the call `session.open` to an address once and returns its result, even if the call failed.
@@ -90,6 +100,8 @@ class SessionLocator:
         # A cached address may be out of date. The publish script compares its fence, so a call with an old address is
         # never sent to the host.
         self._addresses: dict[tuple[str, str], SessionAddress] = {}
+        # Sessions without a configuration of tools, so that their calls do not read it.
+        self._unconfigured: dict[tuple[str, str], None] = {}
         self._placed: Counter[str] = Counter()
         self._reported_at: dict[str, float] = {}
 
@@ -98,6 +110,22 @@ class SessionLocator:
         OperatorError.
         """
         return open_start(self._keys, tenant, session, await self.location(tenant, session))
+
+    async def call_fields(self, tenant: str, session: str, spec: ToolSpec) -> dict[str, Any]:
+        """Return the fields of a call's context that come from its session: the tool's `config`, and for a tool outside
+        of the sandbox the session's folder as `cwd`. Raises BrokerUnavailable, SandboxUnavailable.
+        """
+        is_outside = spec.pool in POOL_QUEUES
+        if not is_outside and (tenant, session) in self._unconfigured:
+            return {}
+        location = await self._sessions.find(tenant, session)
+        if location is None:
+            return {}
+        config = open_start(self._keys, tenant, session, location).get(TOOL_CONFIG)
+        if not config:
+            _add_bounded(self._unconfigured, (tenant, session), None)
+        cwd = {"cwd": location.folder} if is_outside and location.folder else {}
+        return {"config": (config or {}).get(spec.name, {}), **cwd}
 
     async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
         """Open a new session on a host with free capacity. Waits for a host that starts or does not report. Raises
@@ -269,9 +297,7 @@ class SessionLocator:
             await self.forget(tenant, session)
 
     def _cache_address(self, tenant: str, session: str, address: SessionAddress) -> SessionAddress:
-        while len(self._addresses) >= MAX_CACHED:
-            self._addresses.pop(next(iter(self._addresses)))
-        self._addresses[tenant, session] = address
+        _add_bounded(self._addresses, (tenant, session), address)
         return address
 
     async def _await_host(self, choose: Callable[[], Awaitable[str]]) -> str:
@@ -455,6 +481,13 @@ class SessionLocator:
     async def _release(self, tenant: str, session: str, fence: int) -> None:
         with contextlib.suppress(BrokerUnavailable):
             await self._sessions.settle(tenant, session, fence, LocationState.MOVING)
+
+
+def _add_bounded(entries: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Add an entry. The oldest entries are removed, so that at most MAX_CACHED remain."""
+    while len(entries) >= MAX_CACHED:
+        entries.pop(next(iter(entries)))
+    entries[key] = value
 
 
 def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:

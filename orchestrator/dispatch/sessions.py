@@ -11,11 +11,11 @@ import os
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from contract.call_events import OUTPUT
 from contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
@@ -30,7 +30,7 @@ from contract.errors import (
 )
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS
+from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
 from contract.specs import NO_NETWORK, ToolSpec
 from contract.tenancy import largest_limit
 from orchestrator.dispatch.call_events import OnOutput, output_handler
@@ -76,7 +76,8 @@ class SessionStart:
     """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: instead of
     `workspace`, the id or URL of a file in the store, which the host copies. `restore`: a checkpoint's id. `network`
     None: the default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the
-    tenant, which is forked; the other fields are not used.
+    tenant, which is forked; the other fields are not used. `tool_config`: name of a tool -> the object that it reads as
+    `CallContext.config`.
     """
 
     image: str | None = None
@@ -87,6 +88,7 @@ class SessionStart:
     network: str | None = None
     options: SandboxOptions = DEFAULT_OPTIONS
     fork: str | None = None
+    tool_config: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the call `session.open`."""
@@ -95,6 +97,7 @@ class SessionStart:
             "workspace": self.stored,
             "network": self.network,
             "options": self.options.model_dump(mode="json") or None,
+            TOOL_CONFIG: self.tool_config or None,
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
@@ -236,7 +239,9 @@ class Session:
         if facts is None:
             # The record is from an earlier release, or very old. The host reports the same facts again.
             call = ToolCall(
-                id=_call_id(), name="session.open", arguments=await dispatcher.locator.start(tenant, session)
+                id=_call_id(),
+                name="session.open",
+                arguments=host_arguments(await dispatcher.locator.start(tenant, session)),
             )
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)

@@ -389,8 +389,8 @@ def _build_item(run: str, body: RunBody, environment: ItemEnvironment, priority:
         session=environment.session, artifacts=environment.artifacts
     ):
         raise _refused(
-            "an open session has its sandbox and files: leave out `image`, `network`, sizes, `user`, `workspace` and "
-            "`restore`, or `session`"
+            "an open session has its sandbox and files: leave out `image`, `network`, sizes, `user`, `tool_config`, "
+            "`workspace` and `restore`, or `session`"
         )
     return item
 

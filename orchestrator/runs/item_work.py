@@ -244,6 +244,7 @@ class ItemWork:
             restore=environment.restore,
             network=environment.network,
             fork=environment.fork,
+            tool_config=environment.tool_config,
             ttl_s=MAX_TTL_S if keeps_states(claim.record.item) else DEFAULT_TTL_S,
             options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
         )

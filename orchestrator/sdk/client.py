@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
@@ -17,6 +17,7 @@ from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import DEFAULT_TENANT
+from contract.tool_configs import parse_tool_config
 from orchestrator.approvals import DEFAULT_POLICY, Approver
 from orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
@@ -161,13 +162,15 @@ class ToolClient:
         restore: Checkpoint | str | None = None,
         network: Literal["none", "egress"] | None = None,
         options: SandboxOptions | None = None,
+        tool_config: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Session:
         """Open a session with its own sandbox. `close` removes the sandbox, and so do `ttl_s` seconds without a call.
 
         `workspace`: a folder, an archive (tar, also compressed, or zip) or a git bundle with the first files.
         `restore`: a checkpoint of the same tenant instead, or its id. `network`: "none", or "egress" where the
         tenant's class allows it; None: the default of the class (docs/sessions.md). `options`: sizes and user of the
-        sandbox, within what the class allows; None: those of the class.
+        sandbox, within what the class allows; None: those of the class. `tool_config`: name of a tool -> the JSON
+        object that the tool reads as `CallContext.config`; at most 64 KiB.
         """
         if network not in (None, "none", "egress"):
             raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
@@ -180,6 +183,7 @@ class ToolClient:
             restore=restore.id if isinstance(restore, Checkpoint) else restore,
             network=network,
             options=options or DEFAULT_OPTIONS,
+            tool_config=parse_tool_config(tool_config or {}),
         )
         return await Session.open(
             self._dispatcher,

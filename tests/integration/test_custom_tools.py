@@ -19,7 +19,7 @@ import pytest_asyncio
 from hatchling.build import build_wheel
 
 from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
 from orchestrator.approvals import AutoApprover
 from orchestrator.dispatch.request import Request
@@ -44,6 +44,12 @@ from contract.functions import CallContext, tool
 def where_am_i() -> int:
     """The process."""
     return os.getpid()
+
+
+@tool
+def context_of_call(context: CallContext) -> dict[str, object]:
+    """Shows what the tool knows of its call."""
+    return {"cwd": context.cwd, "config": dict(context.config)}
 
 
 @tool
@@ -167,6 +173,36 @@ async def test_an_installed_package_serves_its_tools_and_keeps_session_state(
     assert await call(tool_session, "quote_basket") == {"total": 170.0, "currency": "JPY"}
     async with await fresh_client.open_session() as other:
         assert (await call(other, "quote_basket"))["total"] == 0
+
+
+async def test_a_tool_outside_of_the_sandbox_gets_the_shells_folder_and_the_callers_configuration(
+    fresh_client: ToolClient, stack: Stack
+) -> None:
+    """Requirement S4-13: the context of a tool has the current configuration and the working directory."""
+    config = {"context_of_call": {"units": ["kg"], "currency": "EUR"}, "count": {"step": 2}}
+    # The operator's settings replace the caller's.
+    given = {"units": ["kg"], "currency": "JPY"}
+    async with await fresh_client.open_session(tool_config=config) as session:
+        assert await call(session, "context_of_call") == {"cwd": "/workspace", "config": given}
+        await session.call("bash_tool", {"command": "mkdir -p a/b && cd a/b"})
+        assert await call(session, "context_of_call") == {"cwd": "/workspace/a/b", "config": given}
+        # A command that only starts in a folder does not move the session.
+        await session.call("bash_tool", {"command": "true", "cwd": "/workspace"})
+        fork = (await session.fork())[0]
+        async with fork, ToolClient.connect(stack.redis_url, approver=AutoApprover()) as other:
+            # Another program, which has not opened the session.
+            attached = await other.session(fork.id)
+            assert await call(attached, "context_of_call") == {"cwd": "/workspace/a/b", "config": given}
+            assert (await attached.call("bash_tool", {"command": "pwd; cd /tmp"})).output.startswith("/workspace/a/b")
+            assert (await call(attached, "context_of_call"))["cwd"] == "/tmp"
+        assert (await call(session, "context_of_call"))["cwd"] == "/workspace/a/b"
+
+
+async def test_a_configuration_for_an_unknown_tool_is_refused(fresh_client: ToolClient) -> None:
+    with pytest.raises(ToolFailure) as refused:
+        await fresh_client.open_session(tool_config={"context_of_cal": {}})
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+    assert "context_of_cal" in refused.value.message
 
 
 async def test_processes_of_the_pool_share_session_state_without_lost_updates(tool_session: Session) -> None:

@@ -116,6 +116,7 @@ SAMPLE_FIELDS: dict[str, Any] = {
     "restore": "checkpoint",
     "image": "python:3.12",
     "network": "egress",
+    "tool_config": {"bash_tool": {"level": [1, None]}},
     "artifacts": ["**/*.txt"],
     "priority": 3,
     "samples": 2,
@@ -162,6 +163,7 @@ def test_every_field_of_a_line_and_its_grader_is_accepted_as_json(
     del grader["secrets"]
     item = read(json.dumps(line)).items[0]
     assert item.environment.secrets == ("TOKEN", "OTHER")
+    assert item.environment.tool_config == SAMPLE_FIELDS["tool_config"]
     assert item.grader is not None
 
 

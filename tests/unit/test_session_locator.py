@@ -21,7 +21,7 @@ from store.call_messages import NotSent
 from store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
 from store.session_list import SessionList
 from store.sessions import SessionAddress, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
-from tests.builders import KEY
+from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_report
 from tests.waiting import SOON_S
 
@@ -100,6 +100,49 @@ async def test_session_stays_on_the_host_that_opened_it(client: "redis.asyncio.R
     # Another process finds the same.
     assert await build_locator(client, hosts).find("acme", "s1", DEFAULT) == address
     assert (address.queue, address.fence) == (hosts.opened[0][0], 1)
+
+
+async def test_a_call_gets_the_configuration_of_its_tool_and_no_other(client: "redis.asyncio.Redis") -> None:
+    """Requirement S4-13. The host does not get the configuration."""
+    hosts, config = Hosts("a"), {"quote": {"currency": "EUR"}, "count": {"step": 2}}
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {"tool_config": config})
+    await locator.add_forks("acme", "s1", ["f1"], DEFAULT, {"queue": "host.a.b00t"})
+    quote, bash = (build_spec(name) for name in ("quote", "bash_tool"))
+    for program in (locator, build_locator(client, hosts)):
+        for session in ("s1", "f1"):
+            assert await program.call_fields("acme", session, quote) == {"config": {"currency": "EUR"}}
+            assert await program.call_fields("acme", session, bash) == {"config": {}}
+        assert await program.call_fields("other", "s1", quote) == {}
+
+
+async def test_only_a_tool_outside_of_the_sandbox_gets_the_folder_of_the_session(
+    client: "redis.asyncio.Redis",
+) -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {})
+    inside, outside = build_spec("bash_tool"), build_spec("quote", pool="tools")
+    assert await locator.call_fields("acme", "s1", outside) == {"config": {}}
+    await client.hset(location_key("d", "acme", "s1"), "folder", "/workspace/a")
+    assert await locator.call_fields("acme", "s1", outside) == {"config": {}, "cwd": "/workspace/a"}
+    assert "cwd" not in await locator.call_fields("acme", "s1", inside)
+
+
+async def test_a_session_without_a_configuration_is_read_once(client: "redis.asyncio.Redis") -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.call_fields("acme", "s1", build_spec("bash_tool"))
+    await client.delete(location_key("d", "acme", "s1"))
+    assert await locator.call_fields("acme", "s1", build_spec("bash_tool")) == {}
+
+
+async def test_a_configuration_that_another_program_has_changed_is_refused(client: "redis.asyncio.Redis") -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {"tool_config": {"quote": {"a": 1}}})
+    forged = seal_start(KEY, "acme", "s2", {"tool_config": {"quote": {"a": 2}}})
+    await client.hset(location_key("d", "acme", "s1"), "start", forged)
+    with pytest.raises(SandboxUnavailable):
+        await locator.call_fields("acme", "s1", build_spec("quote"))
 
 
 async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asyncio.Redis") -> None:

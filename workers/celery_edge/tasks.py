@@ -236,6 +236,7 @@ class _Edge:
             context.session,
             _find_stored_change(call, context, result),
             finished.session_usage,
+            finished.folder,
         )
         answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:

@@ -122,6 +122,8 @@ class ToolEnvironment:
         self.session_usage: SessionUsage | None = None
         """The last totals of the session that sandboxd has reported in this call."""
         self.requests: list[SandboxRequest] = []
+        self.folder = ""
+        """The session's folder after the call, if the tool reports it; else ""."""
         self._resources = resources
         self._policy = policy
         self._sandbox_lost: str | None = None

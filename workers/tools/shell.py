@@ -16,6 +16,8 @@ from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, build_outcome, encode
 
 _HOME = "/workspace"
+_MAX_PATH_CHARS = 4096
+"""Limit of `ToolContext.cwd`."""
 
 _SPEC = ToolSpec(
     name="bash_tool",
@@ -163,7 +165,16 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
         "state": "fresh" if arguments["reset_state"] else "keep",
         "timeout_s": environment.context.timeout_s,
     }
-    return build_outcome(arguments, run_shown(request, script + body, environment), environment.context)
+    response = run_shown(request, script + body, environment)
+    _note_folder(response, environment)
+    return build_outcome(arguments, response, environment.context)
+
+
+def _note_folder(response: GuestResponse, environment: ToolEnvironment) -> None:
+    """Tell the environment the session's folder, which calls outside of the sandbox get as their `cwd`."""
+    folder = str((response.done.get("state") or {}).get("folder") or "")
+    if len(folder) <= _MAX_PATH_CHARS and folder.isprintable():
+        environment.folder = folder
 
 
 def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
