@@ -203,12 +203,12 @@ class Executor:
         # Wall time is for logs. Durations use monotonic time, because a correction of the clock must not change them.
         received_at, received = time.time(), time.monotonic()
         environment: ToolEnvironment | None = None
-        prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
+        prepare = cache(lambda: _before_start(_attempt(call, lambda: self._prepare(call, context))))
         # Prepare the call while Redis decides about the claim. `cache`: when the claim is sent again, the call must not
         # be prepared twice.
         claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder, prepare))
         prepared = prepare()
-        if isinstance(prepared, ToolResult):
+        if isinstance(prepared, ToolResult) and not prepared.has_not_run:
             # The record must say `forbidden` before the sender gets the refusal. Otherwise a repeated message could
             # start the call later, when the reason for the refusal no longer exists.
             if claim in (CallClaim.GRANTED, CallClaim.MOVED):
@@ -219,8 +219,7 @@ class Executor:
         if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
-            # A retry helps only if Redis did not answer. Any other failure is a bug, and a retry would repeat it.
-            result = _not_run(claim, RunFailure.BROKER) if claim.error_code in BROKER_CODES else claim
+            result = _before_start(claim)
         else:
             # Read the clock after the claim: the claim's reply updates the shared clock with Redis's time.
             queued_s = max(0.0, self._clock() - (time.monotonic() - received) - context.sent_at)
@@ -263,7 +262,7 @@ class Executor:
         """Run the handler of a claimed call. Return its result and its environment."""
         # Open the environment after the claim: a repeated message must not write to the event stream of the first
         # message.
-        environment = _attempt(prepared.call, lambda: self._open_environment(prepared, context))
+        environment = _before_start(_attempt(prepared.call, lambda: self._open_environment(prepared, context)))
         if isinstance(environment, ToolResult):
             return environment, None
         try:
@@ -364,6 +363,15 @@ def _refusal(call: ToolCall, claim: CallClaim) -> ToolResult:
         return _not_run(ToolResult.failed(call, ErrorCode.TIMEOUT, message), RunFailure.EXPIRED)
     message = f"{call.name} was not run: its session has moved to another host, or was closed"
     return _not_run(ToolResult.failed(call, ErrorCode.HOST_LOST, message), RunFailure.MOVED)
+
+
+def _before_start(step: T | ToolResult) -> T | ToolResult:
+    """Return what a step before the start of the tool gave. If Redis did not answer, the sender sends the call again.
+    Any other failure is final: a repetition would meet it again.
+    """
+    if isinstance(step, ToolResult) and step.error_code in BROKER_CODES:
+        return _not_run(step, RunFailure.BROKER)
+    return step
 
 
 def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:

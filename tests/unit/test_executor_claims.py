@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from contract.calls import RunFailure
 from contract.errors import BrokerUnavailable, ErrorCode
 from store.calls import CallClaim
-from tests.builders import build_call
+from tests.builders import build_call, build_context
 from tests.unit.test_worker_executor import Harness
 
 
@@ -45,3 +46,19 @@ def test_a_call_with_invalid_arguments_is_claimed_before_it_is_refused(is_away: 
     result = harness.execute(build_call(words="hi"))
     assert (result.error_code, harness.runs, order) == (ErrorCode.INVALID_ARGUMENTS, 0, ["claim"])
     assert harness.ledger.refused == (set() if is_away else {("acme", "call-1")})
+
+
+@pytest.mark.parametrize("blob", ["arguments_blob", "blob"])
+def test_a_claimed_call_whose_content_redis_does_not_return_is_not_refused_but_sent_again(
+    blob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis may stop between the claim and the reads before the start of the tool."""
+    harness = Harness()
+
+    def take(*_: Any) -> bytes:
+        raise BrokerUnavailable("Redis does not answer")
+
+    monkeypatch.setattr(harness.blobs, "take", take)
+    result = harness.execute(build_call(text="hi"), build_context(**{blob: "key"}))
+    assert (result.error_code, result.run_failure) == (ErrorCode.BROKER_UNAVAILABLE, RunFailure.BROKER)
+    assert (harness.runs, harness.ledger.refused) == (0, set())
