@@ -32,12 +32,14 @@ def set_process_flag(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def set_title(title: bytes) -> None:
-    """Replace the name and the arguments of this process, which other processes read in /proc. Children inherit both.
+def set_title(name: bytes, arguments: bytes) -> None:
+    """Replace the name and the command line of this process, which other processes read in /proc. Children inherit
+    both. The command line becomes `name`, a blank and `arguments`.
 
-    The arguments stay as they are when the kernel does not report where they are, or when they are shorter.
+    The command line stays as it is when the kernel does not report where it is, or when it is shorter.
     """
-    _LIBC.prctl(_PR_SET_NAME, title, 0, 0, 0)
+    title = (name + b" " + arguments).rstrip()
+    _LIBC.prctl(_PR_SET_NAME, name, 0, 0, 0)
     with open("/proc/self/stat", "rb") as file:
         # The name in brackets may contain blanks. After its bracket, the fields begin with the third one.
         fields = file.read().rpartition(b")")[2].split()

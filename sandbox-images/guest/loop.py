@@ -49,13 +49,15 @@ TITLE = b"init"
 class Options:
     """Options of the guest.
 
-    `life_s`: time from the start until the sandbox ends by itself, in seconds, or None for no limit. `proxy_port`:
-    the port of the proxy, or None without network. `cpus`: the sandbox's limit of processor time, as a number of CPUs.
+    `arguments`: their text. `life_s`: time from the start until the sandbox ends by itself, in seconds, or None for no
+    limit. `proxy_port`: the port of the proxy, or None without network. `cpus`: the sandbox's limit of processor time,
+    as a number of CPUs.
     """
 
-    __slots__ = ("cpus", "life_s", "proxy_port")
+    __slots__ = ("arguments", "cpus", "life_s", "proxy_port")
 
     def __init__(self, life_s: float | None = None, proxy_port: int | None = None, cpus: float = 1.0) -> None:
+        self.arguments = b""
         self.life_s = life_s
         self.proxy_port = proxy_port
         self.cpus = cpus
@@ -68,6 +70,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     The check is strict, because a limit that is parsed wrongly would be no limit.
     """
     options = Options()
+    options.arguments = " ".join(arguments).encode()
     names = iter(arguments)
     for name in names:
         value = next(names, None)
@@ -507,8 +510,10 @@ def main(options: Options | None = None, paths: GuestPaths | None = None) -> NoR
     # signals to PID 1 that have no handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
-    set_title(TITLE)
-    loop = Loop(paths or GuestPaths(), options or Options())
+    options = options or Options()
+    # The options stay visible: sandboxd compares them with those of the specification.
+    set_title(TITLE, options.arguments)
+    loop = Loop(paths or GuestPaths(), options)
     gc.collect()
     gc.freeze()
     # This is the last step, because earlier steps may need /proc/self. From here on, no program can read, stop or

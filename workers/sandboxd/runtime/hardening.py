@@ -21,6 +21,8 @@ SKILLS_FOLDER: Final = "/skills"
 ACCOUNTS_FOLDER: Final = "/run/toolcrew-accounts"
 GUEST_COMMAND: Final = (f"{GUEST_FOLDER}/bin/python3", "-I", "-S", "-u", GUEST_FOLDER)
 """Command of PID 1. The guest has its own Python, so it runs in any image."""
+GUEST_TITLE: Final = "init"
+"""Name of PID 1: TITLE in the guest's loop.py."""
 PROXY_PORT: Final = 3128
 """Port of the proxy on the loopback interface of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -284,8 +286,17 @@ IPC_SYSCTLS: Final[Mapping[str, str]] = {
 
 def guest_command(spec: SandboxSpec) -> list[str]:
     """Return the command of PID 1."""
+    return [*GUEST_COMMAND, *_guest_options(spec)]
+
+
+def guest_title(spec: SandboxSpec) -> str:
+    """Return the command line that PID 1 shows soon after its start."""
+    return " ".join([GUEST_TITLE, *_guest_options(spec)])
+
+
+def _guest_options(spec: SandboxSpec) -> list[str]:
     proxy = ["--proxy", str(PROXY_PORT)] if spec.network == "egress" else []
-    return [*GUEST_COMMAND, "--life", f"{spec.life_s:g}", "--cpus", f"{spec.limits.cpus:g}", *proxy]
+    return ["--life", f"{spec.life_s:g}", "--cpus", f"{spec.limits.cpus:g}", *proxy]
 
 
 def own_variables(spec: SandboxSpec) -> dict[str, str]:

@@ -14,6 +14,7 @@ from workers.sandboxd.runtime.hardening import (
     SKILLS_FOLDER,
     SandboxSpec,
     guest_command,
+    guest_title,
     tmpfs_options,
     ulimits,
 )
@@ -23,8 +24,6 @@ _LINKS: Final = {"mount": "mnt", "network": "net"}
 """Names of namespaces in /proc that differ from those of the OCI specification."""
 _LIMITS: Final = {"nofile": "Max open files", "core": "Max core file size", "fsize": "Max file size"}
 _KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
-GUEST_TITLE: Final = "init"
-"""Title of PID 1: TITLE in the guest's loop.py."""
 
 
 def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
@@ -59,9 +58,10 @@ def _compare(
     for kind in NAMESPACES:
         link = f"ns/{_LINKS.get(kind, kind)}"
         yield f"namespace {kind}", True, os.readlink(place / link) != os.readlink(f"/proc/self/{link}")
-    # The guest replaces its command line by a title soon after its start.
+    # The guest replaces its command line by a title soon after its start. Zeros follow the title.
     command = _read_list(place / "cmdline")
-    yield "command", guest_command(spec), guest_command(spec) if _is_title(command) else command
+    title = "".join(command) if not any(command[1:]) else ""
+    yield "command", guest_command(spec), guest_command(spec) if title == guest_title(spec) else command
     yield "environment", sorted(build_environment(spec)), sorted(_read_list(place / "environ"))
     yield "network interfaces", ["lo"], _list_interfaces(_read(place / "net/dev"))
     shown = _read(place / "limits")
@@ -122,11 +122,6 @@ def _parse_mounts(text: str) -> dict[str, Sequence[str]]:
         fields = line.split(" ")
         mounts[fields[4]] = [*fields[5].split(","), *fields[-1].split(",")]
     return mounts
-
-
-def _is_title(command: Sequence[str]) -> bool:
-    """Return whether a command line is the title of the guest, which zeros follow."""
-    return command[:1] == [GUEST_TITLE] and not any(command[1:])
 
 
 def _list_interfaces(text: str) -> list[str]:
