@@ -39,6 +39,7 @@ class ImageRegistry:
         self.address = f"127.0.0.1:{reserve_port()}"
         self.repository = f"{self.address}/team-{secrets.token_hex(4)}"
         """Begin of the names of this test's images. The engine keeps images between tests."""
+        self._identity = secrets.token_bytes(8)
         config: dict[str, Any] = {
             "version": "0.1",
             "log": {"accesslog": {"disabled": False}, "level": "error"},
@@ -60,9 +61,12 @@ class ImageRegistry:
     def push(self, name: str, files: Mapping[str, bytes], *, keep: bool = False) -> str:
         """Make an image of these files, push it as `name` (with a tag) and return its complete name. The engine
         forgets it unless `keep` is set.
+
+        The layer differs from those of every other registry. A layer that an image of an ended run left in the engine
+        would not be pulled.
         """
         repository, _, tag = f"{self.repository}/{name}".rpartition(":")
-        self._api.import_image(build_tar(*files.items()), repository, tag)
+        self._api.import_image(build_tar(*files.items(), ("registry", self._identity)), repository, tag)
         answer = self._api.push(repository, tag, auth_config=self._login)
         assert "error" not in str(answer), answer
         full = f"{repository}:{tag}"

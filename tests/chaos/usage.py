@@ -21,8 +21,8 @@ ROUNDING_S = 0.001
 
 @dataclass(frozen=True)
 class StoredUsage:
-    """Usage in Redis at one moment. `sessions`: by session, from the totals of sandboxd. `ended`: the calls with a
-    stored result.
+    """Usage in Redis at one moment. `sessions`: by session, from the totals of sandboxd. `ended`: the calls of tools
+    with a stored result. Opening and closing sessions are no calls of a tenant.
     """
 
     tenant: Mapping[str, int]
@@ -40,12 +40,12 @@ def read_usage(client: "redis.Redis", deployment: str) -> StoredUsage:
         for key in [*days, *sessions]:
             pipe.hvals(key)
         for key in calls:
-            pipe.hget(key, "state")
+            pipe.hmget(key, "state", "tool")
         replies = iter(pipe.execute())
     return StoredUsage(
         sum_packed([packed for _ in days for packed in next(replies)]),
         {_id_of(key): sum_packed(next(replies)) for key in sessions},
-        frozenset(_id_of(key) for key in calls if next(replies) == b"done"),
+        frozenset(_id_of(key) for key in calls if _is_ended_tool(*next(replies))),
     )
 
 
@@ -69,6 +69,11 @@ def judge_usage(stored: StoredUsage, lines: Iterable[Mapping[str, Any]]) -> Iter
         counted_s = stored.sessions.get(session, {}).get("cpu_us", 0) / 1e6
         if counted_s < cpu_s - ROUNDING_S:
             yield f"session {session}: {counted_s} CPU seconds are counted, and its results have {cpu_s}"
+
+
+def _is_ended_tool(state: bytes | None, tool: bytes | None) -> bool:
+    """Names of session operations contain a dot. Those of tools do not."""
+    return state == b"done" and b"." not in (tool or b"")
 
 
 def _id_of(key: bytes) -> str:
