@@ -5,15 +5,17 @@ upload. The bytes of an upload are reserved before they are written. A process t
 expires, and at most a file without a record, which `StoredFiles` records later.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import tenant_key
 from store.connection import RedisClient, broker_errors
 from store.usage import CHANGE_STORED_LUA, DAY_S, STORED_TTL_S, TOTAL, StoredChange, usage_prefix
 
 RESERVED_S = 300
-"""Lifetime of a reservation, in seconds. Each reserved piece of an upload extends it."""
+"""Lifetime of a reservation, in seconds. A running upload renews it, however slowly its bytes arrive."""
 REPAIR_EVERY_S = 3600
 _WHAT = "the stored bytes were not counted"
 _DAYS = STORED_TTL_S // DAY_S
@@ -54,6 +56,20 @@ class StoredBytes:
         tenant's limit does not allow them.
         """
         await self._check(tenant, file, size, is_reserved=True)
+
+    @contextlib.asynccontextmanager
+    async def reserving(self, tenant: str, file: str) -> AsyncIterator["UploadReservation"]:
+        """Yield the reservation of an upload, which is renewed during the block and removed at its end."""
+        reservation = UploadReservation(self, tenant, file)
+        renewing = asyncio.ensure_future(reservation.renew())
+        try:
+            yield reservation
+        finally:
+            renewing.cancel()
+            with contextlib.suppress(BrokerUnavailable):
+                # The shield releases the bytes even if the request is cancelled again.
+                await asyncio.shield(self.release(tenant, file))
+            await asyncio.gather(renewing, return_exceptions=True)
 
     async def check(self, tenant: str) -> None:
         """Raise ToolFailure(QUOTA_EXCEEDED) if the tenant's files have reached its limit."""
@@ -106,3 +122,25 @@ class StoredBytes:
 
     def _reservations(self, tenant: str) -> str:
         return tenant_key(self._deployment, tenant, "usage.stored.reserved")
+
+
+class UploadReservation:
+    """The bytes that one running upload has reserved."""
+
+    def __init__(self, stored: StoredBytes, tenant: str, file: str) -> None:
+        self._stored, self._tenant, self._file = stored, tenant, file
+        self._size = 0
+
+    async def reserve(self, size: int) -> None:
+        """Reserve `size` bytes in total. Raises the errors of `StoredBytes.reserve`."""
+        self._size = size
+        await self._stored.reserve(self._tenant, self._file, size)
+
+    async def renew(self) -> None:
+        """Renew the reservation until the task is cancelled."""
+        while True:
+            await asyncio.sleep(RESERVED_S / 4)
+            # A reservation that was lost, while Redis was down, and no longer fits is found when the file is recorded.
+            with contextlib.suppress(BrokerUnavailable, ToolFailure):
+                if self._size:
+                    await self._stored.reserve(self._tenant, self._file, self._size)

@@ -1,7 +1,6 @@
 """Uploads and artifacts of tenants in the store, for the API and the commands."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
@@ -21,7 +20,7 @@ from store.archives.files import (
     is_upload,
     new_file_id,
 )
-from store.stored_bytes import StoredBytes
+from store.stored_bytes import StoredBytes, UploadReservation
 from store.usage import StoredChange
 
 MAX_UPLOADS = 1000
@@ -82,14 +81,10 @@ class StoredFiles:
                 f"tenant {tenant} has reached the limit of {MAX_UPLOADS} uploads: delete some uploads",
             )
         file = new_file_id("file")
-        try:
-            await self._store.put(f"{tenant}/{file}", self._reserve_pieces(tenant, file, chunks, stored))
+        async with stored.reserving(tenant, file) as reservation:
+            await self._store.put(f"{tenant}/{file}", self._reserve_pieces(chunks, reservation))
             uploaded = await self.get(tenant, file)
-            await self._record(tenant, uploaded, stored)
-        finally:
-            with contextlib.suppress(BrokerUnavailable):
-                # The shield releases the bytes even if the request is cancelled again.
-                await asyncio.shield(stored.release(tenant, file))
+            await self._record(tenant, uploaded, stored, reservation)
         return uploaded
 
     async def get(self, tenant: str, file: str) -> StoredFile:
@@ -157,10 +152,12 @@ class StoredFiles:
         await asyncio.gather(*(check(file) for file in sorted(set(files))))
         return missing
 
-    async def _record(self, tenant: str, file: StoredFile, stored: StoredBytes) -> None:
+    async def _record(self, tenant: str, file: StoredFile, stored: StoredBytes, reservation: UploadReservation) -> None:
         try:
+            # The reservation may have been lost while Redis did not answer, and another upload may have its bytes.
+            await reservation.reserve(file.bytes)
             await stored.change(tenant, StoredChange(file.id, file.bytes))
-        except BrokerUnavailable:
+        except (BrokerUnavailable, ToolFailure):
             await self._store.delete(f"{tenant}/{file.id}")
             raise
 
@@ -185,7 +182,7 @@ class StoredFiles:
         return [file for name in names if is_file_id(file := name.partition("/")[2])]
 
     async def _reserve_pieces(
-        self, tenant: str, file: str, chunks: AsyncIterator[bytes], stored: StoredBytes
+        self, chunks: AsyncIterator[bytes], reservation: UploadReservation
     ) -> AsyncIterator[bytes]:
         """Yield the received pieces of an upload. Their bytes are reserved first. Raises ToolFailure."""
         total = reserved = 0
@@ -194,7 +191,7 @@ class StoredFiles:
             if total > reserved:
                 # Only the last piece is shorter.
                 reserved = total + (_RESERVE_BYTES if len(piece) == _PIECE_BYTES else 0)
-                await stored.reserve(tenant, file, reserved)
+                await reservation.reserve(reserved)
             yield piece
 
     async def _check_pieces(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

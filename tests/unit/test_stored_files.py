@@ -15,11 +15,13 @@ from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, To
 from orchestrator.batches import stored_files
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.settings import OrchestratorSettings
+from store import stored_bytes
 from store.archives.files import SHARED, file_created_at, new_file_id, parse_location
 from store.archives.folder import FolderStore
 from store.stored_bytes import StoredBytes
 from store.usage import DAY_S, StoredChange, UsageStore, sum_rows
 from tests.conftest import RedisProcess
+from tests.waiting import SOON_S, wait_until_async
 
 TAR_GZ = gzip.compress(b"x")
 
@@ -200,6 +202,45 @@ async def test_reservation_of_a_dead_process_expires(usage: Counts) -> None:
     # The time of expiry of this reservation, in Unix seconds, is over.
     await usage.redis.hset(usage._reservations("acme"), "file-of-a-dead-process", "1 1000")
     await usage.check("acme")
+
+
+async def test_slow_upload_keeps_its_reservation(
+    usage: Counts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_bytes, "RESERVED_S", 1)
+    renewed, reservations = asyncio.Event(), usage._reservations("acme")
+
+    async def slow_chunks() -> AsyncIterator[bytes]:
+        yield TAR_GZ + bytes(stored_files._PIECE_BYTES)
+        first = await usage.redis.hgetall(reservations)
+
+        async def is_renewed() -> bool:
+            return await usage.redis.hgetall(reservations) not in (first, {})
+
+        await wait_until_async(is_renewed, SOON_S, "the reservation was not renewed")
+        renewed.set()
+
+    await StoredFiles(FolderStore(tmp_path)).upload("acme", slow_chunks(), usage)
+    assert renewed.is_set()
+
+
+async def test_upload_whose_reservation_was_lost_is_counted_against_the_limit_again(
+    usage: Counts, tmp_path: Path
+) -> None:
+    async def interrupted_chunks() -> AsyncIterator[bytes]:
+        yield TAR_GZ.ljust(stored_files._PIECE_BYTES)
+        # The first piece is reserved when the next one is read. Redis loses the reservation, and another upload takes
+        # the bytes.
+        yield b"x"
+        await usage.release("acme", next(iter(await usage.redis.hgetall(usage._reservations("acme")))).decode())
+        await usage.reserve("acme", new_file_id("file"), usage.limit)
+
+    usage.limit = 20 * 1024 * 1024
+    with pytest.raises(ToolFailure) as refused:
+        await StoredFiles(FolderStore(tmp_path)).upload("acme", interrupted_chunks(), usage)
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
+    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+    assert await usage.stored_bytes() == 0
 
 
 async def test_uploads_leave_free_space_for_checkpoints(usage: Counts, tmp_path: Path) -> None:
