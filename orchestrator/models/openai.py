@@ -47,6 +47,8 @@ NO_KEY = "no-key"
 CONNECT_TIMEOUT_S = 10.0
 PROBE = ModelRequest([{"role": "user", "content": "Say ok."}], extra={"max_tokens": 16})
 """The request that shows whether a server denies every request."""
+LEARN_PAUSE_S, MAX_LEARN_PAUSE_S = 30.0, 3600.0
+"""Seconds until that request is repeated, if it failed. Doubled after each failure, up to the maximum."""
 REASONING_TOKENS = 2048
 """Limit of the reply that shows whether the prompt of a model opens its reasoning."""
 _USAGE_FIELD, _NEW_LIMIT = "stream_options", "max_completion_tokens"
@@ -83,6 +85,7 @@ class OpenAIModel:
         self._form = _Form()
         self._is_uncounted = False
         self._opens_reasoning: bool | None = None
+        self._learn_after, self._learn_pause_s = 0.0, LEARN_PAUSE_S
         self._probing, self._probed_at = asyncio.Lock(), 0.0
         self._probe_error: ModelUnavailable | None = None
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
@@ -228,17 +231,24 @@ class OpenAIModel:
 
     async def _learn_reasoning(self) -> None:
         """Find out once whether the prompt of this model opens its reasoning. The reply that raised the question may
-        only quote an end mark, so the reply to a request without content of a tenant decides.
+        only quote an end mark, so the reply to a request without content of a tenant decides. After a request that
+        failed, a later reply raises the question again.
         """
-        if self._opens_reasoning is None:
-            self._opens_reasoning, text, chunks = False, LoneEndFinder(), list[Chunk]()
-            probe = replace(PROBE, extra={"max_tokens": REASONING_TOKENS})
-            with suppress(_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN):
-                async with aclosing(self._read_stream(probe)) as replies:
-                    chunks = [chunk async for chunk in replies]
+        if self._opens_reasoning is not None or time.monotonic() < self._learn_after:
+            return
+        # Set before the request, so that replies that end meanwhile do not ask too.
+        self._learn_after = time.monotonic() + self._learn_pause_s
+        self._learn_pause_s = min(2 * self._learn_pause_s, MAX_LEARN_PAUSE_S)
+        probe = replace(PROBE, extra={"max_tokens": REASONING_TOKENS})
+        with suppress(_AttemptFailed, openai.OpenAIError, ValueError, *_BROKEN):
+            async with aclosing(self._read_stream(probe)) as replies:
+                chunks = [chunk async for chunk in replies]
+            text = LoneEndFinder()
             text.feed(join_content(chunks))
-            self._opens_reasoning = text.is_found
-            log.info("model_reasoning_learned", model=self.name, opens_in_prompt=text.is_found)
+            # Reasoning may be longer than the limit, and has no end mark then.
+            if text.is_found or not any(map(_is_cut, chunks)):
+                self._opens_reasoning = text.is_found
+                log.info("model_reasoning_learned", model=self.name, opens_in_prompt=text.is_found)
 
     async def _check_denial(self, denial: ModelDenied, failure: AttemptFailure) -> ModelUnavailable:
         """Return the error of a request that the server denied. It is a denial only if the server denies a request
@@ -405,6 +415,15 @@ class _AttemptFailed(Exception):
     def __init__(self, failure: AttemptFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
+
+
+def _is_cut(chunk: Chunk) -> bool:
+    """Return whether the chunk ends a reply at its limit of tokens."""
+    choices = chunk.get("choices")
+    return any(
+        isinstance(choice, dict) and classify_ending(as_reason(choice.get("finish_reason"))) is ReplyEnding.CUT
+        for choice in (choices if isinstance(choices, list) else ())
+    )
 
 
 def _classify_error(error: Exception) -> AttemptFailure:

@@ -149,6 +149,34 @@ async def test_a_reply_that_only_quotes_an_end_changes_nothing_for_later_replies
     assert len(server.bodies) == 4
 
 
+CUT = stream(chunk("I think"), {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+
+
+@pytest.mark.parametrize("failure", [answer(500, {"error": {"message": "busy"}}), CUT], ids=["error", "cut off"])
+async def test_question_that_a_failed_request_left_open_is_asked_again(
+    failure: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.models.openai.LEARN_PAUSE_S", 0.0)
+    raising = stream(chunk("I think.\n</think>\nok"), END)
+    async with serving([raising, failure, raising, raising, stream(chunk("plain"), END)]) as server:
+        model = OpenAIModel("m", server.url, None, 5.0, retries=0)
+        for expected in (None, True, True):
+            await Agent(model, TagsDialect(), [], lambda call: None).run("go")  # type: ignore[arg-type, return-value]
+            assert model._opens_reasoning is expected
+        await model.aclose()
+    assert len(server.bodies) == 5
+
+
+async def test_question_that_a_failed_request_left_open_waits_before_it_is_asked_again() -> None:
+    raising = stream(chunk("I think.\n</think>\nok"), END)
+    async with serving([raising, answer(500, {}), raising, raising]) as server:
+        model = OpenAIModel("m", server.url, None, 5.0, retries=0)
+        for _ in range(3):
+            await Agent(model, TagsDialect(), [], lambda call: None).run("go")  # type: ignore[arg-type, return-value]
+        await model.aclose()
+    assert len(server.bodies) == 4
+
+
 @pytest.mark.parametrize("dialect", ["native", "tags", "json"])
 async def test_durable_run_runs_no_call_before_a_lone_end(make: HarnessFactory, dialect: str) -> None:
     harness = make()
