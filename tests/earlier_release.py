@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.stack import ROOT, missing
 
-COMMIT = "dc1d62693b65e50d3043337d648a72e40e9dad6d"
+COMMIT = "5902ea5304483701da729531894a15db8f5a4d18"
 """A commit of the previous release. Its processes can serve one deployment together with processes of this release."""
 INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
 """A commit of the last incompatible release: its calls have version 2, and its records in Redis are not signed."""

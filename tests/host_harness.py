@@ -236,9 +236,6 @@ class Harness:
             "DOCKER_HOST": f"unix://{engine}",
             "TALLY": str(self.tally),
         }
-        if tree != ROOT:
-            # The name of TOOLCREW_POOL_SIZE in earlier releases.
-            daemon["TOOLCREW_POOL_TARGET"] = "0"
         self._start(
             f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree
         )

@@ -60,7 +60,7 @@ async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
 def run_batch_of(harness: Harness, tree: Path, *arguments: str) -> str:
     """Return the output of a batch command of that tree's release."""
     done = subprocess.run(
-        [*COMMAND, "batches" if tree == ROOT else "batch", *arguments],
+        [*COMMAND, "batches", *arguments],
         cwd=tree,
         env=harness.environment(),
         capture_output=True,

@@ -68,7 +68,7 @@ def new_host(engine: APIClient) -> Iterator[Harness]:
 @pytest.fixture(scope="module")
 def old_host(engine: APIClient, earlier: Path) -> Iterator[Harness]:
     with open_harness(engine) as opened:
-        opened.start_host("old", earlier)
+        opened.start_host("old", earlier, pool_target="0")  # that release's name of TOOLCREW_POOL_SIZE
         opened.wait_ready()
         yield opened
 

@@ -72,8 +72,7 @@ def test_setting_names_in_deployment_files_scripts_and_tests_exist() -> None:
     named = {
         name for text in texts for name in re.findall(r"\bTOOLCREW_([A-Z0-9][A-Z0-9_]*[A-Z0-9])(?![A-Z0-9_{])", text)
     }
-    # POOL_TARGET: for processes of an earlier release (tests/host_harness.py).
-    assert named - SETTINGS - OTHERS - {"SOCKET", "POOL_TARGET"} == set()
+    assert named - SETTINGS - OTHERS - {"SOCKET"} == set()
 
 
 PROGRAMS = (
