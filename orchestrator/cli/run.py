@@ -1,6 +1,7 @@
 """`toolcrew run`: run an agent on one instruction in a new session."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -148,7 +149,7 @@ def run(
 ) -> None:
     """Run an agent on one instruction and print its answer.
 
-    Steps are printed on stderr, the answer on stdout.
+    Steps are printed on stderr, the answer on stdout. If both are a terminal, the answer is printed once.
 
     Exit code 0: answered; 1: error; 2: limit reached; 3: answered, but a call was refused.
     """
@@ -207,12 +208,12 @@ def run(
     end = result.end or RunEnd()
     if end.stop_reason is None and end.failure is not None:
         fail(end.failure.message, end.failure.code, exit_code_of(end.failure.code), as_json)
-    typer.echo(
-        json.dumps(_run_json(result.id, end, transcript) | run_files[0].to_json() | saver.to_json())
-        if as_json
-        else escape_controls(end.answer)
-    )
-    if not as_json:
+    if as_json:
+        typer.echo(json.dumps(_run_json(result.id, end, transcript) | run_files[0].to_json() | saver.to_json()))
+    else:
+        # On a terminal, the answer is there already if stderr goes to the same terminal.
+        if not (sys.stdout.isatty() and view.has_shown(end.answer)):
+            typer.echo(escape_controls(end.answer))
         for line in saver.lines():
             typer.echo(escape_controls(line), err=True)
     is_saved = saver.failure is None and (output is None or run_files[0].failure is None)

@@ -5,7 +5,8 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
@@ -30,12 +31,9 @@ from orchestrator.terminal.text import escape_controls
 __all__ = ["LiveOutput", "RunPrinter", "escape_controls", "format_clocks", "format_times", "table_rows"]
 
 MAX_SHOWN_LINES = 20
-MAX_LIVE_LINES = 5
-"""Limit of the lines that are shown for one piece of a running call's output."""
-MAX_LIVE_LINES_OF_CALL = 40
 MAX_LINE_CHARS = 200
 TAIL_LINES = 8
-REFRESH_PER_S = 8
+"""Limit of the lines of running output that a terminal shows."""
 
 
 class LiveLines:
@@ -56,6 +54,38 @@ class LiveLines:
         return [_fit(line) for line in self._open.values() if line]
 
 
+class LiveTail:
+    """The last lines of running output on a terminal. Erase them with `clear` before anything else is printed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines: list[str] = []
+        self._height = 0
+
+    def show(self, lines: list[str], rest: list[str]) -> None:
+        """Add complete lines, and show the last ones. `rest`: incomplete lines, which the next call replaces."""
+        self._lines = [*self._lines, *lines][-TAIL_LINES:]
+        shown = [*self._lines, *rest][-TAIL_LINES:]
+        # One write, so that the lines do not flicker.
+        with self._console:
+            self.clear()
+            if shown:
+                # No line is wrapped, so the number of rows is known.
+                self._console.print(RichText("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis"))
+        self._height = len(shown)
+
+    def clear(self) -> None:
+        """Erase the lines from the terminal. Repeatable."""
+        if self._height:
+            self._console.control(Control(*[(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * self._height))
+        self._height = 0
+
+    def forget(self) -> None:
+        """Erase the lines and start again without them."""
+        self.clear()
+        self._lines = []
+
+
 class LiveOutput:
     """Shows the output of one call while the call runs.
 
@@ -65,34 +95,26 @@ class LiveOutput:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines = LiveLines()
-        self._tail: list[str] = []
-        self._live = (
-            Live(console=console, transient=True, refresh_per_second=REFRESH_PER_S) if console.is_terminal else None
-        )
+        self._tail = LiveTail(console) if console.is_terminal else None
 
     def __enter__(self) -> "LiveOutput":
-        if self._live is not None:
-            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.update(RichText(""))
-            self._live.stop()
+        if self._tail is not None:
+            self._tail.clear()
         else:
             self._print(self._lines.rest())
 
     def show(self, stream: str, text: str) -> None:
         """Show the next piece of the call's output. `stream`: stdout or stderr."""
         lines = self._lines.feed(stream, text)
-        if self._live is None:
+        if self._tail is None:
             self._print(lines)
-            return
-        self._tail = [*self._tail, *lines][-TAIL_LINES:]
-        shown = [*self._tail, *self._lines.rest()][-TAIL_LINES:]
-        self._live.update(RichText("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis"))
+        else:
+            self._tail.show(lines, self._lines.rest())
 
     def _print(self, lines: list[str]) -> None:
         """Print the lines."""
@@ -102,6 +124,9 @@ class LiveOutput:
 
 class RunPrinter:
     """Shows the events of runs, one run at a time. Pass `on_event` to an Agent.
+
+    A terminal shows the last lines of running calls until their results are shown. Any other output receives only the
+    results, so that no output appears twice.
 
     `asks_elsewhere`: people decide about approvals on the pages or with another command, and not at this terminal.
     """
@@ -115,7 +140,8 @@ class RunPrinter:
         self.asks_elsewhere = asks_elsewhere
         self._mid_line = False
         self._live: dict[str, LiveLines] = {}
-        self._live_shown: dict[str, int] = {}
+        self._tail = LiveTail(console)
+        self._reply = ""
 
     def on_event(self, event: RunEvent) -> None:
         """Show one event."""
@@ -123,6 +149,7 @@ class RunPrinter:
             case RunStarted():
                 self._line(f"run {event.run}  model {event.model}  dialect {event.dialect}", "dim")
             case StepStarted():
+                self._reply = ""
                 self._line(f"step {event.step}", "bold cyan")
             case TextArrived() | TextWithdrawn():
                 self._text(event)
@@ -136,7 +163,7 @@ class RunPrinter:
                 self._output(event)
             case CallFinished():
                 self._live.pop(event.result.call_id, None)
-                self._live_shown.pop(event.result.call_id, None)
+                self._tail.forget()
                 self._result(event.result)
             case StepFinished():
                 self._line(
@@ -151,33 +178,31 @@ class RunPrinter:
             case RunFinished():
                 self._line(f"stopped: {event.stop_reason}   tools: {format_clocks(event.clocks)}", "dim")
 
+    def has_shown(self, answer: str) -> bool:
+        """Return whether a terminal shows this answer as the text of the last reply."""
+        return self._console.is_terminal and self._reply.strip() == answer.strip()
+
     def _text(self, event: TextArrived | TextWithdrawn) -> None:
         """Show a piece of a reply, or a note about withdrawn text."""
         if isinstance(event, TextArrived):
+            self._reply += event.text
             self._piece(event.text)
         else:
+            self._reply = self._reply[: -event.characters or None]
             self._line(
                 f"   discard the last {event.characters} characters: the reply was interrupted and started again",
                 "magenta",
             )
 
     def _output(self, event: OutputArrived) -> None:
-        """Show the last lines of a piece, up to the limit of the call. The result shows the output again."""
-        lines = self._live.setdefault(event.call_id, LiveLines()).feed(event.stream, event.text)
-        shown = self._live_shown.get(event.call_id, 0)
-        if not lines or shown > MAX_LIVE_LINES_OF_CALL:
+        """Show the last lines of running output. The result of the call replaces them."""
+        if not self._console.is_terminal:
             return
-        if shown == MAX_LIVE_LINES_OF_CALL:
-            lines, skipped = ["... (the rest appears when the call ends)"], 0
-        else:
-            line_count = min(MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL - shown)
-            skipped = max(0, len(lines) - line_count)
-            lines = lines[skipped:]
-        if skipped:
-            self._line(f"   | ... {skipped} lines", "dim")
-        for line in lines:
-            self._line(f"   | {line}", "dim")
-        self._live_shown[event.call_id] = shown + len(lines)
+        live = self._live.setdefault(event.call_id, LiveLines())
+        lines = live.feed(event.stream, event.text)
+        # The end of a line of the reply has not arrived yet, and nothing may come between.
+        if not self._mid_line:
+            self._tail.show([f"   | {line}" for line in lines], [f"   | {line}" for line in live.rest()])
 
     def _result(self, result: ToolResult) -> None:
         """Show the result of a call."""
@@ -195,11 +220,13 @@ class RunPrinter:
 
     def _piece(self, text: str) -> None:
         """Show a piece of text without a newline."""
+        self._tail.clear()
         self._console.print(RichText(escape_controls(text)), end="", soft_wrap=True)
         self._mid_line = not text.endswith("\n") if text else self._mid_line
 
     def _line(self, text: str, style: str) -> None:
         """Show a line. An unfinished line before it ends first."""
+        self._tail.clear()
         if self._mid_line:
             self._console.print()
             self._mid_line = False

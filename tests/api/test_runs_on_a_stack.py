@@ -171,18 +171,33 @@ async def test_runs_of_a_killed_api_continue_on_another_and_no_call_runs_twice(a
         assert (await client.get(f"/v1/runs/{runs[-1]}")).json()["attempt"] >= 1
 
 
-def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
-    assert len(SHELL_EXAMPLES) >= 6
-    environment = {"API": api_stack.apis[1].url, "KEY": api_stack.keys["admin"]}
+def run_shell(api_stack: ApiStack, *lines: str, url: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run shell lines with the variables and functions of docs/api.md."""
+    environment = {"API": url or api_stack.apis[1].url, "KEY": api_stack.keys["admin"]}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(SHELL_EXAMPLES)],
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join((SHELL_EXAMPLES[0], *lines))],
         env={"PATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=SOON_S,
         check=False,
     )
+
+
+def test_the_shell_functions_of_the_docs_show_the_explanation_of_an_error(api_stack: ApiStack) -> None:
+    for line in ('ask "$API/v1/runs/nope"', 'RUN=$(ask "$API/v1/runs/nope" | field id)'):
+        done = run_shell(api_stack, line)
+        assert done.returncode != 0
+        assert "run nope was not found" in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+    done = run_shell(api_stack, 'ask "$API/v1/runs" | field id', url="http://127.0.0.1:1")
+    assert (done.returncode != 0, "Traceback" in done.stderr) == (True, False)
+
+
+def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
+    assert len(SHELL_EXAMPLES) >= 6
+    done = run_shell(api_stack, *SHELL_EXAMPLES[1:])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hello" in done.stdout
     assert "event: RunEnded" in done.stdout

@@ -1,13 +1,16 @@
 """Output of running calls on a terminal: bounded, escaped, dimmed, and separate from later output."""
 
 import io
+import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from contract.run_events import OutputArrived, RunEvent, TextArrived
-from orchestrator.terminal.output import MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL, LiveLines, LiveOutput, RunPrinter
+from contract.calls import ToolResult
+from contract.run_events import CallFinished, OutputArrived, RunEvent, StepStarted, TextArrived, TextWithdrawn
+from orchestrator.terminal.output import TAIL_LINES, LiveLines, LiveOutput, RunPrinter
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
@@ -26,26 +29,76 @@ def output(text: str, call_id: str = "c1", stream: str = "stdout") -> OutputArri
     return OutputArrived(run="r", call_id=call_id, stream=stream, text=text)
 
 
-def test_live_output_shows_the_last_lines_and_counts_the_rest() -> None:
-    screen = run_view(output("".join(f"{number}\n" for number in range(1000)))).splitlines()
-    assert len(screen) == MAX_LIVE_LINES + 1
-    assert "995 lines" in screen[0]
-    assert screen[-1] == "   | 999"
+def finished(text: str, call_id: str = "c1") -> CallFinished:
+    return CallFinished(run="r", result=ToolResult(call_id=call_id, name="bash_tool", success=True, output=text))
 
 
-def test_live_output_of_one_call_is_limited() -> None:
-    screen = run_view(*(output(f"{number}\n") for number in range(500))).splitlines()
-    assert len(screen) == MAX_LIVE_LINES_OF_CALL + 1
-    assert "the rest appears" in screen[-1]
+def read_screen(text: str) -> list[str]:
+    """Return the rows that a terminal shows after this output."""
+    rows, at = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", text):
+        if part == "\n":
+            at += 1
+            rows += [""] * (at + 1 - len(rows))
+        elif part == "\x1b[1A":
+            at -= 1
+        elif part == "\x1b[2K":
+            rows[at] = ""
+        elif part and part != "\r" and not part.startswith("\x1b"):
+            rows[at] += part
+    return [row for row in rows if row]
+
+
+def test_output_of_a_running_call_is_shown_until_its_result_replaces_it() -> None:
+    running = (output("".join(f"{number}\n" for number in range(1000))), output("half a line"))
+    screen = read_screen(run_view(*running, is_terminal=True))
+    assert screen == [*(f"   | {number}" for number in range(1001 - TAIL_LINES, 1000)), "   | half a line"]
+
+    screen = read_screen(run_view(output("one\n"), finished("one\n"), is_terminal=True))
+    assert [row.strip() for row in screen if "one" in row] == ["one"]
+    assert [row for row in screen if "|" in row] == []
+
+
+def test_without_a_terminal_output_appears_once_with_its_result() -> None:
+    screen = run_view(output("one\n"), finished("one\n")).splitlines()
+    assert [row.strip() for row in screen if "one" in row] == ["one"]
 
 
 def test_concurrent_calls_do_not_mix_their_lines() -> None:
-    screen = run_view(output("on", "c1"), output("tw", "c2"), output("e\n", "c1"), output("o\n", "c2"))
-    assert screen.splitlines() == ["   | one", "   | two"]
+    pieces = (output("on", "c1"), output("tw", "c2"), output("e\n", "c1"), output("o\n", "c2"))
+    assert read_screen(run_view(*pieces, is_terminal=True)) == ["   | one", "   | two"]
 
 
-def test_live_output_starts_on_a_new_line() -> None:
-    assert run_view(TextArrived(run="r", text="I look"), output("one\n")).splitlines() == ["I look", "   | one"]
+def test_a_reply_that_arrives_meanwhile_erases_running_output() -> None:
+    events = (output("one\n"), TextArrived(run="r", text="I "), output("two\n"), TextArrived(run="r", text="look"))
+    assert read_screen(run_view(*events, is_terminal=True)) == ["I look"]
+
+
+@pytest.mark.parametrize(
+    ("events", "is_terminal", "is_shown"),
+    [
+        ([TextArrived(run="r", text="the ans"), TextArrived(run="r", text="wer\n")], True, True),
+        ([TextArrived(run="r", text="the answer")], False, False),
+        ([TextArrived(run="r", text="{the answer}")], True, False),
+        (
+            [
+                TextArrived(run="r", text="the old"),
+                TextWithdrawn(run="r", characters=3),
+                TextArrived(run="r", text="answer"),
+            ],
+            True,
+            True,
+        ),
+        ([TextArrived(run="r", text="the answer"), StepStarted(run="r", step=2)], True, False),
+    ],
+)
+def test_a_terminal_knows_whether_it_shows_the_answer(
+    events: list[RunEvent], is_terminal: bool, is_shown: bool
+) -> None:
+    view = RunPrinter(Console(file=io.StringIO(), force_terminal=is_terminal))
+    for event in events:
+        view.on_event(event)
+    assert view.has_shown("the answer") is is_shown
 
 
 def test_live_output_cannot_control_the_terminal() -> None:
