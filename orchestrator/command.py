@@ -8,10 +8,11 @@ import logging
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
+from inspect import cleandoc
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from contract.startup import importing_program
@@ -124,7 +125,21 @@ def _import_command(name: str, place: _CommandSource) -> TyperCommand | TyperGro
     assert isinstance(group, TyperGroup)
     command = group.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)
+    _format_help(command)
     return command
+
+
+def _format_help(command: Any) -> None:
+    """Join the lines of each paragraph of the help, which typer breaks where the code does, and remove the type
+    <bool> of options that take no value.
+    """
+    paragraphs = cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(text.splitlines()) for text in paragraphs)
+    for option in [*command.params, command.get_help_option(typer.Context(command))]:
+        if isinstance(option, TyperOption) and option.is_flag:
+            option.metavar = ""
+    for inner in command.commands.values() if isinstance(command, TyperGroup) else ():
+        _format_help(inner)
 
 
 def _show_version(is_asked: bool) -> None:

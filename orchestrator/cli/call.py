@@ -130,7 +130,7 @@ def _print_result(result: ToolResult) -> None:
     if not result.success:
         typer.echo(escape_controls(result.text() + suggest_nearest(result.metadata)), err=True)
     elif sys.stdout.isatty():
-        typer.echo(escape_controls(result.text()))
+        typer.echo(escape_controls(result.text()), nl=not result.text().endswith("\n"))
     else:
         sys.stdout.buffer.write(result.text().encode(errors="replace"))
         sys.stdout.flush()

@@ -79,6 +79,23 @@ def test_a_timeout_out_of_range_is_refused(
     assert message in result.stderr
 
 
+def list_commands(group: TyperGroup, *path: str) -> list[list[str]]:
+    inner = [
+        list_commands(command, *path, name) if isinstance(command, TyperGroup) else [[*path, name]]
+        for name, command in group.commands.items()
+    ]
+    return [command for commands in inner for command in commands]
+
+
+@pytest.mark.parametrize("command", list_commands(import_all()), ids=" ".join)
+def test_help_names_no_type_of_flags_and_breaks_lines_at_the_width_of_the_terminal(command: list[str]) -> None:
+    page = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
+    assert "bool" not in page
+    text = [line.strip() for line in page.partition("╭")[0].splitlines()]
+    broken = [line for line, after in zip(text, text[1:], strict=False) if line and after and len(line) < 150]
+    assert broken == []
+
+
 @pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])
 def test_pool_commands_require_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
