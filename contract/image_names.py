@@ -24,6 +24,7 @@ ImageText = Annotated[str, Field(min_length=1, max_length=MAX_IMAGE_CHARS)]
 """The name of an image in a request, a line of a batch or a call."""
 ANY_DIGEST: Final = "sha256:*"
 """End of a pattern, after `@`, that only names with a digest match."""
+_OWN_IMAGES: Final = ("toolcrew-sandbox:", "toolcrew-sandbox-")
 _HUB: Final = "docker.io"
 _HUB_ALIAS: Final = "index.docker.io"
 _OFFICIAL: Final = "library/"
@@ -243,6 +244,13 @@ def _fits(parts: tuple[str, ...], text: str) -> bool:
             return False
         at = found + len(part)
     return True
+
+
+def advise_missing(image: str) -> str:
+    """Return what an operator does about an image that the engine of a host lacks."""
+    if image.startswith(_OWN_IMAGES):
+        return "build it with scripts/build-image"
+    return "build it, or pull it, with the engine of that host"
 
 
 def _check_name(text: str) -> str:

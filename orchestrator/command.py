@@ -5,7 +5,9 @@ Each command makes one library call. An error is one sentence on stderr, or one 
 """
 
 import logging
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from inspect import cleandoc
@@ -62,6 +64,7 @@ COMMANDS: dict[str, dict[str, _CommandSource]] = {
         "serve": _CommandSource("serve", "serve_app", "Run a service: the API, an MCP server, batches, a worker."),
     },
 }
+_SHELL_ADVICE = "give one. If $(...) or a variable gives it, look at that command or variable alone"
 _PLACES = {name: place for places in COMMANDS.values() for name, place in places.items()}
 
 
@@ -82,6 +85,16 @@ class Commands(TyperGroup):
             nearest = get_close_matches(args[0], _PLACES, 1)
             ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{nearest[0]}'?" if nearest else ""))
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as raised:
+            # typer's error for an option without its value has a private class.
+            error: Any = raised
+            if "requires an argument" in str(getattr(error, "message", "")) and hasattr(error, "option_name"):
+                error.message = f"{error.option_name} got no value; {_SHELL_ADVICE}"
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help of all commands without the frames of typer, so that it fits a terminal of 28 lines."""
@@ -125,21 +138,35 @@ def _import_command(name: str, place: _CommandSource) -> TyperCommand | TyperGro
     assert isinstance(group, TyperGroup)
     command = group.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)
-    _format_help(command)
+    _complete(command)
     return command
 
 
-def _format_help(command: Any) -> None:
-    """Join the lines of each paragraph of the help, which typer breaks where the code does, and remove the type
-    <bool> of options that take no value.
+def _complete(command: Any) -> None:
+    """Refuse empty values. Join the lines of each paragraph of the help, which typer breaks where the code does, and
+    remove the type <bool> of options that take no value.
     """
+    for param in command.params:
+        param.callback = partial(_refuse_empty, param.callback)
     paragraphs = cleandoc(command.help or "").split("\n\n")
     command.help = "\n\n".join(" ".join(text.splitlines()) for text in paragraphs)
     for option in [*command.params, command.get_help_option(typer.Context(command))]:
         if isinstance(option, TyperOption) and option.is_flag:
             option.metavar = ""
     for inner in command.commands.values() if isinstance(command, TyperGroup) else ():
-        _format_help(inner)
+        _complete(inner)
+
+
+def _refuse_empty(check: Callable[[Any, Any, Any], Any] | None, ctx: Any, param: Any, value: Any) -> Any:
+    """Return the value that `check` makes of the value. Raises BadParameter for an empty text: no name and no id is
+    empty, and a shell passes an empty text for a command or a variable that gives nothing.
+    """
+    is_list = isinstance(value, list | tuple)
+    # The arguments of another program may be empty.
+    is_foreign = is_list and ctx.ignore_unknown_options
+    if "" in (value if is_list else (value,)) and param.default != "" and not is_foreign:
+        raise typer.BadParameter(f"it got an empty value; {_SHELL_ADVICE}", ctx, param)
+    return value if check is None else check(ctx, param, value)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -13,25 +13,36 @@ from contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.clients import open_client, open_running, show_waiting
 from orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
-from orchestrator.cli.session_options import Network, Options, Restore, ToolConfigOption, Workspace
+from orchestrator.cli.session_options import OPTION_NAMES, NewSession, with_session_options
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import build_call
 from orchestrator.terminal.output import LiveOutput, escape_controls, format_times
 
 
+def check_session_id(text: str | None) -> str | None:
+    """Return the id. Raises BadParameter for the next argument, which the option gets when $(...) gave nothing."""
+    if text is not None and "=" in text:
+        raise typer.BadParameter(
+            f"'{text[:100]}' is no id. If $(...) gives the id, look at that command alone: it printed none"
+        )
+    return text
+
+
+@with_session_options
 def call(
     name: Annotated[str, typer.Argument(help="The name of the tool.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - to read JSON from stdin.")
     ] = None,
-    workspace: Workspace = None,
-    restore: Restore = None,
-    network: Network = None,
-    options: Options = None,
-    tool_config: ToolConfigOption = None,
+    *,
+    new_session: NewSession,
     session_id: Annotated[
         str | None,
-        typer.Option("--session", help="An open session to run the call in. Default: a new session for this call."),
+        typer.Option(
+            "--session",
+            callback=check_session_id,
+            help="An open session to run the call in. Default: a new session for this call.",
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.001, max=LONGEST_TIMEOUT_S, help="Seconds the call may run.")
@@ -59,12 +70,9 @@ def call(
         call = build_call(name, values)
         if isinstance(call, ToolResult):
             return call
-        if session_id is not None and any(
-            value is not None for value in (workspace, restore, network, options, tool_config)
-        ):
+        if session_id is not None and new_session != NewSession():
             raise ConfigError(
-                "--session cannot be combined with --workspace, --restore, --network, --sandbox or --tool-config, "
-                "which apply to a new session: leave one of them out"
+                f"--session cannot be combined with {OPTION_NAMES}, which apply to a new session: leave one of them out"
             )
         async with AsyncExitStack() as opened:
             if session_id is not None:
@@ -72,11 +80,7 @@ def call(
                 session = await client.session(session_id, tenant=tenant)
             else:
                 client = await opened.enter_async_context(open_client(tenant))
-                session = await opened.enter_async_context(
-                    await client.open_session(
-                        workspace, restore=restore, network=network, options=options, tool_config=tool_config
-                    )
-                )
+                session = await opened.enter_async_context(await client.open_session(**new_session.to_arguments()))
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 request = Request(call, session.tenant, session.id, timeout_s=timeout, text_arguments=is_text)

@@ -18,7 +18,7 @@ from orchestrator.cli.batches_options import check_format
 from orchestrator.cli.clients import open_client, show_waiting
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, exit_code_of, fail, run_work
-from orchestrator.cli.session_options import Network, Options, Restore, ToolConfigOption, Workspace
+from orchestrator.cli.session_options import NewSession, with_session_options
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
@@ -94,13 +94,11 @@ def check_store() -> None:
         )
 
 
+@with_session_options
 def run(
     text: Annotated[str, typer.Argument(help="The instruction.")],
-    workspace: Workspace = None,
-    restore: Restore = None,
-    network: Network = None,
-    tool_config: ToolConfigOption = None,
-    options: Options = None,
+    *,
+    new_session: NewSession,
     save_workspace: Annotated[
         Path | None, typer.Option("--save-workspace", help="Copy /workspace to this folder when the run has ended.")
     ] = None,
@@ -154,8 +152,6 @@ def run(
     Exit code 0: answered; 1: error; 2: limit reached; 3: answered, but a call was refused.
     """
     check_format(dialect, profile)
-    if not text:
-        raise typer.BadParameter("the instruction is empty: give a text")
     view, refused, saver = RunPrinter(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
     run_files: list[RunFiles] = []
 
@@ -189,9 +185,7 @@ def run(
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
-            await client.open_session(
-                workspace, ttl_s=ttl_s, restore=restore, network=network, options=options, tool_config=tool_config
-            ) as session,
+            await client.open_session(**new_session.to_arguments(), ttl_s=ttl_s) as session,
         ):
             try:
                 result = await client.runs.execute(body, session, on_event)

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
-from orchestrator.cli.session_options import Options, ToolConfigOption
+from orchestrator.cli.session_options import NewSession, with_session_options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls
@@ -53,41 +53,21 @@ async def sessions_list(
 
 
 @sessions_app.command("open")
+@with_session_options
 @as_command
 async def sessions_open(
-    image: Annotated[
-        str | None, typer.Option("--image", help="An image that the tenant may use. Default: the image of its class.")
-    ] = None,
+    *,
+    new_session: NewSession,
     ttl: Annotated[
         float,
         typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Close the session after this many seconds without a call."),
     ] = DEFAULT_TTL_S,
-    network: Annotated[
-        Literal["none", "egress"] | None,
-        typer.Option("--network", help="Network access. Default: the network of the tenant's class."),
-    ] = None,
-    options: Options = None,
-    tool_config: ToolConfigOption = None,
-    workspace: Annotated[
-        Path | None, typer.Option("--workspace", help="Start with these files: a folder, an archive or a git bundle.")
-    ] = None,
-    restore: Annotated[
-        str | None, typer.Option("--restore", help="Start with the files of this checkpoint id.")
-    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> Output:
     """Open a session and print its id."""
     async with open_running("sessions", tenant, needs_workers=True) as client:
-        session = await client.open_session(
-            workspace,
-            image=image,
-            ttl_s=ttl,
-            network=network,
-            restore=restore,
-            options=options,
-            tool_config=tool_config,
-        )
+        session = await client.open_session(**new_session.to_arguments(), ttl_s=ttl)
         info = await session.info()
     place = {"host": info.host, "image": info.image, "network": info.network}
     return Output({"id": session.id, "tenant": session.tenant, **place, **info.options.model_dump()}, [session.id])

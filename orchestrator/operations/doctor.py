@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Literal
 
 from contract.errors import BrokerUnavailable, OperatorError
+from contract.image_names import advise_missing
 from orchestrator.operations.command_actor import find_actor
 from orchestrator.operations.doctor_deep import examine_hosts
 from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
@@ -102,7 +103,9 @@ async def _examine_engine(report: Report) -> None:
         report.add(
             "image",
             facts.get("image_id") is not None,
-            f"{facts['image']}{'' if facts.get('image_id') else ': build it with scripts/build-image'}",
+            str(facts["image"])
+            if facts.get("image_id")
+            else f"{facts['image']}: {advise_missing(str(facts['image']))}",
         )
     if "problem" in facts:
         report.add("sandbox", False, str(facts["problem"]))

@@ -213,7 +213,9 @@ def test_a_terminated_call_closes_its_session_on_a_running_stack(stack: Stack, f
 
 def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) -> None:
     no_engine = run_toolcrew(footprint, "doctor", environment={"DOCKER_HOST": "unix:///nonexistent.sock"})
-    no_image = run_toolcrew(footprint, "doctor", "--json", environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
+    no_image = run_toolcrew(
+        footprint, "doctor", "--json", environment={"TOOLCREW_SANDBOX_IMAGE": "toolcrew-sandbox:no"}
+    )
     no_redis = run_toolcrew(
         footprint, "doctor", "--json", environment={"TOOLCREW_REDIS_URL": "redis://:x@127.0.0.1:1/0"}
     )

@@ -63,7 +63,7 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
     [
         (
             {"sandbox_image": "no-such-image:ever"},
-            r"the engine has no image no-such-image:ever: build it with scripts/build-image",
+            r"the engine has no image no-such-image:ever: build it, or pull it, .*TOOLCREW_SANDBOX_IMAGE",
         ),
         (
             {"sandbox_runtime": "runsc-missing"},

@@ -241,9 +241,9 @@ def assert_error_object(done: "subprocess.CompletedProcess[str]", *fragments: st
 def test_a_stack_without_the_image_does_not_start_and_reports_how_to_build_it(
     footprint: Footprint, command: tuple[str, ...]
 ) -> None:
-    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_SANDBOX_IMAGE": "no-such-image:ever"})
+    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_SANDBOX_IMAGE": "toolcrew-sandbox:ever"})
 
-    assert_says(done, "the engine has no image no-such-image:ever", "scripts/build-image")
+    assert_says(done, "the engine has no image toolcrew-sandbox:ever", "scripts/build-image")
     footprint.assert_nothing_left(within_s=2)
 
 

@@ -1,13 +1,18 @@
 """The first page of the help, and the shape of the commands."""
 
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from orchestrator.cli.session_options import OPTION_NAMES, NewSession
 from orchestrator.command import app, import_all
+from orchestrator.sdk.client import ToolClient
 
 SINGLE_COMMANDS = {"up", "run", "call", "doctor", "serve", "config"}
 """Commands that are no noun with a verb."""
@@ -92,8 +97,48 @@ def test_help_names_no_type_of_flags_and_breaks_lines_at_the_width_of_the_termin
     page = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output
     assert "bool" not in page
     text = [line.strip() for line in page.partition("╭")[0].splitlines()]
-    broken = [line for line, after in zip(text, text[1:], strict=False) if line and after and len(line) < 150]
+    broken = [line for line, after in pairwise(text) if line and after and len(line) < 150]
     assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["call", "bash_tool", "command=id", "--session"], "--session"),
+        (["call", "bash_tool", "command=id", "--session", ""], "--session"),
+        (["call", "bash_tool", "--session", "command=id"], "--session"),
+        (["sessions", "exec", "", "--", "id"], "session_id"),
+        (["sessions", "close", "s1", ""], "session_ids"),
+        (["sessions", "list", "--tenant", ""], "--tenant"),
+        (["batches", "show", ""], "batch"),
+        (["run", ""], "text"),
+    ],
+    ids=" ".join,
+)
+def test_a_value_that_a_failed_command_did_not_give_is_named(arguments: list[str], name: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert name in result.stderr
+    assert "alone" in result.stderr
+
+
+def test_empty_arguments_of_a_program_and_empty_texts_are_no_missing_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    for arguments in (["sessions", "exec", "s1", "--", "echo", ""], ["tenants", "pause", "acme", "--reason", ""]):
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code == 2, "empty" in result.stderr) == (False, False)
+
+
+def test_every_command_that_opens_a_session_has_all_of_its_options() -> None:
+    root, expected = import_all(), {field.name for field in fields(NewSession)}
+    sessions = root.commands["sessions"]
+    assert isinstance(sessions, TyperGroup)
+    for command in (root.commands["run"], root.commands["call"], sessions.commands["open"]):
+        assert expected <= {parameter.name for parameter in command.params}
+    accepted = set(inspect.signature(ToolClient.open_session).parameters)
+    assert set(NewSession().to_arguments()) == accepted - {"self", "tenant", "ttl_s"}
+    options = {parameter.opts[0] for parameter in root.commands["call"].params if parameter.name in expected}
+    assert set(OPTION_NAMES.replace(" and", ",").split(", ")) == options
 
 
 @pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])

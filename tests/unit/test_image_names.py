@@ -11,6 +11,7 @@ from contract.image_names import (
     MAX_IMAGE_CHARS,
     ImageName,
     ImageNameError,
+    advise_missing,
     find_matches,
     is_allowed,
     parse_image_name,
@@ -206,3 +207,16 @@ def test_star_matches_any_part_of_the_repository(repository: str, data: st.DataO
         return
     assert matches(pattern, f"ghcr.io/{repository}")
     assert matches(pattern, f"ghcr.io/{repository}@{DIGEST}")
+
+
+@pytest.mark.parametrize(
+    ("image", "is_own"),
+    [
+        ("toolcrew-sandbox:dev", True),
+        ("toolcrew-sandbox-python:dev", True),
+        ("newcomer-mcp:dev", False),
+        ("ghcr.io/team/toolcrew-sandbox:1", False),
+    ],
+)
+def test_the_advice_for_a_missing_image_fits_the_image(image: str, is_own: bool) -> None:
+    assert ("scripts/build-image" in advise_missing(image)) is is_own

@@ -156,7 +156,7 @@ async def test_concurrent_and_waiting_pulls_are_limited(
     assert len(engine.pulled) == pull_queue.AT_ONCE
     with pytest.raises(SandboxUnavailable, match="6 images are already being pulled"):
         await use(images, "ghcr.io/team/b")
-    with pytest.raises(SandboxUnavailable, match=r"no image local: build or load it there\. .* begins with a registry"):
+    with pytest.raises(SandboxUnavailable, match=r"no image local: build it, or pull it, .* begins with a registry"):
         await use(images, "local")
     engine.pull_gate.set()
     await asyncio.gather(*tasks)

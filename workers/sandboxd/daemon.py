@@ -23,6 +23,7 @@ import structlog
 
 from contract.calls import LONGEST_TIMEOUT_S
 from contract.errors import SandboxUnavailable
+from contract.image_names import advise_missing
 from contract.sandboxes import LargestOptions
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
@@ -286,7 +287,7 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
     if await engine.image_id(settings.sandbox_image) is None:
         raise SandboxUnavailable(
-            f"the engine has no image {settings.sandbox_image}: build it with scripts/build-image, or set "
+            f"the engine has no image {settings.sandbox_image}: {advise_missing(settings.sandbox_image)}, or set "
             "TOOLCREW_SANDBOX_IMAGE"
         )
 

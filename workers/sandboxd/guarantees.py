@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from contract.image_names import advise_missing
 from workers.sandboxd.disks.base import Kind
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.runtime.engine import EngineFacts
@@ -204,7 +205,8 @@ def _judge_images(evidence: Evidence) -> HostGuarantee:
             name,
             "broken",
             f"the engine has no {_list(missing)}",
-            "build it with scripts/build-image, or pull it; sandboxd pulls images whose entry begins with a registry",
+            f"{'; '.join(sorted({advise_missing(image) for image in missing}))}; sandboxd pulls images whose entry "
+            "begins with a registry",
             is_needed=is_needed,
         )
     image_ids = sorted(

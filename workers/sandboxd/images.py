@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from contract.errors import SandboxUnavailable
-from contract.image_names import ImageName, ImageNameError, find_matches, parse_image_name
+from contract.image_names import ImageName, ImageNameError, advise_missing, find_matches, parse_image_name
 from store.tasks import begin_shared
 from workers.sandboxd.plans import Plans, SandboxPlan
 from workers.sandboxd.pull_queue import PullQueue, PullTicket
@@ -573,14 +573,10 @@ def build_missing_error(image: str, may_pull: bool) -> SandboxUnavailable:
     """Return the exception for an image that the engine does not have."""
     if may_pull:
         return SandboxUnavailable(f"the engine has no image {image}: pull it there, or use its name in the registry")
-    own = "build it with scripts/build-image" if image.startswith(_OWN_IMAGES) else "build or load it there"
     return SandboxUnavailable(
-        f"the engine of this host has no image {image}: {own}. sandboxd pulls only images whose entry in "
-        "TOOLCREW_SANDBOX_IMAGES_ALLOWED, or in `images` of the tenant class, begins with a registry"
+        f"the engine of this host has no image {image}: {advise_missing(image)}. sandboxd pulls only images whose "
+        "entry in TOOLCREW_SANDBOX_IMAGES_ALLOWED, or in `images` of the tenant class, begins with a registry"
     )
-
-
-_OWN_IMAGES: Final = ("toolcrew-sandbox:", "toolcrew-sandbox-")
 
 
 def _add_class(record: ImageRecord, tenant_class: str | None) -> ImageRecord:

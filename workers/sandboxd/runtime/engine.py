@@ -23,6 +23,7 @@ import requests.exceptions
 import structlog
 
 from contract.errors import SandboxUnavailable
+from contract.image_names import advise_missing
 from workers.sandboxd.runtime.accounts import read_accounts
 from workers.sandboxd.runtime.base import (
     LABEL_DEPLOYMENT,
@@ -419,7 +420,7 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
         container = str(api.create_container_from_config(config, name)["Id"])  # type: ignore[no-untyped-call]
     except docker.errors.ImageNotFound as error:
         raise SandboxUnavailable(
-            f"the engine has no image {config['Image']}: build it with scripts/build-image, or pull it"
+            f"the engine has no image {config['Image']}: {advise_missing(config['Image'])}"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     # Duplicate the descriptor: the SDK's object can then be closed without closing the connection.

@@ -34,6 +34,7 @@ from typing import Final
 import structlog
 
 from contract.errors import SandboxUnavailable
+from contract.image_names import advise_missing
 from workers.sandboxd.cgroups import PARENT, Cgroups
 from workers.sandboxd.disks.image import (
     CHANGES,
@@ -265,8 +266,8 @@ class OciRuntime:
         key = (spec.image_facts.id, *volumes.values())
         if not spec.image_facts.layers:
             raise SandboxUnavailable(
-                f"the engine has no image {spec.image}, or does not keep its layers as folders: build it with "
-                "scripts/build-image, or pull it"
+                f"the engine has no image {spec.image}, or does not keep its layers as folders: "
+                f"{advise_missing(spec.image)}"
             )
         if key not in self._pins:
             # Starts of the same image at the same time share one task. The task continues when one start is cancelled,

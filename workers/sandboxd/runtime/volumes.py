@@ -19,6 +19,7 @@ import docker.errors
 import structlog
 
 from contract.errors import SandboxUnavailable
+from contract.image_names import advise_missing
 from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, AccountVolume
 
 log = structlog.get_logger(__name__)
@@ -49,11 +50,9 @@ class GuestVolumes:
         try:
             identity = str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
         except docker.errors.ImageNotFound as error:
-            message = (
-                f"the engine has no image {image}, from which other images get the guest: build it with "
-                "scripts/build-image"
-            )
-            raise SandboxUnavailable(message) from error
+            raise SandboxUnavailable(
+                f"the engine has no image {image}, from which other images get the guest: {advise_missing(image)}"
+            ) from error
         name = _name_of(identity)
         # Verify a volume with another creation time again: the start of a container recreates a missing volume empty.
         if name not in self._filled or self._filled[name] != _read_created_at(api, name):
