@@ -295,6 +295,50 @@ async def test_a_stopped_tar_ends_the_packing(monkeypatch: pytest.MonkeyPatch) -
     assert (stopped.value.code, guest.cancelled) == (ErrorCode.TIMEOUT, 1)
 
 
+async def test_a_tar_that_sends_a_byte_now_and_then_ends_the_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "PROGRESS_S", 0.3)
+
+    async def trickle(request: Mapping[str, Any], sink: Callable[[Frame], None]) -> Mapping[str, Any]:
+        while True:
+            sink(Frame({"stream": "stdout"}, b"x"))
+            await asyncio.sleep(0.01)
+
+    guest = ScriptedGuest(trickle)
+    with pytest.raises(ToolFailure) as stopped:
+        await asyncio.wait_for(pack_to_memory(guest, Path("/workspace")), SOON_S)
+    assert (stopped.value.code, guest.cancelled) == (ErrorCode.TIMEOUT, 1)
+
+
+async def test_only_the_wait_for_the_guest_counts_as_missing_progress(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is slow, and `tar` is not."""
+    monkeypatch.setattr(packing_module, "LEAST_BYTES_PER_S", MIB)
+    timer = packing_module._GuestTimer("packed")
+    monkeypatch.setattr(packing_module, "PROGRESS_S", SOON_S)
+    async with timer.waiting():
+        pass
+    monkeypatch.setattr(packing_module, "PROGRESS_S", 0.2)
+    for _ in range(3):
+        await asyncio.sleep(0.15)
+        async with timer.waiting():
+            pass
+    with pytest.raises(ToolFailure):
+        async with timer.waiting():
+            await asyncio.sleep(SOON_S)
+
+
+@pytest.mark.parametrize("size", [MIB, 5 * MIB])
+async def test_a_stopped_tar_ends_the_unpacking(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The `tar` of the tenant's image reads nothing."""
+    monkeypatch.setattr(packing_module, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(packing_module, "LEAST_BYTES_PER_S", 1024 * MIB)
+    guest = ScriptedGuest(*([reply] if size > 4 * MIB else []), never_reply, never_reply)
+    with pytest.raises(ToolFailure) as stopped:
+        await asyncio.wait_for(unpack(guest, unpack_roots(("/workspace",)), read_chunks(bytes(size)), size), SOON_S)
+    assert (stopped.value.code, guest.cancelled) == (ErrorCode.TIMEOUT, 2 if size > 4 * MIB else 1)
+
+
 def test_the_archive_size_limit_includes_file_headers() -> None:
     assert count_max_bytes(MIB, 1000) > MIB + 1000 * 512
 

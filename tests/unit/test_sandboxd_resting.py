@@ -24,6 +24,7 @@ from tests.fake_sandboxd import (
 )
 from tests.waiting import SOON_S
 from workers.sandboxd import factory as factory_module
+from workers.sandboxd.evictions import MAX_EVICTIONS
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import HostSession
@@ -479,6 +480,80 @@ async def test_full_host_evicts_the_session_that_was_idle_longest(tmp_path: Path
         new.used_at -= 50
         await host.sessions.open("acme:third", SessionParameters(PLAN, 60))
         assert (old.sandbox, new.sandbox is not None, len(host.alive)) == (None, True, 2)
+
+
+class SlowTenantStore(MemorySuspensionStore):
+    """A store in which sessions of the tenant `slow` are packed when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[str] = []
+        self.go_on = asyncio.Event()
+        self.refused: set[str] = set()
+
+    async def pack(self, session: HostSession, sandbox: Sandbox) -> str:
+        self.begun.append(session.id)
+        if session.id in self.refused:
+            raise SandboxUnavailable("it cannot be packed")
+        if session.tenant.startswith("slow"):
+            await self.go_on.wait()
+        return await super().pack(session, sandbox)
+
+
+async def open_idle(host: FakeHost, *names: str) -> list[HostSession]:
+    """Open sessions, of which the first was idle for the longest time."""
+    entries = [await host.sessions.open(name, SessionParameters(PLAN, 60)) for name in names]
+    for number, entry in enumerate(entries):
+        entry.used_at -= 100 - number
+    return entries
+
+
+async def test_slow_evictions_of_one_tenant_delay_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sandboxd.evictions.SLOW_S", 0.02)
+    store = SlowTenantStore()
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=4) as host:
+        *_, quick = await open_idle(host, "slow:a", "slow:b", "slow:c", "quick:d")
+        async with asyncio.timeout(SOON_S):
+            await host.sessions.open("acme:new", SessionParameters(PLAN, 60))
+        assert (store.begun[0], quick.sandbox) == ("slow:a", None)
+        store.go_on.set()
+
+
+async def test_evictions_of_all_callers_together_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sandboxd.evictions.SLOW_S", 0.01)
+    monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.3)
+    store = SlowTenantStore()
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=20) as host:
+        await open_idle(host, *(f"slow-{number % 2}:{number}" for number in range(20)))
+        opening = [host.sessions.open(f"acme:{number}", SessionParameters(PLAN, 60)) for number in range(15)]
+        results = await asyncio.gather(*opening, return_exceptions=True)
+        assert all(isinstance(result, SandboxUnavailable) for result in results)
+        assert len(store.begun) < MAX_EVICTIONS
+        store.go_on.set()
+
+
+async def test_session_that_could_not_be_packed_is_tried_last(tmp_path: Path) -> None:
+    store = SlowTenantStore()
+    store.refused = {"acme:a"}
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=3) as host:
+        first, second, third = await open_idle(host, "acme:a", "acme:b", "acme:c")
+        await host.sessions.open("acme:new", SessionParameters(PLAN, 60))
+        first.checked_at = 0.0
+        await host.sessions.open("acme:newer", SessionParameters(PLAN, 60))
+        assert store.begun == ["acme:a", "acme:b", "acme:c"]
+        assert (first.sandbox is not None, second.sandbox, third.sandbox) == (True, None, None)
+
+
+async def test_slow_tenant_does_not_delay_the_packing_of_others_at_the_end(tmp_path: Path) -> None:
+    store = SlowTenantStore()
+    async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=30) as host:
+        *_, other = await open_idle(host, *(f"slow:{number}" for number in range(20)), "acme:other")
+        ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
+        async with asyncio.timeout(SOON_S):
+            while other.sandbox is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        store.go_on.set()
+        await ending
 
 
 async def test_session_record_without_a_workspace_is_not_adopted(tmp_path: Path) -> None:

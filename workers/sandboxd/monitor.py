@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.archives.budget import FairBudget
 from workers.sandboxd.background import settle
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.reaper import Reaper
@@ -30,7 +31,7 @@ QUOTA_EVERY_S = 2.0
 DISK_EVERY_S = 0.5
 SWEEP_EVERY_S = 30.0
 TIDY_EVERY_S = 3600.0
-_EVICTED_AT_ONCE = 4
+_EVICTED_AT_ONCE = 8
 _OVERFULL_GROWTH = 1.1
 """After a sandbox was ended for a workspace that is too large, it is ended again only when the workspace has grown by
 this factor, so that the session can delete files.
@@ -133,11 +134,11 @@ class SessionMonitor:
 
     async def evict_idle(self) -> None:
         """Evict sessions that have been idle for a long time, a few at once."""
-        slots = asyncio.Semaphore(_EVICTED_AT_ONCE)
-        await settle(self._evict(entry, slots) for entry in self._find_idle(self._idle.evict_s))
+        places = FairBudget(_EVICTED_AT_ONCE)
+        await settle(self._evict(entry, places) for entry in self._find_idle(self._idle.evict_s))
 
-    async def _evict(self, entry: HostSession, slots: asyncio.Semaphore) -> None:
-        async with slots:
+    async def _evict(self, entry: HostSession, places: FairBudget) -> None:
+        async with places.hold(entry.tenant, 1):
             # The session may have been used while this task waited for a slot.
             if entry.idle_s() >= self._idle.evict_s:
                 with bound_to_session(entry.id):

@@ -129,6 +129,7 @@ class HostSession:
     news: str | None = field(init=False, default=None)
     unreported_loss: str | None = field(init=False, default=None)
     failed_unpacks: int = field(init=False, default=0)
+    failed_packs: int = field(init=False, default=0)
     used_at: float = field(init=False, default_factory=time.monotonic)
     checked_at: float = field(init=False, default=0.0)
     is_paused: bool = field(init=False, default=False)

@@ -20,9 +20,11 @@ import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxPolicy
+from workers.sandboxd.archives.budget import FairBudget
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, WorkspaceSize
 from workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
+from workers.sandboxd.evictions import Evictions
 from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.images import ImageNotReady, ImageRefused
 from workers.sandboxd.metering import UsageTotals
@@ -41,7 +43,7 @@ _STARTS_S = 5.0
 """Time that the shutdown of sandboxd waits for sandboxes that are starting, in seconds. Starts that take longer are
 undone.
 """
-_PACKED_AT_ONCE = 8
+_PACKED_AT_ONCE = 16
 _ENDED_S = 60.0
 """Time for which the usage of an ended session is reported, in seconds. Workers read it more often."""
 _MAX_ENDED = 5000
@@ -100,6 +102,7 @@ class Sessions:
         self._starting: dict[str, asyncio.Task[HostSession]] = {}
         self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MAX_ENDED)
         """(end time, name, totals) of sessions that ended recently."""
+        self._evictions = Evictions(self.suspender.give_up)
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: SessionParameters) -> HostSession:
@@ -280,8 +283,8 @@ class Sessions:
         try:
             async with asyncio.timeout(within_s):
                 await settle(entry.handed_over() for entry in self.all())
-                slots = asyncio.Semaphore(_PACKED_AT_ONCE)
-                await settle(self._suspend(entry, slots) for entry in self.all())
+                places = FairBudget(_PACKED_AT_ONCE)
+                await settle(self._suspend(entry, places) for entry in self.all())
         except TimeoutError:
             log.warning("sessions_not_packed_in_time", within_s=within_s)
         unpacked = [entry for entry in self.all() if entry.sandbox is not None]
@@ -534,8 +537,8 @@ class Sessions:
             log.warning("session_image_not_allowed_any_more", was=entry.plan.image, now=plan.image)
         return plan
 
-    async def _suspend(self, entry: HostSession, slots: asyncio.Semaphore) -> None:
-        async with slots:
+    async def _suspend(self, entry: HostSession, places: FairBudget) -> None:
+        async with places.hold(entry.tenant, 1):
             await self.suspender.suspend(entry)
 
     async def _remove_unpacked(self, entry: HostSession) -> None:
@@ -552,20 +555,17 @@ class Sessions:
         """
         if await self._pools.give_up_one():
             return True
+        return await self._evictions.free_slot(self._find_idle, lambda: not self._factory.slots.is_full)
+
+    def _find_idle(self) -> list[HostSession]:
         # Skip a session whose `checked_at` is recent, because it had a job or could not be packed. Otherwise every
         # waiting caller would try it again.
         checked_before = time.monotonic() - MIN_IDLE_S
-        idle = [
+        return [
             entry
             for entry in self.all()
             if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
-        # Evict only one session, the first that can be packed: an evicted session must start a new sandbox at its next
-        # call.
-        for entry in sorted(idle, key=lambda entry: entry.used_at):
-            if await self.suspender.give_up(entry):
-                return True
-        return False
 
 
 def _name_network(policy: SandboxPolicy) -> tuple[object, ...]:

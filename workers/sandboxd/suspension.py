@@ -212,9 +212,10 @@ class SessionSuspender:
             entry.archive = await self._store.pack(entry, sandbox)
             if has_jobs:
                 entry.add_news(_JOBS_ENDED)
-            entry.sandbox = None
+            entry.sandbox, entry.failed_packs = None, 0
             await self._remove_packed(entry, sandbox)
         except SandboxUnavailable as error:
+            entry.failed_packs += 1
             log.warning("session_not_evicted", container=sandbox.container[:12], error=str(error))
         finally:
             entry.is_moving = False

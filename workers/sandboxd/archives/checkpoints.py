@@ -94,7 +94,7 @@ class Checkpoints:
         name = _build_automatic_id() if is_automatic else secrets.token_urlsafe(18)
         async with (
             _limit_time("kept", self._save_s),
-            self._memory.hold(tenant),
+            self._memory.hold_archive(tenant),
             list_changes() as changes,
         ):
             packing = _build_packing(sandbox, changes, roots, max_bytes)
@@ -126,7 +126,7 @@ class Checkpoints:
             facts = await self._store.describe(name)
             async with (
                 _limit_time("restored", WHOLE_S),
-                self._memory.hold(tenant),
+                self._memory.hold_archive(tenant),
                 contextlib.aclosing(self._store.get(name)) as chunks,
             ):
                 return await unpack_archive(sandbox, unpack_roots(roots), chunks, facts.bytes, root_image)

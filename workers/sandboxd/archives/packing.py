@@ -5,6 +5,7 @@ tar inside a sandbox. An archive is unpacked only in sandboxes of the same tenan
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ ROOTS = ("/workspace", "/output")
 """Folders of the session: its files; and the long outputs, job logs, shell state and file states of the guest."""
 PACKING_TIMEOUT_S = 480.0
 PROGRESS_S = 20.0
-"""Time limit in seconds for the next byte of an archive: programs of the session may have stopped `tar`."""
+"""Time limit in seconds for the next bytes of an archive: programs of the session may have stopped `tar`."""
+LEAST_BYTES_PER_S = 512 * 1024
+"""Lowest average rate of an archive after the first PROGRESS_S seconds."""
 _PIECE_BYTES = 4 * 1024 * 1024
 """Size of the pieces of an archive that the guest holds in memory while it unpacks, in bytes."""
 _FIFO_FOLDER = "/tmp"
@@ -153,15 +156,16 @@ class Packing:
         Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable. After
         an exception, discard the chunks that were already read.
         """
-        flow, tally = _OutputQueue(self._guest), ArchiveHash()
+        flow, tally, timer = _OutputQueue(self._guest), ArchiveHash(), _GuestTimer("packed")
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
         packing = asyncio.ensure_future(
             self._guest.ask(request, sink=flow.take, body=self._stdin, body_bytes=self._stdin_bytes)
         )
         packing.add_done_callback(lambda _: flow.end())
         try:
-            while (chunk := await _next_in_time(flow)) is not None:
+            while (chunk := await _next_in_time(flow, timer)) is not None:
                 tally.add(chunk)
+                timer.bytes = tally.bytes
                 if tally.bytes > self._max_bytes:
                     raise ToolFailure(
                         ErrorCode.FILE_TOO_LARGE,
@@ -193,9 +197,10 @@ async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[b
             if len(data) > total:
                 break
         _check_size(len(data), total)
-        await run_with_input(guest, argv, _split_frames(data), total)
+        async with _GuestTimer("unpacked").waiting(total):
+            await run_with_input(guest, argv, _split_frames(data), total)
     else:
-        done, stderr = await _stream_in(guest, argv, read, total)
+        done, stderr = await _stream_in(guest, argv, read, total, _GuestTimer("unpacked"))
         _check_done(done, stderr, "unpacked")
 
 
@@ -243,9 +248,11 @@ async def run_with_file(
 
 
 async def _stream_in(
-    guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
+    guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, timer: "_GuestTimer | None" = None
 ) -> tuple[dict[str, Any], bytearray]:
-    """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
+    """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory. `timer`: for a
+    program whose work is proportional to its input.
+    """
     fifo, stderr = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
     done = await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_collect_stderr(stderr))
     _check_done(done, stderr, "unpacked")
@@ -255,13 +262,19 @@ async def _stream_in(
         sent = 0
         async for piece in in_pieces(read, _PIECE_BYTES):
             sent += len(piece)
-            if sent > total or not await _feed(guest, fifo, piece, unpacking):
-                break
+            async with _limited(timer, len(piece)):
+                if sent > total or not await _feed(guest, fifo, piece, unpacking):
+                    break
         if not unpacking.done():
             _check_size(sent, total)
-        return await unpacking, stderr
+        async with _limited(timer):
+            return await unpacking, stderr
     finally:
         await _cancel(unpacking)
+
+
+def _limited(timer: "_GuestTimer | None", size: int = 0) -> contextlib.AbstractAsyncContextManager[None]:
+    return timer.waiting(size) if timer is not None else contextlib.nullcontext()
 
 
 def _check_size(sent: int, total: int) -> None:
@@ -342,19 +355,37 @@ class _OutputQueue:
         return chunk
 
 
-async def _next_in_time(flow: _OutputQueue) -> bytes | None:
-    # Only the guest is timed: while the caller stores a chunk, this is not running.
-    try:
-        async with asyncio.timeout(PROGRESS_S) as limit:
-            return await flow.next()
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise ToolFailure(
-            ErrorCode.TIMEOUT,
-            f"packing the session's files made no progress for {PROGRESS_S:g} s: end programs of the session that stop "
-            "others, and try again",
-        ) from None
+async def _next_in_time(flow: _OutputQueue, timer: "_GuestTimer") -> bytes | None:
+    async with timer.waiting():
+        return await flow.next()
+
+
+class _GuestTimer:
+    """Limits the time that one archive waits for its guest, of which a program decides. The time in which the caller
+    stores or reads a chunk does not count. `verb`: the work, for the error.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._verb, self._waited_s, self.bytes = verb, 0.0, 0
+
+    @contextlib.asynccontextmanager
+    async def waiting(self, size: int = 0) -> AsyncIterator[None]:
+        """Limit the block. `size`: bytes that the guest has taken at its end. Raises ToolFailure(TIMEOUT)."""
+        self.bytes += size
+        left_s = PROGRESS_S + self.bytes / LEAST_BYTES_PER_S - self._waited_s
+        began_at = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(min(left_s, PROGRESS_S + size / LEAST_BYTES_PER_S)) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ToolFailure(
+                ErrorCode.TIMEOUT,
+                f"the session's files were not {self._verb}: its programs made no progress for {PROGRESS_S:g} s, or "
+                "too little. End programs of the session that stop others, and try again",
+            ) from None
+        self._waited_s += asyncio.get_running_loop().time() - began_at
 
 
 def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class WorkspaceFiles:
                 )
             async with (
                 asyncio.timeout(WHOLE_S),
-                self._memory.hold(tenant),
+                self._memory.hold_archive(tenant),
                 contextlib.aclosing(source.chunks) as chunks,
             ):
                 await _load(workspace, source.size, chunks, sandbox)
@@ -91,7 +91,7 @@ class WorkspaceFiles:
         with _report_errors(file):
             async with (
                 asyncio.timeout(WHOLE_S),
-                self._memory.hold(tenant),
+                self._memory.hold_archive(tenant),
                 contextlib.aclosing(packing.chunks()) as chunks,
             ):
                 return await self._store.put(f"{tenant}/{file}", chunks)
