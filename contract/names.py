@@ -271,6 +271,13 @@ def secrets_key(deployment: str, tenant: str | None) -> str:
     return deployment_key(deployment, "secrets") if tenant is None else tenant_key(deployment, tenant, "secrets")
 
 
+def server_sessions_key(deployment: str, tenant: str, session: str) -> str:
+    """Return the key of the hash with the MCP sessions that the calls of a session share at servers over HTTP. The hash
+    expires after a day without use.
+    """
+    return tenant_key(deployment, tenant, f"session.{session}:mcp")
+
+
 def session_state_key(deployment: str, tenant: str, session: str) -> str:
     """Return the key of the hash of the state that a session's tools store between calls. The hash expires after a day
     without use.

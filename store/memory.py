@@ -18,7 +18,7 @@ that use little can always continue.
     batch.*                         deleted, 30 days                        -
     api:once:*                      a day                                   256 MiB per API key
     approval:*, :decision           answered or expired; a day              1,000 questions of 128 KiB
-    session.*:state                 a day after the last use                1 MiB per session
+    session.*:state, :mcp           a day after the last use                1 MiB per session
     call.*                          a day (RECORD_BYTES each)               no call above CALLS_SHARE
     skill-bundle.*, skills          removed                                 64 MiB
     blob-*                          not; limited by CALLS_SHARE             128 MiB for each kind of worker (blobs.py)

@@ -42,6 +42,7 @@ from contract.names import (
     host_prefix,
     hosts_key,
     location_key,
+    server_sessions_key,
     tenant_key,
     tenant_sessions_key,
     tombstone_key,
@@ -244,8 +245,9 @@ if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redi
 return 1
 """
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, facts. ARGV: session, the state
-# "closed", margin_s, the time to live for a session without a location, tenant.
+# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, facts, MCP sessions. ARGV:
+# session, the state "closed", margin_s, the time to live for a session without a location, tenant. Returns 1 if the
+# session has MCP sessions.
 _CLOSE = """
 local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
 redis.call('DEL', KEYS[1])
@@ -255,6 +257,7 @@ redis.call('SREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[5] .. '|' .. ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
 redis.call('DEL', KEYS[5])
+return redis.call('EXISTS', KEYS[6])
 """
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
@@ -459,13 +462,14 @@ class SessionStore:
             return "given_up"
         return "alive" if report is not None else "silent"
 
-    async def close(self, tenant: str, session: str) -> None:
+    async def close(self, tenant: str, session: str) -> bool:
         """Record the end of a session, even if it is still being opened. A host that has a sandbox of the session
-        removes it (workers/host_duties.py).
+        removes it (workers/host_duties.py). Return whether the session has MCP sessions, which a worker must end.
         """
         keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
+        keys.append(server_sessions_key(self._deployment, tenant, session))
         with broker_errors(_WHAT):
-            await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant])
+            return bool(await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant]))
 
     def _listed_keys(self, tenant: str, session: str) -> list[str]:
         """Return the keys of a session's location and of all lists that contain the session."""

@@ -22,7 +22,7 @@ from contract.functions.session_state import (
     is_key,
     state_full_error,
 )
-from contract.names import session_state_key
+from contract.names import server_sessions_key, session_state_key
 from contract.settings import BrokerSettings
 from store.connection import SyncRedis, broker_errors, connect_once
 from store.memory import MEMORY_LUA, account_key, no_memory
@@ -84,9 +84,14 @@ class StateStore:
         """Return the object that reads and changes the state of one session. Tenant and session must come from the
         signed context of the call.
         """
-        return RedisState(
-            self, session_state_key(self.deployment, tenant, session), account_key(self.deployment, tenant)
-        )
+        return self._at(session_state_key(self.deployment, tenant, session), tenant)
+
+    def open_server_sessions(self, tenant: str, session: str) -> "RedisState":
+        """Return the same for the MCP sessions of a session (workers/mcp/http_sessions.py), which tools do not see."""
+        return self._at(server_sessions_key(self.deployment, tenant, session), tenant)
+
+    def _at(self, key: str, tenant: str) -> "RedisState":
+        return RedisState(self, key, account_key(self.deployment, tenant))
 
 
 class RedisState:

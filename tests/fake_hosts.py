@@ -47,6 +47,7 @@ class MemorySessionStore(SessionStore):
     def __init__(self) -> None:
         self.locations: dict[tuple[str, str], SessionLocation] = {}
         self.loss_facts: dict[tuple[str, str], str] = {}
+        self.with_server_sessions: set[tuple[str, str]] = set()
 
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
@@ -83,9 +84,10 @@ class MemorySessionStore(SessionStore):
     async def host_state(self, queue: str) -> HostState:
         return "alive"
 
-    async def close(self, tenant: str, session: str) -> None:
+    async def close(self, tenant: str, session: str) -> bool:
         self.locations.pop((tenant, session), None)
         self.loss_facts.pop((tenant, session), None)
+        return (tenant, session) in self.with_server_sessions
 
 
 class NoLedger:

@@ -130,6 +130,51 @@ def open_raw_peer(handler: RequestHandler, *, as_stream: bool = False, session: 
         yield server
 
 
+NOT_FOUND: dict[str, Any] = {
+    "404": lambda: answer("", 404),
+    "404 with an error of the protocol": lambda: answer(
+        '{"jsonrpc":"2.0","id":null,"error":{"code":-32001,"message":"Session not found"}}', 404, "application/json"
+    ),
+    "400 with a sentence": lambda: answer(
+        '{"jsonrpc":"2.0","error":{"code":-32000,"message":"Bad Request: No valid session ID provided"},"id":null}',
+        400,
+        "application/json",
+    ),
+}
+
+
+class StatefulServer:
+    """A server of the revision 2025-06-18 that adds each text to the texts of the session, and returns them all."""
+
+    def __init__(self, refusal: Callable[[], bytes] = NOT_FOUND["404"]) -> None:
+        self.texts: dict[str, list[str]] = {}
+        self.opened = 0
+        self.refusal = refusal
+        self.lock = threading.Lock()
+        self.at_opening: Callable[[], None] = lambda: None
+        self.web: WebServer | None = None
+
+    def __call__(self, request: dict[str, Any]) -> Any:
+        assert self.web is not None
+        if request["method"] == "initialize":
+            self.at_opening()
+            with self.lock:
+                self.opened += 1
+                session = f"s-{self.opened}"
+                self.texts[session] = []
+            return answer(json.dumps(legacy(request)), 200, "application/json", mcp_session_id=session)
+        if request["method"] == "server/discover":
+            return legacy(request)
+        session = self.web.header("mcp-session-id") or ""
+        if session not in self.texts:
+            return self.refusal()
+        if request["method"] == "tools/call":
+            assert self.web.header("mcp-protocol-version") == "2025-06-18"
+            self.texts[session].append(request["params"]["arguments"]["text"])
+            return reply_to(request, {"content": [{"type": "text", "text": " ".join(self.texts[session])}]})
+        return 202 if "id" not in request else reply_to(request, {"tools": [TOOL]})
+
+
 def build_client(url: str, names: Mapping[str, list[list[str]]] | None = None, **fields: Any) -> HttpServer:
     """Return a client of the server at `url`. `names`: the resolver's results for hosts."""
     entry = HttpEntry(url=url, **{"private": True, **fields})

@@ -186,13 +186,14 @@ class SandboxOrders:
 
 
 class PoolOrders:
-    """Runs `session.cancel` for calls without a sandbox.
+    """Runs `session.cancel` for calls without a sandbox, and `session.close` for a session that has MCP sessions:
+    `end_sessions` ends them at their servers.
 
     The worker ends its own call, or passes the order on to the worker that runs the call. Any worker of a pool may
     read the pool's list. `worker` also has its own list.
     """
 
-    verbs = frozenset({"session.cancel"})
+    verbs = frozenset({"session.cancel", "session.close"})
     needs_session = False
 
     def __init__(
@@ -202,17 +203,21 @@ class PoolOrders:
         board: CancelBoard,
         worker: str,
         end_process: Callable[[int], bool] | None = None,
+        end_sessions: Callable[[str, str], bool] = lambda tenant, session: False,
     ) -> None:
         self._orders = orders
         self._ledger = ledger
         self._board = board
         self._worker = worker
         self._end_process = end_process or _interrupt_child
+        self._end_sessions = end_sessions
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
-        """Cancel a call. Return True when the call had not started and never will, or when this or another worker ends
-        it.
+        """Cancel a call, or end the MCP sessions of a session. Return True when the call had not started and never
+        will, or when this or another worker ends it.
         """
+        if call.name == "session.close":
+            return context.session is not None and self._end_sessions(context.tenant, context.session)
         call_id = str(call.arguments["call_id"])
         if self._ledger.forbid(context.tenant, call_id):
             return True

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from store.connection import connect_once
+from store.tool_state import StateStore
 from store.web_pages import PageCache
 from workers.custom.loading import load_custom_tools
 from workers.mcp.server_registry import ToolSource
@@ -32,6 +33,13 @@ def load_web_worker_servers(settings: WorkerSettings) -> Sequence[ToolSource]:
     if not servers:
         return ()
     # Import late: the MCP SDK costs 30 MiB per process and half a second at the start.
+    from workers.mcp.http_sessions import ServerSessions
     from workers.mcp.http_tools import build_http_sources
 
-    return build_http_sources(servers, load_web_settings())
+    broker, keys = settings.broker(), settings.broker().signing_keys()
+
+    def open_sessions(tenant: str, session: str) -> ServerSessions:
+        state = StateStore.of(broker).open_server_sessions(tenant, session)
+        return ServerSessions(state, keys, f"{tenant} {session}")
+
+    return build_http_sources(servers, load_web_settings(), open_sessions=open_sessions)

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from contract.errors import ConfigError
+import structlog
+
+from contract.errors import ConfigError, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES
 from contract.registry import ToolRegistry
 from contract.specs import Catalog, ToolSpec
@@ -23,6 +25,8 @@ from workers.mcp.server_registry import ServerRegistry, ToolSource
 from workers.settings import WorkerSettings
 from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
 from workers.worker import WorkerParts, run_worker
+
+log = structlog.get_logger(__name__)
 
 SERVERS_AT_ONCE = 100
 """MCP servers that are asked for their tools at the same time. A silent server delays no other server."""
@@ -63,11 +67,26 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
             registry=registry,
             servers=server_registry,
             build_catalogs=lambda: build_catalogs(registry),
-            build_order_handler=lambda orders, ledger: PoolOrders(orders, ledger, board, host.worker),
+            build_order_handler=lambda orders, ledger: PoolOrders(
+                orders, ledger, board, host.worker, end_sessions=partial(_end_sessions, servers)
+            ),
             open_resources=open_resources,
             open_guards=open_guards,
         ),
     )
+
+
+def _end_sessions(servers: Sequence[ToolSource], tenant: str, session: str) -> bool:
+    """End the sessions at the MCP servers that the calls of a session shared. Try every server. Return whether one was
+    ended. A server ends an abandoned session by itself, so a failure is only logged.
+    """
+    has_ended = False
+    for server in servers:
+        try:
+            has_ended = server.end_session(tenant, session) or has_ended
+        except (ToolFailure, OperatorError) as error:
+            log.warning("mcp_session_not_ended", server=server.name, tenant=tenant, session=session, error=str(error))
+    return has_ended
 
 
 def choose_pools(specs: Sequence[ToolSpec], queues: Sequence[str] | None, *, has_servers: bool = False) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult, describe_invalid
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.names import POOL_QUEUES
 from contract.schema import is_quick, prepare_arguments
 from contract.session_locations import TOOL_CONFIG, host_arguments
 from contract.signing import SigningKeys
@@ -140,7 +141,7 @@ class Dispatcher:
         locator = self.locator
         if (address := await locator.last(tenant, session)) is not None:
             await self.send_order(_session_request("close", tenant, session).call, tenant, session, address.queue)
-        await locator.forget(tenant, session)
+        await self._forget(tenant, session)
 
     async def add_forks(self, tenant: str, session: str, names: Sequence[str], facts: Mapping[str, Any]) -> None:
         """Record the locations of new sessions that a host has forked from a session. `facts`: the metadata of the
@@ -154,7 +155,7 @@ class Dispatcher:
         BrokerUnavailable.
         """
         for session in sessions:
-            await self.locator.forget(tenant, session)
+            await self._forget(tenant, session)
 
     async def capacity(self, tenant: str, image: str | None) -> HostCapacity | None:
         """Return the capacity of hosts for more sessions of a tenant; None when no host could ever take one. Raises
@@ -297,8 +298,14 @@ class Dispatcher:
             # The session has moved, or its host restarts. Without this retry the session would hold its sandbox until
             # it expires.
             address = await locator.find_for_closing(tenant, session) if await until.wait() else None
-        await locator.forget(tenant, session)
+        await self._forget(tenant, session)
         return result
+
+    async def _forget(self, tenant: str, session: str) -> None:
+        """Record the end of a session. Order a worker to end its MCP sessions, if there are any."""
+        if await self.locator.forget(tenant, session):
+            order = _session_request("close", tenant, session).call
+            await self.send_order(order, tenant, session, POOL_QUEUES["tools"])
 
     async def _close_at(self, address: SessionAddress, tenant: str, session: str) -> ToolResult | None:
         """Return the result of closing the session at that address; None when no worker there took the call."""

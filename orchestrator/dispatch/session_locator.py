@@ -272,10 +272,12 @@ class SessionLocator:
             SessionAddress(location.queue, location.fence) if location is not None else None
         )
 
-    async def forget(self, tenant: str, session: str) -> None:
-        """Delete the address of a session that is closed. Raises BrokerUnavailable."""
+    async def forget(self, tenant: str, session: str) -> bool:
+        """Delete the address of a session that is closed. Return whether the session has MCP sessions at servers.
+        Raises BrokerUnavailable.
+        """
         self._addresses.pop((tenant, session), None)
-        await self._sessions.close(tenant, session)
+        return await self._sessions.close(tenant, session)
 
     async def any_queue(self, policy: TenantPolicy) -> str:
         """Return the queue of any host, for work that every host can do. Raises SandboxUnavailable."""

@@ -108,6 +108,7 @@ ROLES: dict[str, Role] = {
                 "catalog:web*",
                 "catalog:tools*",
                 "t:*:session.*:state",
+                "t:*:session.*:mcp",
                 "t:*:web.*",
                 "t:*:blob-web.*",
             ),

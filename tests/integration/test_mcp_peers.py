@@ -18,10 +18,13 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import catalog_key
+from orchestrator.approvals import AutoApprover
+from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.mcp_peers import TOOL, modern, open_raw_peer
+from tests.mcp_peers import TOOL, StatefulServer, modern, open_raw_peer
 from tests.stack import ROOT, Stack, commands_in, open_stack
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.web_servers import WebServer
 
 pytestmark = pytest.mark.stack
 
@@ -100,6 +103,42 @@ async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fa
             async with ToolClient.connect(stack.redis_url, tenant="bolt") as bolt, await bolt.open_session() as session:
                 assert "mcp__bolts__echo" in {spec.name for spec in await bolt.tools()}
                 assert "\nmine\n" in (await session.call("mcp__bolts__echo", {"text": "mine"})).text()
+
+
+async def test_the_calls_of_a_session_share_one_session_at_a_stateful_server_until_the_session_ends(
+    engine: APIClient, tmp_path: Path
+) -> None:
+    file, server = tmp_path / "servers.json", StatefulServer()
+    with open_raw_peer(server) as web:
+        server.web = web
+        file.write_text(json.dumps({"mcpServers": {"web": {"url": web.url(host="127.0.0.1"), "private": True}}}))
+        settings = {"TOOLCREW_MCP_SERVERS": str(file)}
+        with open_stack(engine, settings) as stack, stack.open_redis() as store:
+            wait_until(lambda: store.exists(catalog_key("default", "tools")), SOON_S, lambda: stack.log("web"))
+
+            async def note(session: Session, text: str) -> str:
+                return (await session.call("mcp__web__echo", {"text": text})).text()
+
+            async with (
+                ToolClient.connect(stack.redis_url, approver=AutoApprover()) as client,
+                await client.open_session() as session,
+                await client.open_session() as other,
+            ):
+                for text in "abcd":
+                    last = await note(session, text)
+                assert "\na b c d\n" in last
+                assert "\nx\n" in await note(other, "x")
+                sessions = {text: name for name, texts in server.texts.items() for text in texts}
+                await session.close()
+                await wait_until_async(lambda: _ended(web) == [sessions["a"]], SOON_S, lambda: stack.log("web"))
+                assert "\nx y\n" in await note(other, "y")
+
+
+def _ended(web: WebServer) -> list[str | None]:
+    """Return the sessions that were ended after a call used them."""
+    used = {web.header("mcp-session-id", at) for at, body in enumerate(web.bodies) if b'"tools/call"' in body}
+    deleted = [at for at, request in enumerate(web.requests) if request.startswith("DELETE")]
+    return [name for at in deleted if (name := web.header("mcp-session-id", at)) in used]
 
 
 async def test_a_session_keeps_its_mcp_servers_and_a_cancelled_call_ends_its_own(

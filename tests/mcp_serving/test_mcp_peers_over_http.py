@@ -91,7 +91,7 @@ def test_a_server_of_an_earlier_revision_is_initialized_and_its_session_deleted(
     with open_raw_peer(legacy, session="s-1") as server:
         way = build_client(server.url(host="127.0.0.1"))
         assert way.list_tools(_deadline()) == [TOOL]
-        assert way.call_tool("echo", {"text": "hi"}, _deadline())["content"][0]["text"] == "hi"
+        assert way.call_tool("echo", {"text": "hi"}, _deadline()).result["content"][0]["text"] == "hi"
         methods = [request.split(" ")[0] for request in server.requests]
         assert methods == ["POST"] * 4 + ["DELETE"] + ["POST"] * 3 + ["DELETE"], (
             "asked once which revision, greeted for each use"
@@ -103,7 +103,7 @@ def test_the_sdk_server_works_with_the_initialize_handshake(peer: str) -> None:
     way = build_client(peer)
     way.is_sessionless = False
     assert [tool["name"] for tool in way.list_tools(_deadline())] == ["add", "refuse", "show"]
-    assert way.call_tool("add", {"a": 2, "b": 40}, _deadline())["content"][0]["text"] == "42"
+    assert way.call_tool("add", {"a": 2, "b": 40}, _deadline()).result["content"][0]["text"] == "42"
 
 
 @pytest.mark.parametrize("alone", [None, True, False])
@@ -338,7 +338,7 @@ def test_an_upgraded_server_is_probed_again_by_the_next_call() -> None:
         way.list_tools(_deadline())
         state["handler"] = _reply_modern_only
         _failure(lambda: way.call_tool("echo", {}, _deadline()))
-        assert way.call_tool("echo", {"text": "new"}, _deadline())["content"][0]["text"] == "new"
+        assert way.call_tool("echo", {"text": "new"}, _deadline()).result["content"][0]["text"] == "new"
 
 
 def _reply_modern_only(request: dict[str, Any]) -> Any:

@@ -28,8 +28,10 @@ class Pool:
         self.blobs = MemoryAsyncBlobs()
         self.transport = AnsweringTransport(self._answer)
         specs = (*SPECS, build_spec("wait"))
+        parts = build_pool()
+        self.sessions: Any = parts.sessions
         self._dispatcher = Dispatcher(
-            self.transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=60, pool=build_pool()
+            self.transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=60, pool=parts
         )
         place = {"host": "h1", "queue": "host.h1.b00t", "image": "default", "start_s": 0.5}
         opened = {"metadata": {**place, "network": "none", "hosts": [], "workspace": "image"}}
@@ -56,6 +58,18 @@ async def test_failed_workspace_copy_closes_the_sandbox(tmp_path: Path, close: d
         await pool.open(tmp_path)
     assert raised.value.code is ErrorCode.NO_SPACE
     assert pool.sent() == ["open", "import", "close"]
+
+
+@pytest.mark.parametrize("has_server_sessions", [True, False])
+async def test_the_end_of_a_session_orders_the_end_of_its_sessions_at_mcp_servers(has_server_sessions: bool) -> None:
+    pool = Pool()
+    session = await pool.open()
+    if has_server_sessions:
+        pool.sessions.with_server_sessions.add(("acme", session.id))
+    await session.close()
+    orders = [(queue, order.name) for queue, order in pool.transport.commands]
+    assert orders == ([("pool.tools", "session.close")] if has_server_sessions else [])
+    assert pool.transport.contexts[-1].session == session.id
 
 
 @pytest.mark.parametrize(("name", "call_id"), [("x" * 200, None), ("", None), ("bash_tool", "not an id")])

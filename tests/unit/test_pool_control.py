@@ -37,18 +37,31 @@ class Worker:
         self.board = CancelBoard()
         self.ended: list[int] = []
         self.is_asked = threading.Semaphore(0)
+        self.closed: list[tuple[str, str]] = []
         orders = WorkerControlStore(self._client)
         self.listener = ControlListener(
             orders,
             (name, *pools),
             KEY,
-            PoolOrders(orders, WorkerCallStore(server.client(), "d", SharedClock()), self.board, name, self._end),
+            PoolOrders(
+                orders,
+                WorkerCallStore(server.client(), "d", SharedClock()),
+                self.board,
+                name,
+                self._end,
+                self._end_sessions,
+            ),
             lambda lossy: False,
         )
         self.listener.start()
 
     def _end(self, pid: int) -> bool:
         self.ended.append(pid)
+        self.is_asked.release()
+        return True
+
+    def _end_sessions(self, tenant: str, session: str) -> bool:
+        self.closed.append((tenant, session))
         self.is_asked.release()
         return True
 
@@ -71,10 +84,16 @@ class TwoWorkers:
         self.store.hset(call_key("d", tenant, call_id), mapping={"state": "running", "attempt": 1, "holder": holder})
 
     def order(
-        self, call_id: str, queue: str = POOL_WEB, *, name: str = "session.cancel", key: SigningKeys = KEY
+        self,
+        call_id: str,
+        queue: str = POOL_WEB,
+        *,
+        name: str = "session.cancel",
+        key: SigningKeys = KEY,
+        session: str | None = None,
     ) -> None:
         call = ToolCall(id="order", name=name, arguments={"call_id": call_id})
-        self.store.lpush(control_queue(queue), encode_call(call, build_context(session=None), key))
+        self.store.lpush(control_queue(queue), encode_call(call, build_context(session=session), key))
 
     def close(self) -> None:
         self.here.close()
@@ -98,6 +117,14 @@ def test_cancel_ends_a_call_on_the_worker_that_runs_it(workers: TwoWorkers, is_h
     assert worker.was_asked()
     assert (worker.ended, other.ended) == ([41], [])
     assert (worker.board.is_marked("acme", "c1"), other.board.is_marked("acme", "c1")) == (True, False)
+
+
+def test_the_end_of_a_session_ends_its_sessions_at_mcp_servers(workers: TwoWorkers) -> None:
+    workers.order("none", name="session.close", session="s1", key=SigningKeys.of("j" * 32))
+    workers.order("none", name="session.close")
+    workers.order("none", name="session.close", session="s1")
+    assert workers.here.was_asked()
+    assert workers.here.closed == [("acme", "s1")], "an order without a signature or a session has no effect"
 
 
 def test_order_for_a_stopped_worker_expires(workers: TwoWorkers) -> None:

@@ -1,5 +1,5 @@
-"""An MCP server over streamable HTTP. Every call uses its own session of the SDK. The transport checks addresses and
-has limits.
+"""An MCP server over streamable HTTP. Every call uses its own conversation of the SDK; the calls of a session of
+toolcrew share one session at the server. The transport checks addresses and has limits.
 """
 
 import ssl
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import httpx2
 import mcp_types as types
 from anyio.from_thread import start_blocking_portal
@@ -17,7 +18,8 @@ from mcp.shared.jsonrpc_dispatcher import JSONRPCDispatcher
 from mcp.shared.transport_context import TransportContext
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.http_transport import CheckedTransport
+from workers.mcp.http_sessions import ServerSession, ServerSessions
+from workers.mcp.http_transport import END_S, SESSION_HEADER, CheckedTransport
 from workers.mcp.session import REFUSED, SESSIONLESS, RawSession
 from workers.mcp.settings import HttpEntry
 from workers.web.access_rules import WebAccessRules
@@ -27,6 +29,29 @@ from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver, SystemResolver, find_addresses
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServerResult:
+    """Result of a call. `is_new`: the server had lost its session, so the call ran in a new one."""
+
+    result: dict[str, Any]
+    is_new: bool = False
+
+
+@dataclass(frozen=True)
+class _SharedSession:
+    """The session that the calls of a session of toolcrew share. `stored` None: this call opens it. `lost`: a stored
+    session that the server has lost.
+    """
+
+    sessions: ServerSessions
+    stored: ServerSession | None
+    lost: ServerSession | None = None
+
+
+class _SessionLost(Exception):
+    """The server does not know the stored session."""
 
 
 class _Dispatcher(JSONRPCDispatcher[TransportContext]):
@@ -59,8 +84,12 @@ class HttpServer:
         """Return the unchecked list of the server's tools. Raises ToolFailure."""
         return self._exchange(RawSession.gather_tools, deadline)
 
-    def call_tool(self, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Return the result of the call. Only its type is checked (an object). Raises ToolFailure."""
+    def call_tool(
+        self, tool: str, arguments: Mapping[str, Any], deadline: Deadline, sessions: ServerSessions | None = None
+    ) -> ServerResult:
+        """Return the result of the call. Only its type is checked (an object). `sessions`: where the session at the
+        server is stored; None: the call gets a session of its own. Raises ToolFailure.
+        """
         is_sent = False
 
         async def call(session: RawSession) -> dict[str, Any]:
@@ -69,16 +98,45 @@ class HttpServer:
             return await session.use_tool(tool, arguments)
 
         try:
-            return self._exchange(call, deadline)
+            if sessions is None:
+                return ServerResult(self._exchange(call, deadline))
+            return self._call_in_session(call, deadline, sessions)
         except ToolFailure as failure:
             raise (_mark_possibly_done(failure) if is_sent else failure) from None
 
-    def _exchange(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
+    def end_session(self, session: ServerSession) -> None:
+        """Order the server to end a stored session. Raises ToolFailure."""
+        deadline = Deadline(END_S)
         transport = self._open_transport(deadline)
+        headers = {**self._headers(), SESSION_HEADER: session.id, "mcp-protocol-version": session.revision}
+        with start_blocking_portal(name="mcp") as portal:
+            portal.call(transport.end_session, self.entry.url, headers)
+
+    def _call_in_session(
+        self, call: Callable[[RawSession], Awaitable[dict[str, Any]]], deadline: Deadline, sessions: ServerSessions
+    ) -> ServerResult:
+        """Return the result of a call in the stored session. If the server has lost the session, open another one."""
+        stored = sessions.find(self.name, self.entry)
+        try:
+            return ServerResult(self._exchange(call, deadline, _SharedSession(sessions, stored)))
+        except _SessionLost:
+            # The server refused the call because of the session, so the call has not acted.
+            return ServerResult(
+                self._exchange(call, deadline, _SharedSession(sessions, None, lost=stored)), is_new=True
+            )
+
+    def _exchange(
+        self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline, shared: "_SharedSession | None" = None
+    ) -> T:
+        transport = self._open_transport(deadline)
+        if shared is not None and shared.stored is not None:
+            transport.session, transport.keeps_session = shared.stored.id, True
         # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop
         # in the main thread could lose this exception.
         with start_blocking_portal(name="mcp") as portal:
-            results = portal.call(self._converse, transport, work, deadline)
+            results = portal.call(self._converse, transport, work, deadline, shared)
+        if transport.has_lost_session and shared is not None and shared.stored is not None:
+            raise _SessionLost
         if transport.failure is not None:
             raise transport.failure
         if not results:
@@ -99,12 +157,16 @@ class HttpServer:
         return CheckedTransport(self.name, target, addresses, self.tls, deadline)
 
     async def _converse(
-        self, transport: CheckedTransport, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline
+        self,
+        transport: CheckedTransport,
+        work: Callable[[RawSession], Awaitable[T]],
+        deadline: Deadline,
+        shared: "_SharedSession | None",
     ) -> list[T]:
         """Run one conversation. Return a list with its result; the list is empty if `transport.failure` is set or the
         deadline has passed.
         """
-        headers = {name: value.get_secret_value() for name, value in self.entry.headers.items()}
+        headers = self._headers()
         results: list[T] = []
         with anyio.move_on_after(deadline.remaining_s(f"waiting for {self.name}")) as scope:
             # The SDK retries or hides some failures of the transport. So the transport stores its failure and cancels
@@ -116,15 +178,33 @@ class HttpServer:
                 RawSession(self.name, _Dispatcher(read, write)) as session,
             ):
                 try:
-                    await self._greet(session)
+                    if shared is not None and shared.stored is not None:
+                        session.resume(shared.stored.revision)
+                    else:
+                        await self._greet(session)
+                        await self._share(transport, session, shared)
                     results.append(await work(session))
                 except ToolFailure as failure:
                     transport.failure = failure
                 except REFUSED as error:
                     if isinstance(error, MCPError) and error.code == types.UNSUPPORTED_PROTOCOL_VERSION:
                         self.is_sessionless = None
+                        # The server was replaced by a release that does not know the session's revision.
+                        transport.has_lost_session = transport.session is not None
                     transport.failure = transport.refusal or session.explain(error)
         return results
+
+    async def _share(self, transport: CheckedTransport, session: RawSession, shared: "_SharedSession | None") -> None:
+        """Store the session that this conversation has opened. If another call was first, use its session."""
+        if shared is None or transport.opened is None or session.protocol_version is None:
+            return
+        opened = ServerSession(transport.opened, session.protocol_version)
+        kept = await anyio.to_thread.run_sync(shared.sessions.keep, self.name, self.entry, opened, shared.lost)
+        # The SDK ends the session that it has opened, unless the session is kept.
+        transport.session, transport.keeps_session = kept.id, kept == opened
+
+    def _headers(self) -> dict[str, str]:
+        return {name: value.get_secret_value() for name, value in self.entry.headers.items()}
 
     async def _greet(self, session: RawSession) -> None:
         """Open the session in the protocol revision that the server speaks. Raises the exceptions of the SDK."""

@@ -1,11 +1,12 @@
 """Tools of MCP servers over HTTP, offered by a worker of the pool `tools`."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.mcp.answers import build_outcome
 from workers.mcp.http_server import HttpServer
+from workers.mcp.http_sessions import OpenSessions, ServerSessions
 from workers.mcp.imports import ImportedTool, import_tools
 from workers.mcp.settings import HttpEntry
 from workers.settings import WebSettings
@@ -15,6 +16,7 @@ from workers.web.connections import build_tls
 from workers.web.limits import Deadline
 from workers.web.resolver import Resolver, SystemResolver
 
+LOST_SESSION = "[the server had lost its session: what earlier calls set up there is gone]"
 DISCOVERY_S = 15.0
 """Maximum time to list the tools of a server, in seconds."""
 
@@ -24,6 +26,8 @@ class HttpSource:
     """A server over HTTP, as a source for workers/mcp/server_registry.py."""
 
     server: HttpServer
+    open_sessions: OpenSessions | None = None
+    """Returns the stored MCP sessions of a session; None: every call opens its own."""
 
     @property
     def name(self) -> str:
@@ -43,24 +47,39 @@ class HttpSource:
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
         return import_tools(self.server.name, self.server.entry, listed, "tools")
 
+    def end_session(self, tenant: str, session: str) -> bool:
+        stored = self.open_sessions(tenant, session).find(self.name, self.server.entry) if self.open_sessions else None
+        if stored is not None:
+            self.server.end_session(stored)
+        return stored is not None
+
+    def _sessions(self, environment: ToolEnvironment) -> ServerSessions | None:
+        context = environment.context
+        if self.open_sessions is None or context.session is None:
+            return None
+        return self.open_sessions(context.tenant, context.session)
+
     def build(self, tool: ImportedTool) -> WorkerTool:
         server = self.server
 
         def handle(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-            result = server.call_tool(
-                tool.name, arguments, Deadline(min(environment.context.timeout_s, server.entry.timeout_s))
-            )
-            return build_outcome(server.name, tool.spec.name, result)
+            deadline = Deadline(min(environment.context.timeout_s, server.entry.timeout_s))
+            done = server.call_tool(tool.name, arguments, deadline, self._sessions(environment))
+            outcome = build_outcome(server.name, tool.spec.name, done.result)
+            return replace(outcome, output=f"{outcome.output}\n{LOST_SESSION}") if done.is_new else outcome
 
         return WorkerTool(tool.spec, handle)
 
 
 def build_http_sources(
-    servers: Mapping[str, HttpEntry], settings: WebSettings, resolver: Resolver | None = None
+    servers: Mapping[str, HttpEntry],
+    settings: WebSettings,
+    resolver: Resolver | None = None,
+    open_sessions: OpenSessions | None = None,
 ) -> tuple[HttpSource, ...]:
     """Return a source for every server. This function sends no request."""
     addresses, tls = AddressRules(settings.refuse_ranges, settings.nat64_prefix), build_tls()
     return tuple(
-        HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls))
+        HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls), open_sessions)
         for name, entry in servers.items()
     )

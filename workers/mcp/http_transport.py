@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from re import compile as pattern
@@ -23,6 +23,7 @@ MAX_EVENTS = 10_000
 END_S = 2.0
 """Limit of the request that ends a session, in seconds."""
 _SESSION_ID = pattern(r"[\x21-\x7e]{1,512}")
+SESSION_HEADER = "mcp-session-id"
 _OWN_HEADERS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})
 
 
@@ -31,6 +32,10 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
 
     `failure`: the reason why the conversation ended. The transport then calls `end`, which cancels the conversation.
     `refusal`: the failure for the last response with an error status.
+
+    `session`: the id of the session for all requests; None: the id that the SDK knows. `opened`: the id that the server
+    gave in this conversation. `keeps_session`: the end of the conversation does not end the session.
+    `has_lost_session`: the server does not know the session, so the refused request has had no effect.
     """
 
     def __init__(
@@ -43,12 +48,22 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
         self.end: Callable[[], None] = lambda: None
         self.failure: ToolFailure | None = None
         self.refusal: ToolFailure | None = None
+        self.session: str | None = None
+        self.opened: str | None = None
+        self.keeps_session = False
+        self.has_lost_session = False
+
+    async def end_session(self, url: str, headers: Mapping[str, str]) -> None:
+        """Order the server to end the session. Raises ToolFailure."""
+        await self._send(httpx2.Request("DELETE", url, headers=headers))
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Return the response. Failures are not raised, because the SDK would retry after some of them."""
         if request.method == "GET":
             # The SDK wants to open a stream for messages that no request asked for. The transport refuses this.
             return httpx2.Response(HTTPStatus.METHOD_NOT_ALLOWED)
+        if request.method == "DELETE" and self.keeps_session:
+            return httpx2.Response(HTTPStatus.NO_CONTENT)
         try:
             return await self._send(request)
         except ToolFailure as failure:
@@ -66,6 +81,8 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
     async def _send(self, request: httpx2.Request) -> httpx2.Response:
         number = json.loads(request.content).get("id") if request.method == "POST" else None
         headers = {name: value for name, value in request.headers.items() if name not in _OWN_HEADERS}
+        if self.session is not None and request.method == "POST":
+            headers[SESSION_HEADER] = self.session
         route = self._end_route if request.method == "DELETE" else self._route
         checked_request = HttpRequest(self._target, request.method, headers, request.content)
         async with open_response(checked_request, route) as response:
@@ -96,8 +113,10 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
             reason = f"answered {head.phrase}: ask the operator to check its headers in TOOLCREW_MCP_SERVERS"
         else:
             reason = f"answered {head.phrase}: try again later, or use another tool"
+            body = await self._read_error(response)
+            self.has_lost_session = self.session is not None and _names_lost_session(head.status, body)
             # An error of the MCP protocol can also arrive with an error status.
-            reply = await self._find_error(response, number)
+            reply = None if self.has_lost_session else self._find_error(body, number)
             if reply is not None:
                 return self._rebuild(reply, number, head)
         self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {reason}", status=head.status)
@@ -105,12 +124,19 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
             raise self.refusal
         return httpx2.Response(head.status)
 
-    async def _find_error(self, response: ResponseStream, number: Any) -> ServerReply | None:
+    async def _read_error(self, response: ResponseStream) -> bytes:
+        """Return the body; b"" if it is not readable within the limits."""
+        try:
+            return (await read_body(response, 64 * KIB)).body
+        except ToolFailure:
+            return b""
+
+    def _find_error(self, body: bytes, number: Any) -> ServerReply | None:
         """Return the protocol error in the body; None if there is none. A server that could not read the request
         sends no id.
         """
         try:
-            message = parse_json((await read_body(response, 64 * KIB)).body, self._server)
+            message = parse_json(body, self._server)
         except ToolFailure:
             return None
         if isinstance(message, dict) and message.get("id") is None:
@@ -126,10 +152,10 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
         else:
             message["error"] = {"code": reply.code, "message": reply.error}
         headers = {"content-type": "application/json"}
-        if (session := head.headers.get("mcp-session-id")) is not None:
+        if (session := head.headers.get(SESSION_HEADER)) is not None:
             if not _SESSION_ID.fullmatch(session):
                 raise build_protocol_error(self._server, "the id of its session is invalid")
-            headers["mcp-session-id"] = session
+            headers[SESSION_HEADER] = self.opened = session
         # JSON can contain a lone surrogate, which UTF-8 cannot encode.
         data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
         return httpx2.Response(HTTPStatus.OK, headers=headers, content=data)
@@ -162,6 +188,13 @@ class _Pieces(httpx2.AsyncByteStream):
 
     def __aiter__(self) -> Any:
         return self._pieces
+
+
+def _names_lost_session(status: int, body: bytes) -> bool:
+    """Return whether a response says that the server does not know the session. The protocol demands 404; many servers
+    send 400 with a sentence.
+    """
+    return status == HTTPStatus.NOT_FOUND or (status == HTTPStatus.BAD_REQUEST and b"session" in body.lower())
 
 
 def _limits(total_s: float) -> FetchLimits:

@@ -63,6 +63,10 @@ class SandboxSource:
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
         return import_tools(self.server.name, self.server.entry, listed, "sandbox")
 
+    def end_session(self, tenant: str, session: str) -> bool:
+        # The server ends with its sandbox.
+        return False
+
     def build(self, tool: ImportedTool) -> WorkerTool:
         server = self.server
 

@@ -114,6 +114,12 @@ class ToolSource(Protocol):
 
     def build(self, tool: ImportedTool) -> WorkerTool: ...
 
+    def end_session(self, tenant: str, session: str) -> bool:
+        """End the server's session for a session of toolcrew that is closed. Return False if there is none. Raises
+        ToolFailure and OperatorError.
+        """
+        ...
+
 
 @dataclass
 class _Server:

@@ -10,7 +10,7 @@ from mcp.client.session import ClientSession
 from mcp.shared.dispatcher import Dispatcher
 from mcp.shared.exceptions import MCPError
 from mcp.shared.transport_context import TransportContext
-from mcp_types.version import LATEST_MODERN_VERSION
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, LATEST_MODERN_VERSION
 from pydantic import TypeAdapter, ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
@@ -56,6 +56,16 @@ class RawSession(ClientSession):
         if is_sessionless:
             self.adopt(SESSIONLESS)
         return is_sessionless
+
+    def resume(self, revision: str) -> None:
+        """Continue a session that an earlier conversation has opened. Raises RuntimeError for an unknown revision."""
+        if revision not in HANDSHAKE_PROTOCOL_VERSIONS:
+            raise RuntimeError(f"Unsupported protocol version: {revision}")
+        self.adopt(
+            types.InitializeResult(
+                protocol_version=revision, capabilities=types.ServerCapabilities(), server_info=CLIENT
+            )
+        )
 
     async def gather_tools(self) -> list[Any]:
         """Return the unchecked list of the server's tools. Raises ToolFailure, MCPError."""
