@@ -49,17 +49,6 @@ class Record(BaseModel):
     )
 
 
-def describe_invalid(error: ValueError) -> str:
-    """Return the first problem of a record as `field: problem`, without the value of the field. For an error that is
-    not from pydantic, return the text of the error.
-    """
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    field_path = ".".join(str(part) for part in first["loc"])
-    return f"{field_path}: {first['msg']}" if field_path else first["msg"]
-
-
 R = TypeVar("R", bound=Record)
 
 

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from contract.calls import Record, ToolCall, ToolContext, ToolResult, describe_invalid
+from contract.calls import Record, ToolCall, ToolContext, ToolResult
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.json_limits import is_deeper
 from contract.signing import ResultSeal, SigningKey, SigningKeys
 

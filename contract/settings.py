@@ -11,9 +11,11 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from contract.errors import ConfigError
+from contract.invalid_input import explain_error
 from contract.setting_names import check_names
 from contract.setting_rows import variable_names
 from contract.signing import SigningKeys
@@ -42,10 +44,8 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
     try:
         return settings()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(
-            _describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])
-        ) from error
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(_describe_error(settings, first)) from error
     except SettingsError as error:
         # Drop the cause of the error, because its message contains the value.
         match = _FIELD.search(str(error))
@@ -56,17 +56,18 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
         raise ConfigError(_describe_json(settings, match[1])) from None
 
 
-def _describe_error(
-    settings: type[BaseSettings], field_name: str, kind: str, message: str, below: tuple[int | str, ...]
-) -> str:
-    """Return the error of a setting as a sentence. `field_name`: the field, or the variable that set it."""
+def _describe_error(settings: type[BaseSettings], details: ErrorDetails) -> str:
+    """Return the error of a setting as a sentence."""
+    part, kind = explain_error(details), details["type"]
+    # The field, or the variable that set it.
+    field_name, *below = map(str, part.path)
     is_field = field_name in settings.model_fields
     name = variable_names(field_name, settings.model_fields[field_name])[0] if is_field else field_name.upper()
     if kind == "missing":
         return f"{name} is not set: set it in the environment, or start everything at once with `toolcrew up`"
     if kind in ("list_type", "dict_type") and is_field and not below:
         return _describe_json(settings, field_name)
-    return f"{name}: {''.join(f'{step}: ' for step in below)}{message}"
+    return f"{'.'.join([name, *below])}: {part.reason}"
 
 
 def _describe_json(settings: type[BaseSettings], field_name: str) -> str:

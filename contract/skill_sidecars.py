@@ -9,7 +9,8 @@ from typing import Literal
 from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, describe_invalid
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
+from contract.invalid_input import describe_invalid, find_invalid
 from contract.schema import check_schema
 from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 
@@ -51,7 +52,7 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
     try:
         sidecar = Sidecar.model_validate_json(text)
     except ValidationError as error:
-        raise SidecarBroken(describe_invalid(error)) from None
+        raise SidecarBroken(describe_invalid(error, Sidecar)) from None
     if sidecar.entrypoint not in files:
         raise SidecarBroken(f"entrypoint: the skill has no file {sidecar.entrypoint[:200]!r}")
     try:
@@ -85,7 +86,7 @@ def build_skill_spec(skill: SkillSummary, sidecar: Sidecar) -> ToolSpec:
         )
     except ValidationError as error:
         # Numbers that JSON does not have, such as NaN.
-        raise SidecarBroken(f"parameters: {error.errors(include_url=False, include_input=False)[0]['msg']}") from None
+        raise SidecarBroken(f"parameters: {find_invalid(error).reason}") from None
 
 
 def build_argv(arguments: Mapping[str, JsonValue]) -> list[str]:

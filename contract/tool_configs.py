@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
 
-from contract.calls import ToolName, describe_invalid
+from contract.calls import ToolName
 from contract.errors import ConfigError
+from contract.invalid_input import describe_invalid
 from contract.json_limits import is_deeper
 
 MAX_BYTES = 64 * 1024

@@ -16,9 +16,10 @@ from typing import Any
 import redis.asyncio
 from pydantic import Field, ValidationError
 
-from contract.calls import Identifier, Record, describe_invalid
+from contract.calls import Identifier, Record
 from contract.clock import format_instant
 from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys, readable

@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from contract.approvals import Decision, digest_call
-from contract.calls import Identifier, Record, ToolCall, describe_invalid
+from contract.calls import Identifier, Record, ToolCall
 from contract.clock import format_instant
 from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.names import audit_key, deployment_key, tenant_key
 from contract.signing import SigningKeys
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text

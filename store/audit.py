@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from contract.calls import Identifier, Record
 from contract.clock import Instant
 from contract.errors import ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import SyncRedis, broker_errors
@@ -182,11 +183,8 @@ def build_entry(
     try:
         return NewAuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS,
-            f"nothing was changed, because {field_path} is invalid: {first['msg']}; correct it",
+            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed, because {describe_invalid(error)}: correct it"
         ) from error
 
 

@@ -678,7 +678,7 @@ def _parse_order(text: bytes) -> KillOrder | None:
     try:
         return KillOrder.model_validate_json(text)
     except ValidationError as error:
-        log.error("kill_order_unreadable", error=str(error.errors(include_url=False, include_input=False)[0]["msg"]))
+        log.error("kill_order_unreadable", error=type(error).__name__)
         return None
 
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
+from contract.invalid_input import describe_invalid
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from store.audit import NewAuditEntry, add_entry
@@ -244,7 +245,7 @@ class HostStore:
                 log.error(
                     "host_report_unreadable",
                     queue=queue,
-                    error=str(error.errors(include_url=False, include_input=False)[0]["msg"]),
+                    error=describe_invalid(error),
                 )
             return None
 

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Record
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from contract.invalid_input import find_invalid
 from contract.names import audit_key, secrets_key, tenants_key
 from contract.secrets import MAX_SECRETS, SecretInfo, check_value
 from contract.signing import SigningKey, SigningKeys, readable
@@ -260,14 +261,14 @@ def _build_info(fields: Mapping[str, Any]) -> SecretInfo:
     try:
         return SecretInfo.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        part = find_invalid(error)
         advice = {
             "name": "use 1 to 64 capital letters, digits and '_', such as GITHUB_TOKEN",
             "hosts": "give names such as api.github.com or git.example.com:8443, without patterns and addresses",
             "place": "use header:NAME, query:NAME or basic",
-        }[str(first["loc"][0])]
+        }[str(part.path[0])]
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the {first['loc'][0]} of the secret is invalid ({first['msg']}): {advice}"
+            ErrorCode.INVALID_ARGUMENTS, f"the {part.path[0]} of the secret is invalid ({part.reason}): {advice}"
         ) from None
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import ValidationError
 
-from contract.calls import describe_invalid
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.names import (
     BUILTIN_TOOLS,
     CATALOG_POOLS,

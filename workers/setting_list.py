@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from contract.errors import ConfigError
+from contract.invalid_input import find_invalid
 from contract.setting_rows import build_rows
 from workers.settings import (
     WorkerSettings,
@@ -43,8 +44,8 @@ def _without_redis() -> WorkerSettings:
     try:
         return WorkerSettings(redis_url=SecretStr(""))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"TOOLCREW_{str(first['loc'][0]).upper()}: {first['msg']}") from error
+        part = find_invalid(error)
+        raise ConfigError(f"TOOLCREW_{str(part.path[0]).upper()}: {part.reason}") from error
 
 
 PROCESSES: dict[str, Callable[[], BaseModel]] = {

@@ -23,6 +23,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext, FunctionHandler
 from contract.functions.docstrings import Docstring, parse_docstring
 from contract.functions.json_schemas import JsonSchema, plain_schema
+from contract.invalid_input import explain_errors, format_path
 
 CONTEXT_NAMES = frozenset({"context", "ctx"})
 """Names of parameters that receive the context if they have no annotation. A parameter annotated CallContext receives
@@ -313,7 +314,5 @@ def _schema(model: type[BaseModel], extra: TypeAdapter[dict[str, Any]] | None) -
 
 
 def _describe_errors(error: ValidationError) -> str:
-    details = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    return "; ".join(
-        f"parameter '{'.'.join(str(part) for part in detail['loc'])}': {detail['msg']}" for detail in details
-    )
+    parts = explain_errors(error.errors(include_url=False))[:5]
+    return "; ".join(f"parameter '{format_path(part.path)}': {part.reason}" for part in parts)

@@ -8,10 +8,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from pydantic import ValidationError
 
-from contract.calls import describe_invalid
 from contract.functions.call_context import CallHandler
 from contract.functions.call_handlers import build_function_handler
 from contract.functions.function_schemas import function_name, read_function, tool_parameters
+from contract.invalid_input import describe_invalid
 from contract.registry import Tool, Validator
 from contract.specs import ToolSpec
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import MAX_TIMEOUT_S, Record, describe_invalid
+from contract.calls import MAX_TIMEOUT_S, Record
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.functions.completions import Completion, TokenUsage
+from contract.invalid_input import describe_invalid
 
 MAX_MESSAGES = 1000
 MAX_QUESTIONS = 20

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from contract.calls import describe_invalid
 from contract.errors import ConfigError
+from contract.invalid_input import describe_invalid
 from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_TTL_S
 
@@ -37,9 +37,8 @@ def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configu
     try:
         return ToolcrewSandboxConfig.model_validate(dict(fields))
     except ValidationError as error:
-        raise ConfigError(
-            f"{source}: {describe_invalid(error)}; the fields are {', '.join(ToolcrewSandboxConfig.model_fields)}"
-        ) from None
+        problem, names = describe_invalid(error, ToolcrewSandboxConfig), ", ".join(ToolcrewSandboxConfig.model_fields)
+        raise ConfigError(f"{source}: {problem}; the fields are {names}") from None
 
 
 def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:

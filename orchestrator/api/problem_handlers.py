@@ -6,10 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import InvalidPart, explain_errors
 from orchestrator.http.problems import (
     MEDIA_TYPE,
     ApiCode,
@@ -49,20 +52,20 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
         return response_to(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> Response:
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
         # The response does not repeat the input, because the input may contain secrets and any data.
-        parts = [
-            {
-                "loc": [replace_surrogates(str(part))[:100] for part in item["loc"]],
-                "msg": replace_surrogates(item["msg"])[:300],
-            }
-            for item in error.errors()[:20]
-        ]
+        parts = explain_errors(error.errors(), _find_body(request))
         is_unreadable = any(item["type"] == "json_invalid" for item in error.errors())
-        first = parts[0] if parts else {"loc": [], "msg": "the request cannot be read"}
-        detail = f"{'.'.join(first['loc'])}: {first['msg']}; see /openapi.json for the schema"
-        code = ApiCode.MALFORMED_REQUEST if is_unreadable else ErrorCode.INVALID_ARGUMENTS
-        return build_response(code, detail, errors=parts)
+        sentence = str(parts[0]) if parts else "the request cannot be read"
+        # FastAPI parses the body only if its type is JSON. Otherwise the body stays bytes.
+        is_form = bool(parts) and isinstance(parts[0].value, bytes)
+        advice = "Send it with Content-Type: application/json" if is_form else "See /openapi.json for the schema"
+        return build_response(
+            ApiCode.MALFORMED_REQUEST if is_unreadable else ErrorCode.INVALID_ARGUMENTS,
+            f"{sentence}{'' if sentence.endswith('?') else '.'} {advice}",
+            errors=[_describe(part) for part in parts],
+            nearest=list(parts[0].nearest) if parts else [],
+        )
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -84,6 +87,19 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
             ErrorCode.INTERNAL,
             "the service failed, and the request is not the cause: the log of the service contains the error",
         )
+
+
+def _find_body(request: Request) -> type[BaseModel] | None:
+    """Return the class of the request's body, whose field names are compared with an unknown one."""
+    route = request.scope.get("route")
+    field = route.body_field if isinstance(route, APIRoute) else None
+    kind = field.field_info.annotation if field is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _describe(part: InvalidPart) -> dict[str, Any]:
+    loc = [replace_surrogates(str(step))[:100] for step in part.path]
+    return {"loc": loc, "msg": replace_surrogates(part.reason)}
 
 
 def _methods_at(routers: Sequence[APIRouter], path: str) -> list[str]:

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from contract.approvals import Decision, canonical_json, digest_call
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
 from contract.schema import Checks, is_quick, prepare_arguments
 from contract.specs import ToolSpec
@@ -145,11 +144,7 @@ def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, A
     try:
         return ToolCall(id=call.id, name=call.name, arguments=json.loads(canonical_json(prepared)))
     except (ValueError, TypeError, RecursionError) as error:
-        reason = (
-            error.errors(include_url=False, include_input=False)[0]["msg"]
-            if isinstance(error, ValidationError)
-            else str(error)
-        )
+        reason = describe_invalid(error) if isinstance(error, ValueError) else str(error)
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments are not plain JSON: {reason}"
         ) from error

@@ -314,7 +314,6 @@ BODIES: dict[str, type[RunFields | CallFields | ChatFields]] = {
     CALLS_URL: CallFields,
     CHAT_URL: ChatFields,
 }
-LIMIT_NAMES = tuple(LimitFields.model_fields)
 
 
 def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem:

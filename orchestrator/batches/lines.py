@@ -3,26 +3,23 @@ and checked completely before any item runs.
 """
 
 import codecs
-import difflib
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError
+from contract.invalid_input import MAX_EXPLAINED, InvalidPart, explain_errors, format_path
 from contract.strict_json import InvalidJson, parse_object
 from orchestrator.batches.environments import EnvironmentChecker
 from orchestrator.batches.line_shapes import (
     BODIES,
-    LIMIT_NAMES,
     Fields,
     InvalidField,
     OpenAILine,
@@ -268,7 +265,7 @@ class _Reader:
             return self._add_error(LineError(f"{_NOT_AN_OBJECT} ({error.message}): fix it", number, error.column))
         for path, message in self._take(number, fields, text.count(",") + text.count("{") + text.count("[")):
             is_named = not path or message.startswith("`")
-            self._add_error(LineError(message if is_named else f"{_format_path(path)}: {message}", number))
+            self._add_error(LineError(message if is_named else f"`{format_path(path)}`: {message}", number))
         return None
 
     def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
@@ -400,11 +397,17 @@ def _parse(
     try:
         return shape.model_validate(fields), []
     except ValidationError as error:
-        problems = [(problem, (*prefix, *problem["loc"])) for problem in error.errors(include_url=False)]
-        return None, [
-            (path, _sentence(shape, problem, path) if has_messages and at < MAX_SHOWN else "")
-            for at, (problem, path) in enumerate(problems)
-        ]
+        problems = error.errors(include_url=False)
+        parts = explain_errors(problems, shape) if has_messages else []
+        messages = [((*prefix, *part.path), _build_message(part, prefix)) for part in parts]
+        unexplained = problems[MAX_EXPLAINED:] if has_messages else problems
+        return None, messages + [((*prefix, *problem["loc"]), "") for problem in unexplained]
+
+
+def _build_message(part: InvalidPart, prefix: FieldPath) -> str:
+    """Return the message for an invalid field of a line or of its body."""
+    message = str(replace(part, path=(*prefix, *part.path)))
+    return f"{message}, not {_format_value(part.value)}: fix it" if part.reason.startswith("must ") else message
 
 
 def _find_field_errors(
@@ -419,46 +422,6 @@ def _find_field_errors(
     for error in parsed.find_errors():
         if error.path[:1] not in invalid and (error.path or not has_invalid_task):
             yield error
-
-
-def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:
-    """Return the message for one validation error."""
-    error_type, value, last = problem["type"], problem["input"], str(path[-1])
-    field = _format_path(path)
-    if error_type == "missing":
-        return f"{field} is missing: add it"
-    if error_type == "extra_forbidden":
-        return f"{field} is an unknown field: {_nearest(shape, last, problem['loc'][:-1])}"
-    if error_type == "literal_error" and last == "url":
-        return f"{field} is one of {', '.join(BODIES)}, not {_format_value(value)}"
-    expected = problem["msg"].removeprefix("Input ").removeprefix("String ")[:300]
-    return f"{field} {expected}, not {_format_value(value)}: fix it"
-
-
-_SUGGESTIONS = {
-    "custom_id": "id", "prompt": "instruction", "task": "instruction", "question": "instruction", "text": "instruction",
-    "timeout": "timeout_s", "folder": "workspace", "dir": "workspace", "files": "artifacts", "args": "arguments",
-    "checkpoint": "restore",
-}  # fmt: skip
-
-
-def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
-    """Return a suggestion for an unknown field name. `above`: the path of the object that contains the unknown
-    field.
-    """
-    names = list(LIMIT_NAMES if above == ("limits",) else shape.model_fields)
-    if name in LIMIT_NAMES and "limits" in names:
-        return f"write it as `limits.{name}`"
-    plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[- ]", "_", name[:100]).lower()
-    close = (
-        [suggestion] if (suggestion := _SUGGESTIONS.get(plain)) in names else difflib.get_close_matches(plain, names, 1)
-    )
-    return f"did you mean `{close[0]}`?" if close else f"the fields are {', '.join(sorted(names))}"
-
-
-def _format_path(path: FieldPath) -> str:
-    """Return the path of a field for a message."""
-    return f"`{'.'.join(_short(str(step)) for step in path)}`"
 
 
 def _format_value(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import ToolResult
+from contract.invalid_input import describe_invalid
 from contract.run_events import Failure, FailureKind, Grade
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
@@ -104,10 +105,7 @@ def parse_row(line: bytes) -> Row:
     try:
         return Row.model_validate(json.loads(line))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(
-            f"the line is not a row of a batch: `{'.'.join(str(step) for step in first['loc'])}` {first['msg']}"
-        ) from None
+        raise ValueError(f"the line is not a row of a batch: {describe_invalid(error, Row)}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the line is not a row of a batch: {error}") from None
 

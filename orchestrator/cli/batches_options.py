@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from contract.errors import ConfigError
+from contract.invalid_input import describe_invalid
 from contract.run_events import FailureKind
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.webhooks import Webhook
@@ -96,8 +97,7 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
             f"--webhook-secret {secret} cannot be read: {error}; name a readable text file"
         ) from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise typer.BadParameter(f"the webhook's {first['loc'][0]} is invalid: {first['msg']}; correct it") from None
+        raise typer.BadParameter(f"the webhook is invalid: {describe_invalid(error)}; correct it") from None
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:

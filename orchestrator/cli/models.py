@@ -6,6 +6,7 @@ import typer
 from pydantic import ValidationError
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.invalid_input import find_invalid
 from contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, Output, as_command, list_output
@@ -112,9 +113,9 @@ def _build(values: dict[str, Any], unset: list[str] | None) -> ModelEndpoint:
     try:
         return ModelEndpoint.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        option = f"--{_option(str(first['loc'][0]))}: " if first["loc"] else ""
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{option}{first['msg']}") from None
+        part = find_invalid(error)
+        option = f"--{_option(str(part.path[0]))}: " if part.path else ""
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{option}{part.reason}") from None
 
 
 def _option(field: str) -> str:

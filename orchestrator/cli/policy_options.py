@@ -11,8 +11,9 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from contract.calls import Record, describe_invalid
+from contract.calls import Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid, find_invalid
 from contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
 
 _NAMES = {
@@ -98,8 +99,8 @@ def apply_options(policy: TenantPolicy, policy_values: Mapping[str, Any], unset:
     try:
         return TenantPolicy.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _invalid(_option(first["loc"]), first["msg"]) from error
+        part = find_invalid(error)
+        raise _invalid(_option(part.path), part.reason) from error
 
 
 def read_policy(path: Path) -> TenantPolicy:
@@ -119,7 +120,7 @@ def read_policy(path: Path) -> TenantPolicy:
     try:
         return TenantPolicy.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise ConfigError(f"--from: {path}: {describe_invalid(error)}; fix the file") from error
+        raise ConfigError(f"--from: {path}: {describe_invalid(error, TenantPolicy)}; fix the file") from error
 
 
 def policy_lines(policy: TenantPolicy) -> list[str]:
@@ -154,9 +155,9 @@ def _parse_rule(text: str) -> dict[str, Any]:
     try:
         rule = CommandRule.model_validate({"action": action, "tool": tool or "*", "argv_prefix": shlex.split(prefix)})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        problem = describe_invalid(error)
         raise _invalid(
-            "command-rule", f"'{text[:100]}': {first['msg']}; write action:tool:words, such as deny:bash_tool:git push"
+            "command-rule", f"'{text[:100]}': {problem}; write action:tool:words, such as deny:bash_tool:git push"
         ) from error
     except ValueError as error:
         raise _invalid("command-rule", f"'{text[:100]}': {error}; close the quotation mark") from error

@@ -12,6 +12,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from contract.errors import ConfigError
+from contract.invalid_input import find_invalid
 from contract.sandboxes import SandboxOptions
 from contract.tool_configs import parse_tool_config
 
@@ -32,8 +33,10 @@ def parse_options(text: str) -> SandboxOptions:
             | {"secrets": secrets}
         )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise typer.BadParameter(f"'{text[:100]}': {first['msg']}; {_OPTIONS_HELP}") from None
+        part = find_invalid(error)
+        names = {field: name for name, field in _OPTION_FIELDS.items()}
+        option = names.get(str(part.path[0]), "the option") if part.path else "memory or workspace"
+        raise typer.BadParameter(f"'{text[:100]}': {option} {part.reason}; {_OPTIONS_HELP}") from None
 
 
 _OPTION_FIELDS = {

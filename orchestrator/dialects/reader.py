@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from contract.calls import ToolCall
+from contract.invalid_input import describe_invalid
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending, explain_ending
@@ -271,8 +272,7 @@ def build_call_event(
     try:
         return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = f"Malformed tool call: {first['loc'][0]}: {first['msg']}. {NATIVE_HINT}"
+        reason = f"Malformed tool call: {describe_invalid(error)}. {NATIVE_HINT}"
         return MalformedCall(call_id, name[:64], reason, raw, fields.get("model_id", ""))
 
 

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult, describe_invalid
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.names import POOL_QUEUES
 from contract.schema import is_quick, prepare_arguments
 from contract.session_locations import TOOL_CONFIG, host_arguments

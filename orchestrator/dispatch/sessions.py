@@ -28,6 +28,7 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
+from contract.invalid_input import find_invalid
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
@@ -613,14 +614,12 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
     try:
         return ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        part = find_invalid(error)
     # A result names its call, and the refused name may not be a valid one.
     stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
-    if first["loc"][0] == "name":
+    if part.path[0] == "name":
         return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
-    return ToolResult.failed(
-        stand_in, ErrorCode.INVALID_ARGUMENTS, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    )
+    return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{part}; correct the call")
 
 
 def _parse_listing(output: bytes) -> WorkspaceListing:

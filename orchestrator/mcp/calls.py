@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.schema import find_aliases, find_nearest
 from contract.specs import NO_NETWORK, ToolSpec
 from orchestrator.approvals import Approver
@@ -253,14 +254,13 @@ def _parse_call(call_id: str, params: CallToolRequestParams) -> ToolCall:
     """Return the call. Raises ToolFailure(INVALID_ARGUMENTS) for arguments that cannot be sent."""
     try:
         return ToolCall(id=call_id, name=params.name, arguments=params.arguments or {})
-    except (ValidationError, RecursionError) as error:
-        reason = (
-            error.errors(include_url=False, include_input=False)[0]["msg"]
-            if isinstance(error, ValidationError)
-            else "the arguments are nested too deeply"
-        )
+    except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{params.name}: the arguments are not plain JSON: {reason}"
+            ErrorCode.INVALID_ARGUMENTS, f"the call of {params.name[:128]} is invalid: {describe_invalid(error)}"
+        ) from error
+    except RecursionError as error:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{params.name[:128]}: the arguments are nested too deeply: use less nesting"
         ) from error
 
 

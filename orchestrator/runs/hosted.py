@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import ToolResult, describe_invalid
+from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.run_events import CallFinished, ModelReplied, RunEvent
 from contract.signing import SigningKeys
 from contract.webhooks import Webhook

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult, describe_invalid
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, PolicyDecision

@@ -132,7 +132,7 @@ def test_unknown_settings_are_refused_and_counted() -> None:
         ("SECRETS_PREVIOUS", "hush", "TOOLCREW_SECRETS_PREVIOUS is not a JSON list: write for example"),
         ("WORKER_QUEUES", "pool.web", "TOOLCREW_WORKER_QUEUES is not a JSON list: write for example"),
         ("TOOL_CONFIG", "{", "TOOLCREW_TOOL_CONFIG is not a JSON object: write for example"),
-        ("CONCURRENCY", "many", "TOOLCREW_CONCURRENCY: Input should be a valid integer"),
+        ("CONCURRENCY", "many", "TOOLCREW_CONCURRENCY: must be a whole number"),
     ],
 )
 def test_setting_error_hides_the_value(name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

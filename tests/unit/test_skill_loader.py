@@ -312,7 +312,7 @@ def test_sidecar_fields_are_in_the_tool_spec() -> None:
         ({"parameters": {"type": "object", "properties": {"a": {"type": "no-type"}}}}, "parameters"),
         ({"parameters": {"type": "object", "properties": {"a": {"$ref": "https://example.org/x"}}}}, "not within it"),
         ({"parameters": "x"}, "parameters"),
-        ({"parameters": nest_schema(150)}, "recursion"),
+        ({"parameters": nest_schema(150)}, "nested too deeply"),
         ({"unknown": 1}, "unknown"),
     ],
 )

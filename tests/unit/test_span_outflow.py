@@ -119,7 +119,7 @@ def test_tracer_without_spans_starts_no_thread(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: Input should be 'off', 'otlp' or 'otlp-content'"),
+        ("TOOLCREW_TRACING", "yes", "TOOLCREW_TRACING: must be 'off', 'otlp' or 'otlp-content'"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that value or unset it"),
     ],
 )

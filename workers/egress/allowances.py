@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from contract.invalid_input import describe_invalid
 from contract.secrets import MAX_SECRETS
 from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
 from workers.egress.processor_share import ProcessorShare
@@ -62,11 +63,9 @@ def parse_opening(line: bytes) -> EgressOpening | EgressQuestion:
     try:
         return EgressOpening.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        location = ".".join(str(part) for part in first["loc"]) or "the line"
         raise refuse_bad_gateway(
             EgressOutcome.BAD_OPENING,
-            f"sandboxd did not send what this session may reach ({location}: {first['msg']}), so nothing can be "
+            f"sandboxd did not send what this session may reach ({describe_invalid(error)}), so nothing can be "
             "reached: report it to the operator",
         ) from None
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
-from contract.calls import MAX_TIMEOUT_S, describe_invalid
+from contract.calls import MAX_TIMEOUT_S
 from contract.errors import ConfigError, ToolFailure
+from contract.invalid_input import describe_invalid
 from contract.specs import MAX_TOOL_TENANTS, TenantName
 from workers.web.urls import Target, parse_url
 
@@ -172,7 +173,7 @@ def _parse_entry(source: str, name: str, entry: Any, entry_type: type[E], enviro
     try:
         return entry_type.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe_invalid(error)}") from None
+        raise ConfigError(f"{source}: {describe_invalid(error, entry_type)}") from None
 
 
 def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:

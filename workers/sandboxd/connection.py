@@ -9,6 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from contract.calls import LONGEST_TIMEOUT_S, Record
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import find_invalid
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.tenancy import SandboxPolicy
 from workers.sandboxd.factory import SandboxdEnding
@@ -302,9 +304,9 @@ def _parse_record(header: Mapping[str, Any], name: str, kind: type[R], advice: s
     try:
         return kind.model_validate(header[name])
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in (name, *first["loc"]))
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{path[:200]}: {first['msg'][:200]}: {advice}") from None
+        part = find_invalid(error, kind)
+        part = replace(part, path=(name, *part.path))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{part}; {advice}") from None
 
 
 def parse_run(header: Mapping[str, Any]) -> str | None:

@@ -13,10 +13,10 @@ import structlog
 from pydantic import ValidationError
 
 from contract.call_events import MODEL
-from contract.calls import describe_invalid
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.functions.completions import Completion
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
+from contract.invalid_input import describe_invalid
 from workers.call_events import CallEvents
 
 log = structlog.get_logger(__name__)

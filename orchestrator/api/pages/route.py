@@ -1,6 +1,7 @@
 """Common behavior of page routes: error pages, and headers that protect against other sites."""
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -10,6 +11,7 @@ from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.invalid_input import explain_errors
 from orchestrator.api.access import get_app_state
 from orchestrator.api.pages.logins import NotLoggedIn, find_login
 from orchestrator.api.pages.rendering import render_error
@@ -57,8 +59,8 @@ class PageRoute(APIRoute):
             except OperatorError as error:
                 response = _render_error(request, error.code, build_message(error, request.url.path))
             except RequestValidationError as error:
-                first = error.errors()[0]
-                problem = f"{'.'.join(str(part) for part in first['loc'][1:])[:100]}: {first['msg'][:300]}"
+                part = explain_errors(error.errors())[0]
+                problem = str(replace(part, path=part.path[1:]))
                 response = _render_error(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
