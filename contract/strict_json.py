@@ -29,9 +29,12 @@ class InvalidJson(ValueError):
         self.column = column
 
 
-def parse_object(text: str, max_values: int, max_depth: int | None = None) -> dict[str, Any]:
+def parse_object(
+    text: str, max_values: int, max_depth: int | None = None, *, has_raw_controls: bool = False
+) -> dict[str, Any]:
     """Return the object. `max_values`: limit of its values, including nested ones. `max_depth`: limit of the nesting;
-    None: the limit of Python's parser.
+    None: the limit of Python's parser. `has_raw_controls`: texts may contain line breaks and other control characters
+    that are not escaped. Such a character can only mean itself.
 
     Raises InvalidJson for: invalid JSON, another type, a repeated key, NaN, a number too large for a float, and a text
     beyond the limits.
@@ -40,7 +43,7 @@ def parse_object(text: str, max_values: int, max_depth: int | None = None) -> di
     if has_more_values_in_text(text, max_values):
         raise InvalidJson(f"it is nested too deep or has more than {max_values} values: put large content into a file")
     try:
-        value = _DECODER.decode(text)
+        value = (_RAW_DECODER if has_raw_controls else _DECODER).decode(text)
     except RecursionError:
         raise InvalidJson("it is nested too deep") from None
     except json.JSONDecodeError as error:
@@ -78,4 +81,9 @@ def _parse_float(text: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant, parse_float=_parse_float)
+_DECODER, _RAW_DECODER = (
+    json.JSONDecoder(
+        object_pairs_hook=_build_object, parse_constant=_refuse_constant, parse_float=_parse_float, strict=is_strict
+    )
+    for is_strict in (True, False)
+)

@@ -114,7 +114,7 @@ def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
         if has_more_values_in_text(text[start:], MAX_VALUES):
             continue
         try:
-            _, end = json.JSONDecoder().raw_decode(text, start)
+            _, end = json.JSONDecoder(strict=False).raw_decode(text, start)
             return text[:start], _parse_decision(text[start:end]), text[end:]
         except (ValueError, RecursionError):
             continue

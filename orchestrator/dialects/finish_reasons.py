@@ -25,9 +25,10 @@ class ReplyEnding(StrEnum):
     """The server's word is in none of the lists below, so it does not prove a complete reply."""
 
 
+_CALLS = "tool_calls tool_call tool_use function_call function_calls calls"
 _WORDS = {
     ReplyEnding.NORMAL: (
-        "stop tool_calls tool_call tool_use function_call function_calls calls eos eos_token eos_id end_turn end"
+        f"{_CALLS} stop eos eos_token eos_id end_turn end"
         " end_of_turn end_of_text stop_sequence stop_sequences stop_str stop_token stop_word complete completed finish"
         " finished done success null none"
     ),
@@ -67,8 +68,18 @@ def classify_ending(finish_reason: str | None, *, is_refusal: bool = False) -> R
         return ReplyEnding.REFUSED
     if finish_reason is None:
         return ReplyEnding.NORMAL
+    word = _find_word(finish_reason)
+    return _ENDINGS[word] if word is not None else ReplyEnding.UNKNOWN
+
+
+def announces_calls(finish_reason: str | None) -> bool:
+    """Return whether the server says that the reply ended with calls."""
+    return finish_reason is not None and _find_word(finish_reason) in _CALLS.split()
+
+
+def _find_word(finish_reason: str) -> str | None:
     words = _SEPARATORS.split(_CAMEL.sub("_", finish_reason).replace("-", "_").lower())
-    return next((_ENDINGS[word] for word in reversed(words) if word in _ENDINGS), ReplyEnding.UNKNOWN)
+    return next((word for word in reversed(words) if word in _ENDINGS), None)
 
 
 def as_reason(value: object) -> str:

@@ -6,18 +6,25 @@
 - Index 0 for every call: a new id with a name starts a new call. Another id on a continuation: the first id stays.
 - A repeated id or name is a repetition; another piece of a name before the arguments is appended.
 - No id, or the id of an earlier call: an id is made of run, step and position.
-- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: accepted.
-- Invalid JSON, two joined objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
+- No id, or the id of an earlier call, but the same name and another whole object as arguments: a new call.
+- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: accepted. So is an object in a JSON
+  string, an object that was sent twice, an empty object before or after the real one, and a text with unescaped line
+  breaks.
+- Other invalid JSON, two different objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
+- A `function_call` without `tool_calls`: a call.
 - Any finish_reason with calls: reported, but it does not decide whether there are calls. After an abnormal end the last
   native call never runs. Chunks without choices or delta: skipped.
 - Other fields of the message and of each call (reasoning, signatures): merged and kept (reply_fields.py).
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ModelRefused
+from contract.json_limits import has_more_values_in_text
+from contract.schema import MAX_VALUES
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.call_ids import build_missing_id
 from orchestrator.dialects.finish_reasons import as_reason
@@ -40,7 +47,7 @@ NO_NAME = "the call has no tool name"
 
 @dataclass(frozen=True)
 class NativeCall:
-    """A call whose arguments are a JSON object.
+    """A call whose arguments are a JSON object. `raw`: the JSON text of the arguments, as received if it is plain JSON.
 
     `id` is the id that the model sent, or a generated id if the model sent none. `position` is its index in the reply.
     """
@@ -118,9 +125,7 @@ class NativeCallAssembler:
             self._origin = origin
         self._fields.add(delta, MESSAGE_FIELDS)
         self._is_refusal = self._is_refusal or bool(delta.get("refusal"))
-        entries = delta.get("tool_calls")
-        if isinstance(entries, list):
-            self._add_fragments(entries)
+        self._add_fragments(_find_entries(delta))
         content = delta.get("content")
         return self._add_text(content) if isinstance(content, str) else []
 
@@ -199,6 +204,16 @@ def _first_choice(chunk: Chunk) -> dict[str, Any] | None:
     return None
 
 
+def _find_entries(delta: dict[str, Any]) -> list[Any]:
+    """Return the delta's entries of `tool_calls`. Older servers send one `function_call` instead; some send both."""
+    entries, legacy = delta.get("tool_calls"), delta.get("function_call")
+    if isinstance(entries, list) and entries:
+        return entries
+    if isinstance(entries, dict):
+        return [entries]
+    return [{"index": 0, "function": legacy}] if isinstance(legacy, dict) and not entries else []
+
+
 def _argument_text(arguments: Any) -> str:
     """Return a fragment as text. Some servers send objects; they and other types become JSON, which
     the parser checks.
@@ -220,11 +235,66 @@ def _finish_call(call: PartialCall, call_id: str, position: int) -> NativeCall |
     if not name:
         return MalformedNativeCall(call_id, name, raw, NO_NAME, position, fields)
     try:
-        return NativeCall(call_id, name, parse_arguments(raw), raw, position, fields)
+        arguments, text = _read_arguments(raw)
+        return NativeCall(call_id, name, arguments, text, position, fields)
     except ValueError as error:
         return MalformedNativeCall(call_id, name, raw, str(error), position, fields)
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
     """Return the arguments of a call. Blank text and `null` mean no arguments. Raises ValueError."""
-    return {} if raw.strip() in ("", "null") else parse_json_object(raw, "the arguments")
+    return _read_arguments(raw)[0]
+
+
+def _read_arguments(raw: str) -> tuple[dict[str, Any], str]:
+    """Return the arguments and their JSON text: `raw` if it is plain JSON. Raises ValueError."""
+    if raw.strip() in ("", "null"):
+        return {}, raw
+    try:
+        arguments = parse_json_object(raw, "the arguments")
+    except ValueError:
+        text = _find_only_object(raw)
+        if text is None:
+            raise
+        arguments = parse_json_object(text, "the arguments")
+        raw = text
+    # Other servers and templates do not accept line breaks in texts.
+    return arguments, raw if _is_plain(raw) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether valid JSON is valid without the exception for control characters in texts."""
+    try:
+        return _CONTROL.search(text) is None or json.loads(text) is not None
+    except ValueError:
+        return False
+
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+MAX_COPIES = 8
+"""Limit of the values in one argument string that are compared."""
+
+
+def _find_only_object(raw: str) -> str | None:
+    """Return the text of the only object that an argument string has, if it is in a JSON string, repeated, or next to
+    empty objects. None if it has no object or different ones.
+    """
+    if has_more_values_in_text(raw, MAX_VALUES):
+        return None
+    decoder, position, found = json.JSONDecoder(strict=False), 0, dict[str, Any]()
+    try:
+        for _ in range(MAX_COPIES):
+            position += len(raw[position:]) - len(raw[position:].lstrip())
+            if position == len(raw):
+                break
+            value, end = decoder.raw_decode(raw, position)
+            if isinstance(value, str) and position == 0 and not raw[end:].strip():
+                return value if value.lstrip().startswith("{") else None
+            if value not in ({}, None):
+                found.setdefault(json.dumps(value, sort_keys=True), raw[position:end])
+            position = end
+        else:
+            return None
+    except (ValueError, RecursionError):
+        return None
+    return next(iter(found.values())) if len(found) == 1 else None

@@ -1,5 +1,6 @@
 """Assigns fragments of native tool calls to calls. Servers differ in everything except the field names."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,9 +109,9 @@ class CallSlots:
 
     def _find_by_index(self, fragment: Fragment, index: int) -> PartialCall:
         same_id = self._by_id.get(fragment.id) if fragment.id else None
-        if same_id is not None and same_id.index == index:
-            return same_id
-        call = self._by_index.get(index)
+        # A continuation has no name. Some servers count its index up.
+        call = same_id if same_id is not None and (same_id.index == index or not fragment.name) else None
+        call = call or self._by_index.get(index)
         if call is None or _starts_new_call(call, fragment):
             return self._open(index)
         return call
@@ -135,12 +136,32 @@ def _starts_new_call(call: PartialCall, fragment: Fragment) -> bool:
     """Return whether a fragment at an occupied index starts another call. Some servers send index 0 for every call."""
     if not fragment.name:
         return False
+    if fragment.id == call.id or (not fragment.id and fragment.name == call.name):
+        return _is_another_whole_call(call, fragment)
     if fragment.id and call.id:
-        return fragment.id != call.id
+        return True
     if fragment.id:
         return bool(call.name and call.fragments)
     # Without an id, only a name that cannot continue this call's name proves another call.
-    return bool(call.name and call.fragments) and fragment.name != call.name
+    return bool(call.name and call.fragments)
+
+
+def _is_another_whole_call(call: PartialCall, fragment: Fragment) -> bool:
+    """Return whether a fragment repeats the name of a whole call (or its id too) with another whole object as
+    arguments. Only the first fragment of a call is read, so that the time is linear.
+    """
+    text = fragment.arguments if isinstance(fragment.arguments, str) else ""
+    if len(call.fragments) != 1 or not text or (fragment.id and text == call.fragments[0]):
+        return False
+    return is_object(call.fragments[0]) and is_object(text)
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is one whole JSON object."""
+    try:
+        return text.lstrip().startswith("{") and isinstance(json.loads(text, strict=False), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _add_name(call: PartialCall, name: str) -> None:

@@ -10,7 +10,7 @@ from contract.calls import ToolCall
 from contract.invalid_input import describe_invalid
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
-from orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending, explain_ending
+from orchestrator.dialects.finish_reasons import ReplyEnding, announces_calls, classify_ending, explain_ending
 from orchestrator.dialects.model import Chunk, Message, TokenUsage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import TagCall, TagEvent
@@ -101,7 +101,15 @@ class StreamReader:
             event = self._convert_native_call(native, cut, is_parallel=len(natives) > 1)
             entries.append(_build_message_entry(native, event.model_id))
             events.append(event)
-        if ending is ReplyEnding.BAD_CALL and not any(not isinstance(event, Text) for event in events):
+        has_calls = any(not isinstance(event, Text) for event in events)
+        if (
+            self._provisional
+            and not has_calls
+            and ending is ReplyEnding.NORMAL
+            and announces_calls(reply.finish_reason)
+        ):
+            ending = ReplyEnding.BAD_CALL
+        if ending is ReplyEnding.BAD_CALL and not has_calls:
             events.append(MalformedCall(self._next_id(), None, f"{explain_unrun(ending, None)}. {NATIVE_HINT}", ""))
         message: Message = {"role": "assistant", "content": reply.text or (None if entries else ""), **reply.fields}
         if entries:

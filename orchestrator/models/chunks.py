@@ -5,7 +5,15 @@ from typing import Any
 
 from orchestrator.dialects.model import Chunk
 
-_CONTENT_FIELDS = ("content", "refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details")
+_CONTENT_FIELDS = (
+    "content",
+    "refusal",
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "reasoning_details",
+)
 
 
 def normalize(chunk: Chunk) -> Chunk:

@@ -163,6 +163,14 @@ async def test_the_model_writes_a_call_again_that_the_server_could_not_read(word
     assert "INVALID_ARGUMENTS" in bodies[1]["messages"][-1]["content"]
 
 
+@pytest.mark.parametrize("word", ["tool_calls", "tool_use", "function_call"])
+@pytest.mark.parametrize("content", ["Let me look.", "", None])
+async def test_the_model_writes_a_call_again_that_the_server_announced_and_lost(word: str, content: str | None) -> None:
+    result, bodies = await run(stream(delta(content=content), delta(word)), stream(delta(content="done"), END))
+    assert (result.stop_reason, result.answer) == (StopReason.ANSWERED, "done")
+    assert "INVALID_ARGUMENTS" in bodies[1]["messages"][-1]["content"]
+
+
 async def test_a_server_that_never_reads_the_calls_ends_the_run() -> None:
     result, bodies = await run(stream(delta("malformed_function_call")))
     assert result.stop_reason is StopReason.MALFORMED_REPLY

@@ -90,7 +90,13 @@ ASSEMBLED: dict[str, tuple[list[Any], list[Any]]] = {
         for index in (..., None)
     },
     "arguments sent as an object": ([entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})], [A]),
-}
+    "all arguments again at the end": ([entry(0, "a", "one", ""), entry(0, arguments='{"x":1}'), entry(0, arguments='{"x": 1}')], [A]),
+    "an empty object before the fragments": ([entry(0, "a", "one", "{}"), entry(0, arguments='{"x"'), entry(0, arguments=":1}")], [A]),
+    "null before the fragments": ([entry(0, "a", "one", "null"), entry(0, arguments='{"x":1}')], [A]),
+    "an empty object at the end": ([entry(0, "a", "one", '{"x":1}'), entry(0, arguments="{}")], [A]),
+    "an index that counts fragments": ([entry(0, "a", "one", '{"x"'), entry(1, "a", arguments=":1}")], [A]),
+    "an object in a JSON string": ([entry(0, "a", "one", json.dumps('{"x":1}'))], [A]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("entries", "expected"), ASSEMBLED.values(), ids=ASSEMBLED)
@@ -121,7 +127,41 @@ def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
     assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
 
 
+@pytest.mark.parametrize("index", [0, ..., None])
+@pytest.mark.parametrize("id", [None, "", ...])
+@pytest.mark.parametrize("is_one_delta", [True, False])
+def test_whole_calls_of_one_tool_without_ids_are_several_calls(index: Any, id: Any, is_one_delta: bool) -> None:
+    entries = [entry(index, id, "one", '{"x":1}'), entry(index, id, "one", '{"x":2}')]
+    reply = assemble(delta(*entries)) if is_one_delta else assemble(*map(delta, entries))
+    assert [(call.name, call.arguments) for call in reply.calls] == [("one", {"x": 1}), ("one", {"x": 2})]
+
+
+@pytest.mark.parametrize("field", ["function_call", "tool_calls"])
+def test_a_single_call_that_is_no_list_counts(field: str) -> None:
+    function = {"name": "one", "arguments": '{"x":1}'}
+    call = function if field == "function_call" else {"id": "a", "function": function}
+    reply = assemble({"choices": [{"index": 0, "delta": {field: call}}]})
+    assert [(call.name, call.arguments) for call in reply.calls] == [A[1:]]
+
+
+def test_a_call_in_both_fields_counts_once() -> None:
+    function = {"name": "one", "arguments": '{"x":1}'}
+    both = {"tool_calls": [{"index": 0, "id": "a", "function": function}], "function_call": function}
+    assert [call.arguments for call in assemble({"choices": [{"delta": both}]}).calls] == [{"x": 1}]
+
+
+@pytest.mark.parametrize("raw", ['{"x": "a\n\tb\x00"}', '{\n "x": "a\\n\\tb\\u0000"}'])
+def test_control_characters_in_texts_stand_for_themselves(raw: str) -> None:
+    [call] = assemble(delta(entry(0, "a", "one", raw))).calls
+    assert call.arguments == {"x": "a\n\tb\x00"}
+    # The next request contains plain JSON.
+    assert json.loads(call.raw) == call.arguments
+
+
 BROKEN = [
+    '{"x":1}' * 20,
+    '{"x":1}{"x":1}{"x"',
+    "{}[1]",
     '{"x": 1',
     '{"x":1}{"y":2}',
     '{"x": NaN}',
