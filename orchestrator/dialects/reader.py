@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import ToolCall
+from contract.calls import MAX_NAME_CHARS, ToolCall
 from contract.invalid_input import describe_invalid
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
@@ -46,6 +46,9 @@ MAX_COST = 1e9
 """Limit of the cost that a server may report for one reply. A higher value is not used."""
 
 log = get_logger(__name__)
+_KEPT_CHARS = 56
+"""Characters of the beginning and of the end of a name that is too long."""
+_TOKEN = "<|cut|>"
 _UNFIT_FOR_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -275,13 +278,25 @@ def build_call_event(
 ) -> CallRequested | MalformedCall:
     """Return the call as an event. `fields` are other fields of CallRequested.
 
-    A call that the contract rejects (a name of 200 characters, nesting 300 deep) becomes MalformedCall.
+    A call that the contract rejects (nesting 300 deep) becomes MalformedCall. A name that is too long is shortened in
+    its middle: models and servers add control tokens and text before or after the tool's name.
     """
     try:
-        return CallRequested(ToolCall(id=call_id, name=name, arguments=dict(arguments)), raw, **fields)
+        return CallRequested(ToolCall(id=call_id, name=_shorten_name(name), arguments=dict(arguments)), raw, **fields)
     except ValidationError as error:
         reason = f"Malformed tool call: {describe_invalid(error)}. {NATIVE_HINT}"
         return MalformedCall(call_id, name[:64], reason, raw, fields.get("model_id", ""))
+
+
+def _shorten_name(name: str) -> str:
+    """Return the name with at most MAX_NAME_CHARS characters: its beginning and its end. A control token at the cut is
+    removed whole, so that the tool's name next to it can still be found. The mark of the cut is in no tool's name.
+    """
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    head = re.sub(r"<\|[^|<>]*\|?$", _TOKEN, name[:_KEPT_CHARS])
+    tail = re.sub(r"^[^|<>]*\|?>", _TOKEN, name[-_KEPT_CHARS:])
+    return f"{head}~~{tail}"
 
 
 def _build_message_entry(native: NativeCall | MalformedNativeCall, model_id: str) -> dict[str, Any]:

@@ -15,6 +15,10 @@ from orchestrator.dialects.surrogates import join_surrogates
 
 ORIGIN = "toolcrew_endpoint"
 """The key of a chunk and of an assistant message that names the endpoint of the other fields. It is never sent."""
+PARTS = "toolcrew_parts"
+"""The key of a delta and of an assistant message with the parts of the content that are no text, such as Mistral's
+`thinking`. They go back to their endpoint as parts of `content`, before the text.
+"""
 MAX_CHARS = 4 * 1024 * 1024
 """Limit of the characters in the other fields of one reply. A longer reply keeps none of them."""
 MAX_PIECES = 1_000_000
@@ -184,13 +188,50 @@ def select_fields(message: Message, origin: str | None) -> Message:
     if message.get("role") != "assistant":
         return message
     if message.get(ORIGIN, origin) == origin and origin is not None:
-        return {key: value for key, value in message.items() if key != ORIGIN} if ORIGIN in message else message
+        own = {key: value for key, value in message.items() if key not in (ORIGIN, PARTS)}
+        return own | _build_content(message) if ORIGIN in message or PARTS in message else message
     if not has_fields(message) and ORIGIN not in message:
         return message
     plain = {key: value for key, value in message.items() if key in MESSAGE_FIELDS and key != ORIGIN}
     if isinstance(calls := message.get("tool_calls"), list):
         plain["tool_calls"] = [_select_call(call) for call in calls]
     return plain
+
+
+def number_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a delta's content so that the pieces of one thought are merged. Other parts stay as they are."""
+    thoughts = part.get("thinking")
+    if part.get("type") != "thinking" or not isinstance(thoughts, list | str):
+        return part
+    if isinstance(thoughts, list):
+        thoughts = [{**piece, "index": 0} if _is_text(piece) else piece for piece in thoughts]
+    return {**part, "thinking": thoughts, "index": 0}
+
+
+def _build_content(message: Message) -> Message:
+    """Return the `content` of a message that has parts besides its text; {} for a message that has none."""
+    parts, text = message.get(PARTS), message.get("content")
+    if not isinstance(parts, list) or not parts:
+        return {}
+    texts = [{"type": "text", "text": text}] if isinstance(text, str) and text else []
+    return {"content": [*(_remove_numbers(part) for part in parts if isinstance(part, dict)), *texts]}
+
+
+def _remove_numbers(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part as its endpoint sent it, without what `number_part` added."""
+    thoughts = part.get("thinking")
+    if part.get("type") != "thinking" or not isinstance(thoughts, list | str):
+        return part
+    if isinstance(thoughts, list):
+        thoughts = [
+            {key: value for key, value in piece.items() if key != "index"} if _is_text(piece) else piece
+            for piece in thoughts
+        ]
+    return {key: value for key, value in part.items() if key != "index"} | {"thinking": thoughts}
+
+
+def _is_text(piece: Any) -> bool:
+    return isinstance(piece, dict) and piece.get("type") == "text"
 
 
 def has_fields(message: Message) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from orchestrator.dialects.model import Chunk
+from orchestrator.dialects.reply_fields import PARTS, number_part
 
 _CONTENT_FIELDS = (
     "content",
@@ -13,11 +14,14 @@ _CONTENT_FIELDS = (
     "reasoning_content",
     "reasoning",
     "reasoning_details",
+    PARTS,
 )
 
 
 def normalize(chunk: Chunk) -> Chunk:
-    """Return the chunk with its text in `content`. Some servers send text parts, or a refusal in a separate field."""
+    """Return the chunk with its text in `content`, and other parts of the content in PARTS. Some servers send parts, or
+    a refusal in a separate field.
+    """
     choices = chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         delta = choice.get("delta") if isinstance(choice, dict) else None
@@ -101,6 +105,8 @@ def _normalize_delta(delta: dict[str, Any]) -> None:
     content, refusal = delta.get("content"), delta.get("refusal")
     if isinstance(content, list):
         delta["content"] = "".join(_part_text(part) for part in content)
+        others = [part for part in content if isinstance(part, dict) and part.get("type") not in (None, "text")]
+        delta[PARTS] = [number_part(part) for part in others] or None
     elif not content and isinstance(refusal, str) and refusal:
         delta["content"] = refusal
 

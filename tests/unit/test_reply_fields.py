@@ -15,7 +15,7 @@ from contract.run_events import ModelReplied
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.native_assembler import NativeCallAssembler
-from orchestrator.dialects.reply_fields import MAX_CHARS, ORIGIN, build_origin
+from orchestrator.dialects.reply_fields import MAX_CHARS, ORIGIN, PARTS, build_origin
 from orchestrator.loop.agent import Agent
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.runs.chunks import join_chunks
@@ -141,6 +141,69 @@ async def test_fields_of_a_message_return_to_their_endpoint(
     messages = await ask_again([stream(*chunks, END), stream(delta(content="done"), END)])
     call = {key: value for key, value in CALL.items() if key != "index"}
     assert messages[2] == {"role": "assistant", "content": None, **fields, "tool_calls": [call]}
+
+
+def thinking(*texts: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": [{"type": "text", "text": text} for text in texts], **fields}
+
+
+PARTS_OF_CONTENT: list[tuple[str, list[Any], Any]] = [
+    (
+        "Mistral: one thought in pieces",
+        [[thinking("need ")], [thinking("it", closed=True)]],
+        [thinking("need it", closed=True)],
+    ),
+    (
+        "a thought, then text",
+        [[thinking("so")], [{"type": "text", "text": "I "}], "look", [{"type": "text", "text": "."}]],
+        [thinking("so"), {"type": "text", "text": "I look."}],
+    ),
+    (
+        "references in a thought are no text",
+        [[{"type": "thinking", "thinking": [{"type": "reference", "reference_ids": [1]}]}], [thinking("a")]],
+        [
+            {
+                "type": "thinking",
+                "thinking": [{"type": "reference", "reference_ids": [1]}, {"type": "text", "text": "a"}],
+            }
+        ],
+    ),
+    (
+        "parts of an unknown type stay apart",
+        [[{"type": "x", "n": 1}], [{"type": "x", "n": 2}]],
+        [{"type": "x", "n": 1}, {"type": "x", "n": 2}],
+    ),
+    ("only text", [[{"type": "text", "text": "I "}], [{"type": "text", "text": "look"}]], "I look"),
+    ("what is no part", [[1, None, ["x"], {"type": "text", "text": 1}]], None),
+]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["as sent", "joined for the log"])
+@pytest.mark.parametrize(("contents", "sent"), [c[1:] for c in PARTS_OF_CONTENT], ids=[c[0] for c in PARTS_OF_CONTENT])
+async def test_parts_of_the_content_return_to_their_endpoint(contents: list[Any], sent: Any, joins: bool) -> None:
+    chunks = [delta(content=content) for content in contents] + [of_call()]
+    chunks = join_chunks(chunks) if joins else chunks
+    messages = await ask_again([stream(*chunks, END), stream(delta(content="done"), END)])
+    assert messages[2]["content"] == sent
+    assert set(messages[2]) == {"role", "content", "tool_calls"}
+
+
+async def test_parts_of_a_whole_reply_return_to_their_endpoint() -> None:
+    message = {"content": [thinking("a", "b"), {"type": "text", "text": "I look"}], "tool_calls": [CALL]}
+    messages = await ask_again([whole(message), whole({"content": "done"})], streaming=False)
+    assert messages[2]["content"] == [thinking("ab"), {"type": "text", "text": "I look"}]
+
+
+async def test_parts_of_the_content_go_to_no_other_endpoint() -> None:
+    own = {"role": "assistant", "content": "text", PARTS: [thinking("r")], "tool_calls": [CALL]}
+    async with serving([stream(END)]) as server:
+        model = OpenAIModel("m", server.url, None, 5.0)
+        for origin in (build_origin(model.address, "m"), build_origin(model.address, "another model")):
+            [_ async for _ in model.stream(ModelRequest([{**own, ORIGIN: origin}]))]
+        await model.aclose()
+    sent = [body["messages"][0]["content"] for body in server.bodies]
+    assert sent == [[thinking("r"), {"type": "text", "text": "text"}], "text"]
+    assert not any(PARTS in str(body) for body in server.bodies)
 
 
 SIGNED = [

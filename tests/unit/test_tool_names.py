@@ -158,3 +158,27 @@ async def test_a_sentence_before_the_decision_does_not_prevent_the_call(text: st
 async def test_a_decision_that_is_not_the_end_of_the_reply_does_not_run(text: str) -> None:
     _, calls = await run(ScriptedModel([Raw([reply(text)])] * 4), JsonDecisionDialect())
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bash_tool<|channel|>" + "commentary " * 30,
+        "assistant<|channel|>" + "commentary " * 30 + "<|x|>to=functions.bash_tool",
+        "<|start|>assistant<|channel|>commentary to=bash_tool <|constrain|>json<|message|>" + '{"command": "ls"} ' * 40,
+    ],
+)
+async def test_the_tool_of_a_name_that_is_too_long_runs(name: str) -> None:
+    result, calls = await run(ScriptedModel([Calls([(name, {})]), "done"]))
+    assert ([call.name for call in calls], result.answer) == (["bash_tool"], "done")
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "y" * 200_000, "x" * 61 + "<|x|>bash_tool_of_another" + "z" * 100])
+async def test_a_name_that_is_too_long_and_means_no_tool_is_an_unknown_tool(name: str) -> None:
+    model = ScriptedModel([Calls([(name, {})]), "done"])
+    result, calls = await run(model)
+    [observation] = [message for message in model.requests[-1].messages if message["role"] == "tool"]
+    assert (calls, result.answer) == ([], "done")
+    assert "TOOL_NOT_FOUND" in observation["content"]
+    assert name[:40] in observation["content"]
+    assert len(observation["content"]) < 1000
