@@ -362,7 +362,24 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
     # Read the id of the sandbox after the import. If a new sandbox replaces this one, it lacks the artifacts, and the
     # grader could take that for a failure of the agent.
     await session.import_archive(archive, ARTIFACTS_FOLDER)
-    sandbox = await _identify(session)
+    sandbox, failed = await _identify(session), None
+    try:
+        done, content = await _execute(session, grader)
+    except SandboxProgramFailed as error:
+        # The grader, or the artifacts that it runs, have stopped the sandbox's own programs. No retry helps.
+        failed = error
+    if await _identify(session) != sandbox:
+        raise SandboxUnavailable("the sandbox of the grader was lost while its command ran: retry the item")
+    if failed is not None:
+        raise _GraderFailed(f"the grader, or the artifacts that it runs, broke its sandbox ({failed.message[:500]})")
+    # Check this before the reward is used: a command that was ended may have written only a part of it.
+    if done.cancelled:
+        raise SandboxUnavailable("the command of the grader was cancelled: retry the item")
+    return done, content
+
+
+async def _execute(session: Session, grader: Grader) -> tuple[ExecResult, bytes | None]:
+    """Run the command, and read the reward file. Raises SandboxProgramFailed, and the errors of the infrastructure."""
     argv, env = ["bash", "-c", grader.command], {"ARTIFACTS": ARTIFACTS_FOLDER}
     done = await session.exec(argv, env=env, cwd="/workspace", timeout_s=grader.timeout_s)
     content: bytes | None = None
@@ -372,11 +389,6 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
         except ToolFailure as error:
             if error.code not in _ABOUT_FILES:
                 raise
-    # Check this before the reward is used: a command that was ended may have written only a part of it.
-    if done.cancelled:
-        raise SandboxUnavailable("the command of the grader was cancelled: retry the item")
-    if await _identify(session) != sandbox:
-        raise SandboxUnavailable("the sandbox of the grader was lost while its command ran: retry the item")
     return done, content
 
 

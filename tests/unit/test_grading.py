@@ -221,6 +221,28 @@ async def test_a_copy_that_fails_in_the_sandbox_of_the_grader_is_no_reward(
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
 
 
+@pytest.mark.parametrize("verb", ["exec", "read_file"])
+@pytest.mark.parametrize("code", [ErrorCode.TIMEOUT, ErrorCode.INTERNAL])
+async def test_a_command_of_the_grader_that_breaks_its_sandbox_is_a_failure_of_the_grader(
+    make: HarnessFactory, verb: str, code: ErrorCode
+) -> None:
+    """Artifacts that the grader runs may stop its guest: that is no reward, and not hidden as a fault of a host."""
+    harness = make()
+    sandboxes = Sandboxes(harness, reward=b"1")
+    usual = sandboxes.exec
+
+    def fail_the_command(call: ToolCall, context: ToolContext) -> ToolResult:
+        is_command = "/output/.files-at-start" not in call.arguments["argv"] and call.arguments["argv"][0] == "bash"
+        return fail_inside(code)(call, context) if is_command else usual(call, context)
+
+    harness.answers[verb] = fail_the_command if verb == "exec" else fail_inside(code)
+    outcome = await harness.execute(await harness.put(with_grader(build_tool_call(), reward_file="/workspace/reward")))
+    assert outcome.grade is None
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.GRADER, "grader_error")
+    assert harness.sent().count("open") == 2, "it was not tried again"
+
+
 OURS = [
     ErrorCode.SANDBOX_UNAVAILABLE, ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN, ErrorCode.ENVELOPE_REFUSED,
     ErrorCode.SESSION_NOT_FOUND, ErrorCode.TIMEOUT, ErrorCode.CANCELLED,
