@@ -9,7 +9,7 @@ import pytest
 
 from tests.stack import missing
 from workers.sandboxd.disks import folder_cursor
-from workers.sandboxd.disks.folder_cursor import FolderCursor
+from workers.sandboxd.disks.folder_cursor import FolderCursor, MovedTooOften
 from workers.sandboxd.disks.merging import Merge
 from workers.sandboxd.disks.trees import remove_tree
 
@@ -129,6 +129,34 @@ def test_a_cursor_whose_folder_was_moved_returns_to_a_folder_of_its_path(place: 
         (place / "upper/other/b/c").rename(place / "upper/c")
         cursor.leave()
         assert (cursor.depth, os.fstat(cursor.fd).st_ino) == (0, (place / "upper").stat().st_ino)
+    finally:
+        cursor.close()
+        os.close(top)
+
+
+def visit_moving(cursor: FolderCursor, top: Path, names: list[str]) -> None:
+    """Visit 100 folders, each of which a program moves to the top meanwhile."""
+    for number in range(100):
+        moving = top / "/".join(names) / "moving"
+        moving.mkdir()
+        cursor.enter("moving")
+        moving.rename(top / f"moved-{number}")
+        cursor.leave()
+
+
+def test_folders_that_move_all_the_time_end_a_walk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aim: a walk that begins at the top after every folder."""
+    monkeypatch.setattr("workers.sandboxd.disks.folder_cursor.MAX_FOUND_AGAIN", 100)
+    names = [str(number) for number in range(20)]
+    (place / "upper" / "/".join(names)).mkdir(parents=True)
+    top = os.open(place / "upper", os.O_RDONLY)
+    cursor = FolderCursor(top)
+    try:
+        for name in names:
+            cursor.enter(name)
+        with pytest.raises(MovedTooOften):
+            visit_moving(cursor, place / "upper", names)
+        assert len(os.listdir(place / "upper")) < 10
     finally:
         cursor.close()
         os.close(top)

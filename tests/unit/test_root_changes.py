@@ -167,7 +167,7 @@ def make_chain(top: Path, depth: int) -> int:
 
 async def list_all(layers: Sequence[Path], folder: Path) -> tuple[bytes, bytes]:
     with opened(layers) as fds:
-        async with list_changes(IMAGE, fds, folder) as changes:
+        async with list_changes(IMAGE, fds, folder, "acme") as changes:
             packed = b"".join([piece async for piece in changes.read_packed()])
             return packed, b"".join([piece async for piece in changes.read_removed()])
 

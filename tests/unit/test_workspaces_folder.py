@@ -9,11 +9,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
+from tests.waiting import SOON_S
 from tests.workspace_harness import MIB, SMALL, require_images, run_as
 from workers.sandboxd.disks import choice, ext4
 from workers.sandboxd.disks import folder as folder_module
@@ -358,6 +360,49 @@ def test_tree_deeper_than_path_max_is_counted(tree_in_memory: Path) -> None:
     dig(tree_in_memory, DEEP)
 
     assert count(tree_in_memory).inodes == DEEP
+
+
+def test_deep_tree_is_counted_in_slices_in_linear_time(tree_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aim: a chain of folders that is never counted to its end, so that its size has no limit."""
+    dig(tree_in_memory, DEEP)
+    counted, opened, real = TreeCount(tree_in_memory, WIDE), 0, os.open
+
+    def count_open(*arguments: Any, **options: Any) -> int:
+        nonlocal opened
+        opened += 1
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", count_open)
+    while not counted.advance(0.0):
+        assert opened < 100 * DEEP
+    assert counted.inodes == DEEP
+
+
+def test_tree_that_is_too_deep_is_overfull(tree_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.sandboxd.disks.trees.MAX_DEPTH", 50)
+    dig(tree_in_memory, 49)
+    assert not count(tree_in_memory).is_over
+    (tree_in_memory / "d" / "x").mkdir()
+    dig(tree_in_memory / "d" / "x", 60)
+    assert count(tree_in_memory).is_over
+
+
+def test_tree_whose_folders_move_all_the_time_is_overfull(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aim: a count that begins at the top after every folder."""
+    for number in range(100):
+        (tree / "a/b/c/d/e" / str(number)).mkdir(parents=True)
+    counted, real = TreeCount(tree, WorkspaceSize(1024 * MIB, 40)), TreeCount._open_child
+    counted_all = TreeCount(tree, WorkspaceSize(1024 * MIB, 200))
+
+    def moved_away(self: TreeCount, name: str) -> int | None:
+        return None if name == ".." else real(self, name)
+
+    monkeypatch.setattr(TreeCount, "_open_child", moved_away)
+    assert counted.advance(time.monotonic() + SOON_S)
+    assert counted.is_over
+    assert counted._opened_again < 400
+    assert counted_all.advance(time.monotonic() + SOON_S)
+    assert (counted_all.is_over, counted_all.inodes) == (False, 105)
 
 
 def test_missing_tree_counts_zero_bytes(tmp_path: Path) -> None:

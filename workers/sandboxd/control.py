@@ -262,7 +262,7 @@ class ControlRequests:
                     session.tenant,
                     sandbox,
                     max_bytes=max_bytes,
-                    list_changes=partial(sandbox.list_changes, self._spool),
+                    list_changes=partial(sandbox.list_changes, self._spool, session.tenant),
                     is_automatic=is_automatic,
                 )
             except BaseException:

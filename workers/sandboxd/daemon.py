@@ -27,9 +27,9 @@ from contract.image_names import advise_missing
 from contract.sandboxes import LargestOptions
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
-from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
+from workers.sandboxd.budgets import MemoryBudget
 from workers.sandboxd.connection import OWNER, RequestServer
 from workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
 from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces

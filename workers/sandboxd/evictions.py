@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
-from workers.sandboxd.archives.budget import FairBudget
+from workers.sandboxd.budgets import FairBudget
 from workers.sandboxd.session import HostSession
 
 SLOW_S = 1.0

@@ -106,14 +106,15 @@ class SessionForker:
         async with self._merges:
             name = secrets.token_hex(12)
             try:
-                await workspaces.merge(name, layers, size, is_root=entry.plan.is_root)
+                await workspaces.merge(name, layers, size, is_root=entry.plan.is_root, tenant=entry.tenant)
             except SandboxUnavailable as error:
                 log.warning("layers_not_merged", layers=len(layers), error=str(error))
                 return
-            for session in self._sessions.all():
+            # Other sessions never get these layers, and their locks may be held for minutes.
+            for session in [session for session in self._sessions.all() if _has_layers(session, layers)]:
                 async with session.lock:  # While the lock is held, no sandbox of the session starts.
                     workspace = session.workspace
-                    if not isinstance(workspace, ImageWorkspace) or workspace.layers[-len(layers) :] != layers:
+                    if not isinstance(workspace, ImageWorkspace) or not _has_layers(session, layers):
                         continue
                     # The session was closed while this task waited for the lock. Its record must not be written again.
                     if self._sessions.find(session.id) is not session:
@@ -244,6 +245,11 @@ class SessionForker:
         # No checkpoint has the child's files yet.
         child.activity.has_written = True
         return child
+
+
+def _has_layers(session: HostSession, layers: tuple[str, ...]) -> bool:
+    workspace = session.workspace
+    return isinstance(workspace, ImageWorkspace) and workspace.layers[-len(layers) :] == layers
 
 
 def _busy(message: str) -> ToolFailure:

@@ -16,8 +16,8 @@ from pathlib import Path
 import structlog
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.archives.budget import FairBudget
 from workers.sandboxd.background import settle
+from workers.sandboxd.budgets import FairBudget
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.reaper import Reaper
 from workers.sandboxd.session import HostSession, bound_to_session

@@ -307,16 +307,16 @@ class Sandbox:
         await self.runtime.unpause(self.container)
 
     @asynccontextmanager
-    async def list_changes(self, folder: Path) -> AsyncIterator[RootChanges | None]:
+    async def list_changes(self, folder: Path, tenant: str) -> AsyncIterator[RootChanges | None]:
         """Yield the changes of the root file system, or None when it is read-only. `folder`: a folder on a disk, for
-        the list. Raises ToolFailure (FILE_TOO_LARGE) and SandboxUnavailable.
+        the list. `tenant`: the owner of the sandbox. Raises ToolFailure (FILE_TOO_LARGE) and SandboxUnavailable.
         """
         layers = self.runtime.open_changes(self.container, self.spec)
         if layers is None:
             yield None
             return
         try:
-            async with list_changes(self.spec.image_facts.id, layers, folder) as changes:
+            async with list_changes(self.spec.image_facts.id, layers, folder, tenant) as changes:
                 yield changes
         finally:
             for layer in layers:

@@ -20,8 +20,8 @@ import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxPolicy
-from workers.sandboxd.archives.budget import FairBudget
 from workers.sandboxd.background import settle
+from workers.sandboxd.budgets import FairBudget
 from workers.sandboxd.disks.base import Workspace, WorkspaceSize
 from workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
 from workers.sandboxd.evictions import Evictions

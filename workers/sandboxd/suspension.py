@@ -16,9 +16,9 @@ import structlog
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from store.archives.choice import open_own_store
-from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_max_bytes
+from workers.sandboxd.budgets import MemoryBudget
 from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from contract.errors import ErrorCode, ToolFailure
 from store.archives.base import ArchiveStore, NotStored
 from store.archives.files import KEEP_S, file_created_at, is_file_id
-from workers.sandboxd.archives.budget import MemoryBudget
 from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
 from workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
+from workers.sandboxd.budgets import MemoryBudget
 from workers.sandboxd.disks.changes import RootChanges
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3

@@ -19,7 +19,7 @@ from typing import Final
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.children import limit_child, run_child
-from workers.sandboxd.disks.folder_cursor import CHANGED, FolderCursor
+from workers.sandboxd.disks.folder_cursor import CHANGED, FolderCursor, MovedTooOften
 from workers.sandboxd.disks.merging import Level, find_below
 from workers.sandboxd.disks.workspace_store import refused
 
@@ -92,31 +92,32 @@ class _ChangeList:
 
 
 @asynccontextmanager
-async def list_changes(image: str, layers: Sequence[int], folder: Path) -> AsyncIterator[RootChanges]:
+async def list_changes(image: str, layers: Sequence[int], folder: Path, tenant: str) -> AsyncIterator[RootChanges]:
     """Yield the changes in `layers`: descriptors of the folders over the image, the top one first. Programs may write
     to them meanwhile. For a folder that the image does not have, only its name is listed. `folder`: a folder on a disk
-    for the temporary file. Raises ToolFailure (FILE_TOO_LARGE) and SandboxUnavailable.
+    for the temporary file. `tenant`: the owner of the session. Raises ToolFailure (FILE_TOO_LARGE) and
+    SandboxUnavailable.
     """
     with ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)).fileno()
-            changes = await _list_into(file, image, layers)
+            changes = await _list_into(file, image, layers, tenant)
         except OSError as error:
             raise refused("the changes of the root file system cannot be listed", error) from error
         yield changes
 
 
-async def _list_into(file: int, image: str, layers: Sequence[int]) -> RootChanges:
+async def _list_into(file: int, image: str, layers: Sequence[int], tenant: str) -> RootChanges:
     try:
-        code = await run_child(_MODULE, (file, *layers), _LIST_S)
+        code = await run_child(tenant, _MODULE, (file, *layers), _LIST_S)
     except TimeoutError:
         code = _TOO_LARGE
     if code == _TOO_LARGE:
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            "the session has changed too many files outside of /workspace for a checkpoint, or folders inside each "
-            f"other have a path of more than {_PATH_BYTES} bytes: delete files that you do not need, or build an image "
-            "with them",
+            "the session has changed too many files outside of /workspace for a checkpoint, its programs move folders "
+            f"all the time, or folders inside each other have a path of more than {_PATH_BYTES} bytes: end programs, "
+            "delete files that you do not need, or build an image with them",
         )
     return _read_sizes(image, file)
 
@@ -237,7 +238,7 @@ def main() -> int:
     file, *layers = map(int, sys.argv[1:])
     try:
         lists = find_changes(layers)
-    except TooLarge:
+    except (TooLarge, MovedTooOften):
         return _TOO_LARGE
     with open(file, "wb", closefd=False) as opened:
         for names in lists:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.cgroups import Cgroups
+from workers.sandboxd.budgets import FairBudget
+from workers.sandboxd.cgroups import HELPERS_BYTES, Cgroups
 
 MEMORY_BYTES: Final = 256 * 1024 * 1024
 """Maximum size of the memory of one child."""
@@ -24,11 +26,20 @@ _EXPENDABLE: Final = b"1000"
 """Value of /proc/self/oom_score_adj: when memory is short, the kernel kills this process first."""
 
 
-async def run_child(module: str, descriptors: Sequence[int], within_s: float) -> int:
-    """Run a module of toolcrew as a program, with numbers of descriptors as its arguments, which it inherits. Return
-    its exit code if that is 0 or above 1. Raises TimeoutError, and SandboxUnavailable when the program fails (exit code
-    1, or a signal).
+_places: "WeakKeyDictionary[asyncio.AbstractEventLoop, FairBudget]" = WeakKeyDictionary()
+
+
+async def run_child(tenant: str, module: str, descriptors: Sequence[int], within_s: float) -> int:
+    """Run a module of toolcrew as a program, with numbers of descriptors as its arguments, which it inherits. Wait
+    while the programs of other trees use all memory of their control group. Return the exit code if that is 0 or above
+    1. Raises TimeoutError, and SandboxUnavailable when the program fails (exit code 1, or a signal).
     """
+    places = _places.setdefault(asyncio.get_running_loop(), FairBudget(HELPERS_BYTES))
+    async with places.hold(tenant, MEMORY_BYTES):
+        return await _run_child(module, descriptors, within_s)
+
+
+async def _run_child(module: str, descriptors: Sequence[int], within_s: float) -> int:
     argv = [sys.executable, "-P", "-m", module, *map(str, descriptors)]
     child = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, pass_fds=descriptors)
     try:

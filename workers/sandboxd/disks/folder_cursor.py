@@ -15,6 +15,14 @@ CHANGED: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors for a name that is no longer a folder."""
 
 
+MAX_FOUND_AGAIN: Final = 500_000
+"""Maximum number of folders that a cursor opens again because programs moved folders: some seconds."""
+
+
+class MovedTooOften(OSError):
+    """Raised when programs move folders all the time, so that a walk would take quadratic time."""
+
+
 class FolderCursor:
     """A cursor that starts at the folder `top`. `fd`: a descriptor of the current folder. All methods raise OSError."""
 
@@ -22,6 +30,7 @@ class FolderCursor:
         self._top = top
         self.fd = os.open(".", FOLDER, dir_fd=top)
         self._path = [("", _identify(self.fd))]
+        self._found_again = 0
 
     @property
     def depth(self) -> int:
@@ -48,6 +57,9 @@ class FolderCursor:
         os.close(self.fd)
 
     def _find_again(self) -> None:
+        self._found_again += len(self._path)
+        if self._found_again > MAX_FOUND_AGAIN:
+            raise MovedTooOften(errno.ESTALE, "programs moved folders too often while they were read")
         self._move_to(os.open(".", FOLDER, dir_fd=self._top))
         for depth, (name, identity) in enumerate(self._path[1:], start=1):
             fd = self._open_if_same(name, identity)

@@ -194,9 +194,9 @@ class ImageWorkspaces:
         finally:
             os.close(device)
 
-    async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool) -> None:
-        """Make the frozen workspace `name` with the merged content of the frozen workspaces `layers`, the top one
-        first. `is_root`: the layers also have changes of the root file system. Raises SandboxUnavailable; the new
+    async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool, tenant: str) -> None:
+        """Make the frozen workspace `name` with the merged content of frozen workspaces of a tenant, `layers`, the top
+        one first. `is_root`: the layers also have changes of the root file system. Raises SandboxUnavailable; the new
         workspace then does not exist.
         """
         merged = await self.make(name, size)
@@ -206,7 +206,7 @@ class ImageWorkspaces:
                 for layer in layers:
                     mounts.append(await self.mount_layer(layer, RELEASE_S))
                     stack.callback(os.close, mounts[-1])
-                await _merge(Path(mount.bind or ""), mounts, is_root=is_root)
+                await _merge(Path(mount.bind or ""), mounts, is_root=is_root, tenant=tenant)
         except (OSError, SandboxUnavailable) as error:
             await self.remove(name)
             raise SandboxUnavailable(
@@ -248,7 +248,7 @@ class ImageWorkspaces:
             os.close(device)
 
 
-async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
+async def _merge(place: Path, layers: Sequence[int], *, is_root: bool, tenant: str) -> None:
     """Merge mounted layers into an empty disk. Raises OSError and SandboxUnavailable."""
     with ExitStack() as stack:
         lower = list(open_workspaces(layers, stack, is_root=is_root))
@@ -256,7 +256,7 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
             for name in (CHANGES, WORKSPACE):
                 (place / name).mkdir()
             changed = list(open_each(layers, CHANGES, stack))
-            await _run_merging(place / CHANGES, changed)
+            await _run_merging(tenant, place / CHANGES, changed)
         # Read the layers through an overlay, because only an overlay finds the content of folders that were renamed in
         # a layer.
         if len(lower) > 1:
@@ -267,13 +267,13 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
                     context.set(option, value)
                 lower = [context.mount(NOSUID | NODEV | RDONLY)]
             stack.callback(os.close, lower[0])
-        await _run_merging(place / WORKSPACE if is_root else place, lower)
+        await _run_merging(tenant, place / WORKSPACE if is_root else place, lower)
 
 
-async def _run_merging(target: Path, sources: Sequence[int]) -> None:
+async def _run_merging(tenant: str, target: Path, sources: Sequence[int]) -> None:
     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        await run_child(_MERGING, (fd, *sources), _MERGE_S)
+        await run_child(tenant, _MERGING, (fd, *sources), _MERGE_S)
     except TimeoutError:
         raise SandboxUnavailable(f"the merge was not complete after {_MERGE_S:g} s") from None
     finally:

@@ -19,6 +19,9 @@ from workers.sandboxd.disks.base import WorkspaceSize
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TIMES = 4
 """The count stops at this multiple of the allowed files, which limits its time and memory."""
+MAX_DEPTH = 16_384
+"""Depth of folders above which a tree counts as overfull. Each part of a count opens the folders of its path again."""
+_SHALLOW = 256
 
 
 def remove_tree(folder: Path) -> None:
@@ -108,8 +111,9 @@ class TreeCount:
     """One count of a folder's files and bytes. It ends early when the folder has a multiple of the allowed files.
 
     A file with several names counts once. Files that move during the count may be missed or counted twice. A deleted
-    file that is still open is not counted. A folder of this user without owner rights gets these rights. A folder that
-    cannot be read counts as overfull.
+    file that is still open is not counted. A folder of this user without owner rights gets these rights. A tree counts
+    as overfull if a folder cannot be read, if it is deeper than MAX_DEPTH, or if programs move its folders so often
+    that the count cannot proceed.
     """
 
     folder: Path
@@ -118,6 +122,7 @@ class TreeCount:
     inodes: int = 0
     _is_hidden: bool = False
     _fd: int = -1
+    _opened_again: int = 0
     _levels: list[_Level] | None = None
     _linked: set[_Identity] = field(default_factory=set)
 
@@ -142,8 +147,12 @@ class TreeCount:
 
         A missing folder counts as complete. Raises OSError.
         """
+        began = time.monotonic()
         try:
             self._descend()
+            if len(self._levels or ()) > _SHALLOW:
+                # Proceed for at least as long as it took to get here. Otherwise a deep tree takes quadratic time.
+                until = max(until, 2 * time.monotonic() - began)
             while self._levels and not self._is_enough:
                 self._step(self._levels)
                 if time.monotonic() >= until:
@@ -162,6 +171,7 @@ class TreeCount:
             if child is not None:
                 self._move_to(child)
                 self._enter(name)
+                self._give_up_if(levels, is_over=len(levels) > MAX_DEPTH)
             return
         levels.pop()
         if not levels:
@@ -171,7 +181,14 @@ class TreeCount:
             self._move_to(above)
         # The `..` of a folder that was moved during the count may be another folder, even outside of the tree.
         if above is None or _identify(os.fstat(above)) != levels[-1].identity:
+            self._opened_again += len(levels)
             self._descend()
+            self._give_up_if(levels, is_over=self._opened_again > self.most.inodes * _TIMES)
+
+    def _give_up_if(self, levels: list[_Level], *, is_over: bool) -> None:
+        if is_over:
+            self._is_hidden = True
+            levels.clear()
 
     def _descend(self) -> None:
         """Open the folders of the current path again from the top, as long as each is still the same folder. Drop the
