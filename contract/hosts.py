@@ -64,9 +64,9 @@ class HostReport(Record):
     classes: tuple[str, ...] = ()
     """Tenant classes that this host supports."""
     largest: dict[str, LargestOptions] = Field(default_factory=dict, exclude_if=lambda classes: not classes)
-    """Largest options that a session may request, by tenant class. A class whose defaults are already the largest has
-    no entry.
-    """
+    """Largest options that a session may request, by tenant class."""
+    egress_classes: tuple[str, ...] = Field(default=(), exclude_if=lambda classes: not classes)
+    """Tenant classes whose sessions may have network egress."""
     images: tuple[str, ...] = ()
     """Names and patterns of images that any class of this host may use (contract/image_names.py)."""
     images_present: Annotated[

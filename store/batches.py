@@ -7,7 +7,7 @@ and which files are written.
 import json
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
@@ -63,6 +63,12 @@ MAX_ID_CHARS = 256
 MAX_ITEMS = 50_000
 MAX_INPUT_BYTES = 200 * 1024 * 1024
 RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"
+
+
+MaxIterations = Annotated[int, Field(ge=1, le=10_000)]
+MaxWallS = Annotated[float, Field(gt=0, le=30 * 86_400)]
+MaxTokens = Annotated[int, Field(ge=1, le=2**53)]
+MaxCost = Annotated[float, Field(gt=0, le=1e12)]
 
 
 class RunLimits(Record):

@@ -246,6 +246,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "disk_free_bytes": _count(status, "disk_free_bytes"),
         "classes": _names(status, "classes"),
         "largest": largest if isinstance(largest, Mapping) else {},
+        "egress_classes": _names(status, "egress_classes"),
         "images": _names(status, "images"),
         "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),

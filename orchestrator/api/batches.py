@@ -29,7 +29,7 @@ from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.batch_status import BatchStatus, build_status
 from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
-from store.batches import BatchDefaults, RunLimits
+from store.batches import BatchDefaults, MaxIterations, MaxTokens, MaxWallS, RunLimits
 from store.idempotency import KEEP_S
 from store.tenant_threads import in_tenant_thread
 
@@ -79,11 +79,11 @@ class BatchOptions(SandboxOptions):
     """The format of tool calls, for lines that name no format."""
     profile: ProfileName | None = None
     """The tools and texts for the model. Default: `auto`."""
-    max_iterations: int | None = Field(default=None, ge=1)
+    max_iterations: MaxIterations | None = None
     """Limit of model replies per item, for lines that set none."""
-    max_wall_s: float | None = Field(default=None, gt=0)
+    max_wall_s: MaxWallS | None = None
     """Seconds that an item may run, without its setup."""
-    max_tokens: int | None = Field(default=None, gt=0)
+    max_tokens: MaxTokens | None = None
     """Prompt and completion tokens that an item may use."""
     enable_tool_action_parsing: bool | None = None
     """False: tags in the text of replies are no calls, for lines that do not set it."""
@@ -146,6 +146,8 @@ async def submit_batch(
         warnings = await runs.check_tools(file, "the body")
     with errors.check():
         await runs.check_models(file, defaults, "the body")
+    with errors.check():
+        await runs.check_limits(file, defaults, "the body")
     errors.raise_if_any()
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the

@@ -32,7 +32,7 @@ from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
 from store.archives.files import MAX_LOCATION_CHARS, is_file_id
-from store.batches import ForkPoint, ItemEnvironment, RunBody, RunLimits
+from store.batches import ForkPoint, ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from store.run_events import parse_id
 from store.run_records import HostedRun, HostedState
 from store.tenant_threads import in_tenant_thread
@@ -80,10 +80,10 @@ class NewRun(SandboxOptions):
     restore: CheckpointId | None = None
     network: Literal["none", "egress"] | None = None
     tool_config: ToolConfig = Field(default_factory=dict)
-    max_iterations: int | None = Field(default=None, ge=1, le=10_000)
+    max_iterations: MaxIterations | None = None
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
-    max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)
-    max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    max_wall_s: MaxWallS | None = None
+    max_tokens: MaxTokens | None = None
     enable_tool_action_parsing: bool | None = None
     keep_states: bool = False
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)

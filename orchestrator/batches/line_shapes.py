@@ -23,6 +23,10 @@ from store.batches import (
     CallBody,
     Grader,
     ItemEnvironment,
+    MaxCost,
+    MaxIterations,
+    MaxTokens,
+    MaxWallS,
     RunBody,
     RunLimits,
 )
@@ -68,11 +72,11 @@ class OpenAILine(Shape):
 class LimitFields(Shape):
     """Fields of a line that limit a run: steps, time, tokens, cost, and whether tags in replies are calls."""
 
-    max_iterations: int | None = Field(default=None, ge=1)
+    max_iterations: MaxIterations | None = None
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
-    max_wall_s: float | None = Field(default=None, gt=0)
-    max_tokens: int | None = Field(default=None, gt=0)
-    max_cost: float | None = Field(default=None, gt=0)
+    max_wall_s: MaxWallS | None = None
+    max_tokens: MaxTokens | None = None
+    max_cost: MaxCost | None = None
     enable_tool_action_parsing: bool | None = None
 
 

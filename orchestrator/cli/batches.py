@@ -179,6 +179,7 @@ def submit(
         async with open_client(tenant) as client:
             serves = build_model_test(settings, is_detached=detach)
             await client.batch_runs().check_models(read, defaults, str(file), serves)
+            await client.batch_runs().check_limits(read, defaults, str(file))
             for warning in await client.batch_runs().check_tools(read, str(file)):
                 _warn(warning)
             if detach and find_local_workspaces(read.items):

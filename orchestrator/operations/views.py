@@ -47,8 +47,8 @@ class HostView(BaseModel):
     """A live worker. `kind`: sandbox or web. `slots`: calls that it runs at the same time. `busy`: calls that run now.
     `store`: where its checkpoints are stored. `problem`: why it is not healthy. Sizes are in bytes, times in ISO 8601.
 
-    `largest`: for each class, the largest sizes that a session may request; classes that allow no larger sizes are
-    omitted.
+    `largest`: for each class, the largest options that a session may request. `egress_classes`: classes whose sessions
+    may have network egress.
     `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
     `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """
@@ -70,6 +70,7 @@ class HostView(BaseModel):
     disk_free_bytes: int
     classes: list[str]
     largest: dict[str, LargestOptions] = {}
+    egress_classes: list[str] = []
     images: list[str]
     images_present: list[str] = []
     store: str

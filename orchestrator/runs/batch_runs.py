@@ -12,6 +12,7 @@ from typing import Any
 from contract.errors import ConfigError, ToolFailure
 from contract.run_events import OnEvent, RunEvent, pass_to
 from orchestrator.batches.displays import Display, DisplayedBatch
+from orchestrator.batches.limit_check import check_limits, find_sessions
 from orchestrator.batches.lines import MAX_SHOWN, BatchFile
 from orchestrator.batches.model_check import check_models, find_models
 from orchestrator.batches.progress import BatchProgress
@@ -29,6 +30,7 @@ from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
+from orchestrator.runs.tenant_limits import LimitReader
 from orchestrator.runs.webhooks import build_webhook_check
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.recorder import Traces
@@ -122,6 +124,14 @@ class BatchRuns:
             if isinstance(stored, StoredEndpoint) and stored.endpoint.prices is not None
         }
         await asyncio.to_thread(check_models, file, name, defaults, refused, self._settings.model, priced)
+
+    async def check_limits(self, file: BatchFile, defaults: BatchDefaults, name: str) -> None:
+        """Check the images, sizes, networks, secrets, tools and timeouts of a file against the limits of the tenant and
+        of the hosts. Call this method before `batches.submit`. Raises BadBatch: the file has errors.
+        """
+        sessions = await asyncio.to_thread(find_sessions, file)
+        limits = await LimitReader(self._pool, self._settings.deployment).read(self.tenant, sessions)
+        await asyncio.to_thread(check_limits, file, name, limits, defaults.options)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
         """Check the tools that a file names, and the arguments of its calls. Call this method before

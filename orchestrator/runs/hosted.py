@@ -27,6 +27,7 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.endpoints import CheckModel, accept_model, refuse_model
 from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, name_attempt, plan_fork, read_shared_steps
+from orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
 from orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
@@ -122,6 +123,7 @@ class HostedRuns:
         self._limits = (max_pending, max_listed)
         self.check_webhook: CheckWebhook = accept_webhook
         self.check_model: CheckModel = accept_model
+        self.check_limits: CheckLimits = accept_item
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
@@ -131,6 +133,7 @@ class HostedRuns:
         """
         runs = cls(pool.redis, settings.deployment, pool.keys, pool.tenants, workspace_store=settings.workspace_store)
         runs.check_webhook = build_webhook_check(pool.dispatcher)
+        runs.check_limits = LimitReader(pool, settings.deployment).check_run
         return runs
 
     async def start(
@@ -157,7 +160,8 @@ class HostedRuns:
 
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, a
-          session that another run uses, a webhook that can never be delivered, or a model that does not exist.
+          session that another run uses, a webhook that can never be delivered, a model that does not
+          exist, or more than the tenant or its hosts allow (image, network, sizes, secrets, tools, timeouts).
         - QUOTA_EXCEEDED: too many runs wait, or Redis is nearly full.
         - BUDGET_EXCEEDED: a budget of the tenant is used up.
         - SESSION_NOT_FOUND: the session is not open.
@@ -174,6 +178,9 @@ class HostedRuns:
             raise refuse_model(tenant, body.model)
         if body.model is not None:
             await self.check_model(tenant, body.model)
+        if forked_from is None:
+            # A fork has the session of its source, whose options were accepted when the source was started.
+            await self.check_limits(tenant, item)
         await self._tenants.check_budgets(tenant)
         if environment.session is not None:
             await self._check_session(tenant, environment.session)

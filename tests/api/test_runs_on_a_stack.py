@@ -202,3 +202,19 @@ def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
     assert "hello" in done.stdout
     assert "event: RunEnded" in done.stdout
     assert "a,b" in done.stdout
+
+
+async def test_a_run_or_batch_that_asks_for_more_than_its_tenant_has_is_refused_at_once(api_stack: ApiStack) -> None:
+    line = '{"id": "a", "tool": "bash_tool", "arguments": {"command": "true"}, "timeout_s": 5000}\n'
+    async with api_stack.client() as client:
+        for body, field in (
+            ({"image": "no.example/image:1"}, "`image`"),
+            ({"cpus": 4096}, "`cpus`"),
+            ({"tool_timeout_s": 5000}, "`limits.tool_timeout_s`"),
+            ({"secrets": ["NO_SUCH"]}, "`secrets`"),
+        ):
+            answer = await client.post("/v1/runs", json={"instruction": "steps", **body})
+            assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_ARGUMENTS"), answer.text
+            assert field in answer.json()["detail"]
+        refused = await client.post("/v1/batches", content=line)
+        assert (refused.status_code, "line 1: `timeout_s`" in refused.json()["detail"]) == (422, True), refused.text

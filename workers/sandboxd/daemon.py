@@ -24,7 +24,6 @@ import structlog
 from contract.calls import LONGEST_TIMEOUT_S
 from contract.errors import SandboxUnavailable
 from contract.image_names import advise_missing
-from contract.sandboxes import LargestOptions
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
@@ -164,11 +163,8 @@ class Daemon:
             "boot": self.boot,
             "name": settings.sandboxd_name,
             "classes": sorted(self.setup.plans.classes),
-            "largest": {
-                name: tenant_class.largest.model_dump()
-                for name, tenant_class in self.setup.plans.classes.items()
-                if tenant_class.largest != LargestOptions()
-            },
+            "largest": {name: options.model_dump() for name, options in self.setup.plans.largest_options().items()},
+            "egress_classes": self.setup.plans.egress_classes(),
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
             "memory_free_bytes": available_memory(),

@@ -15,7 +15,7 @@ from contract.image_names import (
     parse_image_name,
     parse_image_pattern,
 )
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import NetworkPolicy, SandboxPolicy
 from workers.sandboxd.disks.base import WorkspaceMount
@@ -207,6 +207,26 @@ class Plans:
         return frozenset(
             tenant_class.runtime or self._settings.sandbox_runtime for tenant_class in self.classes.values()
         )
+
+    def largest_options(self) -> dict[str, LargestOptions]:
+        """Return the largest options that a session may request, by class. Every field has a value."""
+        return {name: self._largest_options(name, granted) for name, granted in self.classes.items()}
+
+    def _largest_options(self, name: str, granted: TenantClass) -> LargestOptions:
+        chosen = self._plan(name, granted.image or self._settings.sandbox_image, granted.network)
+        largest = self._largest(SandboxPolicy(tenant_class=name), chosen)
+        return LargestOptions(
+            cpus=largest.cpus,
+            memory_bytes=largest.memory_reserve_bytes + MOUNTS_BYTES,
+            workspace_bytes=largest.workspace_bytes,
+            pids=largest.pids,
+            user="root" if largest.is_root else "sandbox",
+            timeout_s=largest.timeout_s,
+        )
+
+    def egress_classes(self) -> list[str]:
+        """Return the classes whose sessions may have network egress."""
+        return sorted(name for name, granted in self.classes.items() if granted.network == "egress")
 
     def images(self) -> frozenset[str]:
         """Return the names and patterns of images of all classes."""
