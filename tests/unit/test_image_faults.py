@@ -70,5 +70,19 @@ def test_explained_rewrites_only_errors_caused_by_the_image() -> None:
         explained("i"),
     ):
         raise SandboxUnavailable("the sandbox did not start: Cannot mkdir: /workspace is not a directory")
-    with pytest.raises(SandboxUnavailable, match=r"^the engine is busy$"), explained("i"):
+    with pytest.raises(SandboxUnavailable, match=r"^the engine is busy$"), explained("i", "sha256:0"):
         raise SandboxUnavailable("the engine is busy")
+
+
+def test_an_error_names_the_image_as_the_caller_wrote_it() -> None:
+    content = "sha256:" + "ab" * 32
+    sentences = [
+        str(explain_unfit({"Architecture": "s390x"}, content)),
+        str(explain_unfit({"Config": {"Volumes": {"/a": {}}}}, content)),
+        f"the engine has no image {content}: pull it",
+    ]
+    for sentence in sentences:
+        with pytest.raises(SandboxUnavailable) as caught, explained("acme/tools:1", content):
+            raise SandboxUnavailable(sentence)
+        assert "acme/tools:1" in str(caught.value)
+        assert "sha256" not in str(caught.value)

@@ -269,10 +269,11 @@ class SandboxFactory:
                 LABEL_CREATED_AT: str(int(now)),
                 LABEL_DEADLINE: str(int(deadline)),
             }
-            image = await self._find_image(plan)
+            with explained(plan.image, plan.image_id):
+                image = await self._find_image(plan)
             volume = await self._find_toolkit(runtime)
             async with workspace.mounted() as mount:
-                with explained(plan.image):
+                with explained(plan.image, plan.image_id):
                     spec = self._profile.build_spec(plan, mount, labels, volume, image)
                     attached = await runtime.start(spec, name)
         except BaseException:
@@ -286,7 +287,7 @@ class SandboxFactory:
             runtime, spec, generation, attached.id, name, on_removed=lambda: self._forget(name), counts=self.counts
         )
         try:
-            with explained(plan.image):
+            with explained(plan.image, plan.image_id):
                 await sandbox.attach(attached)
             if self.check_start is not None:
                 await self.check_start(plan, workspace.size, sandbox)

@@ -16,6 +16,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.specs import ToolSpec
 from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
 from workers.sandboxd.archives.imports import KINDS, build_import, check_import
+from workers.sandboxd.archives.programs import check_programs
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from workers.tools.text import encode
@@ -171,13 +172,16 @@ def _end_jobs(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     names = environment.content
     selected = ["--hard-dereference", "--no-recursion", "--null", "--verbatim-files-from", "--files-from=-"]
-    argv = ["tar", "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
+    # Bash reports a missing tar like in all other archives.
+    program = ["bash", "-c", 'exec tar "$@"', "export"]
+    argv = [*program, "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
     response = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
         raise ToolFailure(
             ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s: copy fewer files"
         )
+    check_programs(done["exit_code"], _stderr_text(response))
     if done["exit_code"] != 0:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,

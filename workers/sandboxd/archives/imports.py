@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
+from workers.sandboxd.archives.programs import check_programs
 
 TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "tar": (),
@@ -79,6 +80,7 @@ def check_import(kind: str, exit_code: int | None, error_output: str, *, timed_o
             f"the {kind} contains names that lead out of the workspace (absolute, or with '..'): pack it with "
             f"relative names",
         )
+    check_programs(exit_code, error_output)
     if exit_code != 0:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,

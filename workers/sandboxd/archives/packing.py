@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveHash, in_pieces
+from workers.sandboxd.archives.programs import check_programs, missing_program
 from workers.sandboxd.frames import Frame
 from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
@@ -178,6 +179,9 @@ class Packing:
             flow.close()
             await _cancel(packing)
         _check_done(done, flow.stderr, "packed", (0, _CHANGED))
+        if not tally.bytes:
+            # The end of an archive alone has 1,024 bytes. The exit code of another tar for unknown options is _CHANGED.
+            raise missing_program("GNU tar")
         packed = tally.facts()
         files_changed = done["exit_code"] == _CHANGED or _VANISHED in flow.stderr
         self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), files_changed)
@@ -445,6 +449,7 @@ def _check_done(
     code = done.get("exit_code")
     if type(code) is int and code in accepted_codes:
         return
+    check_programs(code, bytes(stderr).decode("utf-8", "replace"))
     if any(full in stderr for full in _FULL):
         raise ToolFailure(
             ErrorCode.NO_SPACE,

@@ -51,14 +51,15 @@ def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
 
 
 @contextmanager
-def explained(image: str) -> Iterator[None]:
-    """If the block raises SandboxUnavailable because of the image, replace its message by an explanation. Other errors
-    pass unchanged.
+def explained(image: str, image_id: str | None = None) -> Iterator[None]:
+    """If the block raises SandboxUnavailable because of the image, replace its message by an explanation. In other
+    errors, replace the id of the image by its name `image`, which the caller wrote.
     """
     try:
         yield
     except SandboxUnavailable as error:
-        sentence = explain_start_failure(str(error), image)
-        if sentence is None:
+        named = str(error).replace(image_id, image) if image_id else str(error)
+        sentence = explain_start_failure(named, image) or named
+        if sentence == str(error):
             raise
         raise SandboxUnavailable(sentence) from error
