@@ -20,6 +20,7 @@ from typing import Protocol
 
 from contract.calls import RunFailure, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.plurals import count, plural
 from contract.tenancy import TenantPolicy
 from orchestrator.terminal.commands import build_command
 from store.connection import RedisClient, ScriptConnection
@@ -172,15 +173,15 @@ def once_per_reason(listener: OnWaiting) -> OnWaiting:
 
 def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     """Return the notice about a call that waits for that reason."""
-    tenant, policy = request.tenant, request.policy
+    tenant, policy, rate = request.tenant, request.policy, request.policy.rate_per_s or 0
     pause = f" ({policy.pause_reason})" if policy.pause_reason else ""
     causes = {
         WaitReason.PAUSED: (
             f"tenant {tenant} is paused{pause}; an operator can resume it "
             f"({build_command('tenants', 'resume', tenant)})"
         ),
-        WaitReason.IN_FLIGHT: f"tenant {tenant} has {policy.in_flight} calls in flight, which is its limit",
-        WaitReason.RATE: f"tenant {tenant} may begin at most {policy.rate_per_s or 0:g} calls per second",
+        WaitReason.IN_FLIGHT: f"tenant {tenant} has {count(policy.in_flight, 'call')} in flight, which is its limit",
+        WaitReason.RATE: f"tenant {tenant} may begin at most {rate:g} {plural(rate, 'call')} per second",
         WaitReason.SLOTS: f"the workers have no free slot for tenant {tenant} now",
     }
     message = f"{request.tool} waits: {causes[reason]}; it waits at most {request.wait_s:.0f} s"
@@ -574,9 +575,11 @@ def _unavailable(problem: str) -> BrokerUnavailable:
 
 
 def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
+    limit = request.policy.queued
     sentence = (
-        f"{request.tool} was not run: {request.policy.queued} calls of tenant {request.tenant} wait already, which is "
-        f"the limit; try again in {retry_after_s:.1f} s, or with fewer calls at a time"
+        f"{request.tool} was not run: {count(limit, 'call')} of tenant {request.tenant} already "
+        f"{plural(limit, 'waits', 'wait')}, which is the limit; try again in {retry_after_s:.1f} s, or with fewer "
+        "calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3), **NOT_ADMITTED)
 

@@ -303,7 +303,7 @@ def _build_missed_event(run: str) -> str:
 def not_found(run: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
-        f"run {run[:80]} was not found: list the runs that exist. Runs are stored for 30 days",
+        f"run {run[:80]} was not found: runs are stored for 30 days. List the runs that exist",
     )
 
 

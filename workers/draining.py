@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolFailure
+from contract.plurals import count
 from contract.session_locations import LocationState, SessionLocation
 from store.sessions import WorkerSessionStore
 from workers.checkpoints import AutomaticCheckpoints
@@ -73,7 +74,7 @@ class HostDrain:
     @property
     def problem(self) -> str:
         """Message for the operator: the number of remaining sessions, and one session that cannot be saved."""
-        message = f"{self.remaining_count} sessions left"
+        message = f"{count(self.remaining_count, 'session')} left"
         if not self._refusals:
             return message
         name, reason = next(iter(self._refusals.items()))

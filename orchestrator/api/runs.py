@@ -319,7 +319,7 @@ def convert_not_found() -> Iterator[None]:
     except ToolFailure as failure:
         if failure.code is not ErrorCode.FILE_NOT_FOUND:
             raise
-        raise ApiProblem(ApiCode.NOT_FOUND, f"{failure.message}: GET /v1/runs lists them") from failure
+        raise ApiProblem(ApiCode.NOT_FOUND, f"{failure.message} (GET /v1/runs)") from failure
 
 
 def hosted(caller: Caller) -> HostedRuns:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from contract.plurals import plural
 from contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.progress import BatchProgress, ProgressSnapshot
@@ -121,7 +122,7 @@ class Display:
         eta = format_seconds((s.total - s.ended) / rate) if rate else "unknown"
         tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
         return (
-            f"{format_rate(rate)} items/s; ETA {eta}; {s.calls:,} calls; tokens {tokens}; cost "
+            f"{format_rate(rate)} items/s; ETA {eta}; {s.calls:,} {plural(s.calls, 'call')}; tokens {tokens}; cost "
             f"{format_cost(s.cost, s.cost_unknown)}"
         )
 
@@ -167,7 +168,7 @@ class LogDisplay(Display):
                 self._printed_warnings.add(warning)
 
     def _show_status(self, s: ProgressSnapshot) -> None:
-        counts = f"{self._counts(s)}; {s.steps:,} steps"
+        counts = f"{self._counts(s)}; {s.steps:,} {plural(s.steps, 'step')}"
         if counts != self._last_counts:
             self._last_counts = counts
             self._write(self._displayed.wall(), f"{counts}; {self._figures(s)}")

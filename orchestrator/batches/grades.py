@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from contract.calls import Record
+from contract.plurals import plural
 from contract.run_events import FailureKind, RunEnded
 from orchestrator.terminal.figures import format_cost, format_count
 
@@ -145,7 +146,10 @@ def _rates(tasks: list[tuple[int, int]]) -> Iterable[PassRate]:
 def format_grades(grades: GradeSummary) -> list[tuple[str, str]]:
     """Return the statistics as pairs of a name and a text."""
     passes = [
-        (f"pass@{rate.k}", f"{rate.rate:.3f} (95 %: {rate.low:.3f} to {rate.high:.3f}, {rate.tasks:,} tasks)")
+        (
+            f"pass@{rate.k}",
+            f"{rate.rate:.3f} (95 %: {rate.low:.3f} to {rate.high:.3f}, {rate.tasks:,} {plural(rate.tasks, 'task')})",
+        )
         for rate in grades.passes
     ]
     counts = {
@@ -157,7 +161,7 @@ def format_grades(grades: GradeSummary) -> list[tuple[str, str]]:
     }
     rows = [
         ("tasks", f"{grades.tasks:,}"),
-        ("solved", f"{grades.solved:,} of {grades.counted:,} attempts"),
+        ("solved", f"{grades.solved:,} of {grades.counted:,} {plural(grades.counted, 'attempt')}"),
         ("mean reward", "none" if grades.mean_reward is None else f"{grades.mean_reward:.3f}"),
         *passes,
         *((name, f"{count:,}") for name, count in counts.items() if count),

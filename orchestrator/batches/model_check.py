@@ -50,7 +50,7 @@ def _find_price_errors(
         if has_limit and (work.model or defaults.model or default_model) not in priced:
             yield LineError(
                 "`limits.max_cost` needs a model with prices: name one (GET /v1/models, `toolcrew models list`), omit "
-                "the limit, or give --prices IN/OUT to `toolcrew batches submit`",
+                "the limit, or give --prices IN/OUT to `submit`",
                 item.line,
             )
 

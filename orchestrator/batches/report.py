@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from contract.calls import MAX_NAME_CHARS
+from contract.plurals import plural
 from contract.run_events import CallFinished, RunClaimed, RunEnded, RunEvent, RunReady, RunRetried, StepFinished
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.grades import format_grades
@@ -225,9 +226,9 @@ class _Report:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in snapshot.failures.items())
         columns = ("item", "kind", "code", "attempt", "ended", "message")
         title = f"Failed items: {len(listed):,} of {snapshot.failed:,}"
-        more = (
-            f"{snapshot.failed - len(listed):,} more failed items are not listed here; the error file has all of them."
-        )
+        hidden = snapshot.failed - len(listed)
+        more = f"{hidden:,} more failed {plural(hidden, 'item is', 'items are')} not listed here; "
+        more += "the error file has all of them."
         return [
             f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count.",
             *_groups(snapshot),
@@ -329,7 +330,7 @@ def _groups(snapshot: ProgressSnapshot) -> list[Block]:
         for group in snapshot.groups[:MAX_GROUP_ROWS]
     ]
     rest = snapshot.groups[MAX_GROUP_ROWS:]
-    more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other codes."
+    more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other {plural(len(rest), 'code')}."
     columns = ("code", "kind", "items", "example", "message")
     return [Table("Failures by code", columns, rows, (0, 1, 3, 4), MAX_CELL_CHARS), *([more] if rest else [])]
 

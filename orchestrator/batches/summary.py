@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Literal
 
+from contract.plurals import count, plural
 from contract.run_events import FailureKind
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.grades import GradeSummary, format_grades
@@ -92,7 +93,8 @@ def build_summary_lines(summary: Summary) -> list[str]:
     again = "".join(
         f", {count:,} {state}" for count, state in ((s.retried, "retried"), (s.resumed, "resumed")) if count
     )
-    rates = f"{format_rate(s.items_per_s)} items/s, {s.steps:,} steps, {s.calls:,} calls"
+    work = f"{s.steps:,} {plural(s.steps, 'step')}, {s.calls:,} {plural(s.calls, 'call')}"
+    rates = f"{format_rate(s.items_per_s)} items/s, {work}"
     tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
     return [
         f"batch {one_line(s.batch)}: {'done' if s.has_ended else 'not finished'}, {', '.join(counts)}",
@@ -115,5 +117,5 @@ def _group_line(group: FailureGroup) -> str:
 
 def _hidden_groups_line(groups: Sequence[FailureGroup]) -> list[str]:
     """Return the line about the groups that are not shown, if there are any."""
-    count = sum(group.count for group in groups)
-    return [f"  and {count:,} more failed with {len(groups)} other codes"] if groups else []
+    failed = sum(group.count for group in groups)
+    return [f"  and {failed:,} more failed with {count(len(groups), 'other code')}"] if groups else []

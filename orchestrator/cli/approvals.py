@@ -13,7 +13,7 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command
+from orchestrator.cli.runner import Json, OnlyTenant, Output, as_command
 from orchestrator.operations.views import view_approval
 from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
@@ -64,7 +64,7 @@ def asks_elsewhere() -> bool:
 
 @approvals_app.command("list")
 @as_command
-async def approvals_list(tenant: Tenant = None, as_json: Json = False) -> Output:
+async def approvals_list(tenant: OnlyTenant = None, as_json: Json = False) -> Output:
     """List the calls that wait for a decision, with their exact arguments, the first to expire first.
 
     An operator sees the calls of every tenant. A tenant's key sees only the calls of that tenant.

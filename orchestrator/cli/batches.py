@@ -13,6 +13,7 @@ from rich.console import Console
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError, ToolcrewError
+from contract.plurals import count
 from contract.run_events import FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
@@ -234,7 +235,7 @@ async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
     """Cancel a batch: stop running items and start no others. `resume` continues it."""
     async with open_pool_client(tenant) as client:
         waiting = await client.batch_runs().batches.cancel(batch)
-    line = f"{batch} is being cancelled; {waiting} items had not started"
+    line = f"{batch} is being cancelled; {count(waiting, 'item')} had not started"
     return Output({"batch": batch, "not_begun": waiting}, [line])
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from contract.errors import ConfigError
+from contract.plurals import count
 from orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from orchestrator.cli.batches_views import BatchId
 from orchestrator.cli.clients import open_pool_client
@@ -37,14 +38,15 @@ async def batches_rollouts(
         ended = [(item, outcome) async for item, outcome in runs.ended(batch) if isinstance(item.work, RunBody)]
         write = write_jsonl if file_format == "jsonl" else write_parquet
         try:
-            count = write(output, _read_records(ended, runs.tenant, missing))
+            written = write(output, _read_records(ended, runs.tenant, missing))
         except OSError as error:
             raise ConfigError(f"{output} cannot be written ({error.strerror or error}): give another path") from error
-    notes = [f"{count} records"]
+    notes = [count(written, "record")]
     if missing:
         place = load_settings().traces
-        notes.append(f"toolcrew: warning: {len(missing)} items have no trace in {place}: run this where they ran")
-    return Output({"batch": batch, "records": count, "items_without_trace": len(missing)}, notes=notes)
+        items = count(len(missing), "item has", "items have")
+        notes.append(f"toolcrew: warning: {items} no trace in {place}: run this where they ran")
+    return Output({"batch": batch, "records": written, "items_without_trace": len(missing)}, notes=notes)
 
 
 def _read_records(

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from contract.errors import ConfigError
+from contract.plurals import count
 from contract.run_events import RunEvent
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
@@ -19,12 +20,10 @@ from orchestrator.batches.report import build_report
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import download_artifacts
-from orchestrator.cli.access import open_deployment
-from orchestrator.cli.clients import open_pool_client
+from orchestrator.cli.clients import find_tenants, open_pool_client
 from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
-from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from store.batches import BatchRecord
 
@@ -41,13 +40,13 @@ _COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting",
 
 @as_command
 async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Output:
-    """List the batches of the last 30 days of all registered tenants, newest first.
+    """List the batches of the last 30 days of all tenants, newest first.
 
     A tenant's key lists only its own batches.
     """
     async with open_pool_client(tenant) as client:
         queue, found = client.batch_runs().queue, list[dict[str, Any]]()
-        for name in await _find_tenants(client, tenant):
+        for name in await find_tenants(client, tenant):
             for batch, record in (await queue.list_batches(name)).batches.items():
                 found.append({"tenant": name, **_describe(batch, record, await queue.counts(name, batch))})
     found.sort(key=lambda status: str(status["created_at"]), reverse=True)
@@ -62,14 +61,6 @@ def _describe(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dic
     """Return the status of a batch, and where its rows are."""
     rows = record.rows.model_dump() if record.rows is not None else None
     return {**build_status(batch, record, counts).model_dump(mode="json"), "rows": rows}
-
-
-async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
-    """Return the tenant of the option or of a tenant's key; for operators, all tenants."""
-    if tenant is not None or (await client.actor()).role == "tenant":
-        return [client.tenant]
-    async with open_deployment("operator") as deployment:
-        return sorted({client.tenant, *(await deployment.tenants.all_with_active())[1]})
 
 
 @as_command
@@ -126,7 +117,7 @@ async def batches_export(
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a report to this file instead: a page with plots that needs no network."),
+        typer.Option("--html", help="Write a report to this file: a page with plots that needs no network."),
     ] = None,
     events: Annotated[
         Path | None,
@@ -144,25 +135,25 @@ async def batches_export(
         raise typer.BadParameter("--errors needs --output: without it all rows are printed")
     if events is not None and page is None:
         raise typer.BadParameter("--events needs --html: only a report reads them")
-    if page is not None and output is not None:
-        raise typer.BadParameter(
-            "--html and --output were both given: export the rows and the report with two commands"
-        )
     if page is not None:
         await _export_report(batch, page, events, tenant)
-        return Output({"batch": batch, "page": str(page)}, [str(page)])
+        if output is None and artifacts is None:
+            return Output({"batch": batch, "page": str(page)}, [str(page)])
     stored = StoredFiles.of(load_settings()) if artifacts is not None else None
     async with open_pool_client(tenant) as client:
         runs = client.batch_runs()
         if artifacts is not None and stored is not None:
             async for outcome in runs.outcomes(batch):
                 await download_artifacts(outcome, stored, runs.tenant, artifacts)
-        if output is None:
+        if output is None and page is None:
             await _print_rows(runs, batch)
             return None
-        with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
-            count = await runs.write_rows(batch, rows)
-    return Output({"batch": batch, "rows": count}, notes=[f"{count} rows"])
+        written: dict[str, Any] = {"page": str(page)} if page is not None else {}
+        if output is not None:
+            with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
+                written["rows"] = await runs.write_rows(batch, rows)
+    notes = [count(written["rows"], "row")] if "rows" in written else []
+    return Output({"batch": batch, **written}, [str(page)] if page is not None else [], notes)
 
 
 async def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
 
 calls_app = typer.Typer(no_args_is_help=True)
 CallName = Annotated[
@@ -18,7 +18,7 @@ CallName = Annotated[
 @as_command
 async def calls_list(
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Largest number of calls to list.")] = 50,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> Output:
     """List waiting calls with the reason, then running calls, then calls that ended in the last day."""

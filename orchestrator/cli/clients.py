@@ -8,6 +8,7 @@ import typer
 from contract.errors import ConfigError
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.admission import WaitNotice, once_per_reason, report_waiting
+from orchestrator.cli.access import open_deployment
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
@@ -68,6 +69,14 @@ async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = F
         )
     async with open_client(tenant, needs_workers=needs_workers) as client:
         yield client
+
+
+async def find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
+    """Return the tenant of the option or of a tenant's key; for operators, all tenants."""
+    if tenant is not None or (await client.actor()).role == "tenant":
+        return [client.tenant]
+    async with open_deployment("operator") as deployment:
+        return sorted({client.tenant, *(await deployment.tenants.all_with_active())[1]})
 
 
 def show_waiting() -> AbstractContextManager[None]:

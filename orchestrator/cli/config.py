@@ -13,6 +13,7 @@ import typer
 from pydantic import BaseModel
 
 from contract.errors import ConfigError, OperatorError
+from contract.plurals import count
 from contract.setting_rows import build_rows
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
@@ -96,7 +97,7 @@ async def config_reseal(as_json: Json = False) -> Output:
     notes = [
         f"{name} cannot be verified and was not signed: remove the record or set it again" for name in done.refused
     ]
-    return Output(asdict(done), [f"{done.signed} records have a new signature"], notes)
+    return Output(asdict(done), [f"{count(done.signed, 'record has', 'records have')} a new signature"], notes)
 
 
 def _lines(processes: list[dict[str, Any]], *, has_origin: bool) -> Iterator[str]:

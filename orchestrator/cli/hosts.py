@@ -8,6 +8,7 @@ import typer
 from contract.clock import format_instant
 from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
+from contract.plurals import count
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
@@ -101,7 +102,7 @@ async def _follow_drain(hosts: HostStore, report: HostReport, print_progress: Ca
         if state == "drained":
             print_progress(f"{report.queue} has ended")
         else:
-            print_progress(f"{report.queue}: {last.problem or f'{last.busy} calls run'}")
+            print_progress(f"{report.queue}: {last.problem or count(last.busy, 'call runs', 'calls run')}")
     return _end(report, "drained")
 
 

@@ -24,7 +24,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Tenant = Annotated[
     str | None, typer.Option("--tenant", help="The tenant. Default: the tenant of TOOLCREW_API_KEY, or `default`.")
 ]
-OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")]
+OnlyTenant = Annotated[
+    str | None,
+    typer.Option("--tenant", help="Only this tenant. Default: all tenants, or the tenant of a tenant's key."),
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")

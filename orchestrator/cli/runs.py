@@ -1,22 +1,26 @@
 """`toolcrew runs`: list, show, follow, fork and cancel the runs that programs started on a pool."""
 
 import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
 
 from contract.clock import format_instant
+from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
+from orchestrator.cli.clients import find_tenants, open_running
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
+from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls
-from store.run_records import HostedRun, HostedState
+from store.run_records import HostedRun, HostedState, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
-_COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
+_COLUMNS = ("id", "tenant", "state", "created", "attempt", "session", "instruction")
 _MAX_CHARS = 60
 _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "characters", "state")
 
@@ -27,25 +31,53 @@ async def runs_list(
     state: Annotated[HostedState | None, typer.Option("--state", help="Only runs in this state.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="Largest number of runs to list.")] = 50,
     cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
-    tenant: Tenant = None,
+    tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> Output:
-    """List the runs of the last 30 days, newest first."""
+    """List the runs of the last 30 days of all tenants, newest first. A tenant's key lists only its own runs.
+
+    With --tenant, long lists have pages. Runs of batches are not listed: see `toolcrew batches`.
+    """
     async with open_running("runs", tenant) as client:
-        page = await client.runs.list(cursor=cursor, limit=limit, state=state)
+        tenants = await find_tenants(client, tenant)
+        if cursor is not None and len(tenants) > 1:
+            raise typer.BadParameter("--cursor needs --tenant: only the list of one tenant has pages")
+        pages = [await client.runs.list(cursor=cursor, limit=limit, state=state, tenant=name) for name in tenants]
+    page = pages[0] if len(pages) == 1 else merge_pages(pages, limit)
     views = [_view(run) for run in page.runs]
     rows = [
         {**view, "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
         for view, run in zip(views, page.runs, strict=True)
     ]
     notes = []
+    if page.next_cursor is None and len(page.runs) == limit:
+        notes = ["there may be more runs: raise --limit, or choose a tenant with --tenant"]
     if page.next_cursor is not None:
         options = [*(("--state", state.value) if state is not None else ()), "--limit", str(limit)]
         options += ["--cursor", page.next_cursor]
-        more = build_command("runs", "list", *options, tenant=tenant or DEFAULT_TENANT)
+        more = build_command("runs", "list", *options, "--tenant", tenants[0])
         notes = [f"there may be more runs: `{more}`"]
     data = {"runs": views, "next_cursor": page.next_cursor}
     return list_output(data, rows, _COLUMNS, empty="no run of the last 30 days matches", notes=notes)
+
+
+def merge_pages(pages: Sequence[RunPage], limit: int) -> RunPage:
+    """Return the newest runs of several tenants as one page, which has no next one."""
+    runs = sorted((run for page in pages for run in page.runs), key=lambda run: -run.created_at)
+    return RunPage(runs=tuple(runs[:limit]))
+
+
+@asynccontextmanager
+async def open_runs(tenant: str | None) -> AsyncIterator[ClientRuns]:
+    """Open the runs of the tenant. The error for a run that does not exist names the command that lists runs."""
+    try:
+        async with open_running("runs", tenant) as client:
+            yield client.runs
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.FILE_NOT_FOUND:
+            raise
+        listing = build_command("runs", "list", tenant=tenant or DEFAULT_TENANT)
+        raise ToolFailure(failure.code, f"{failure.message} (`{listing}`)") from failure
 
 
 @runs_app.command("show")
@@ -67,18 +99,16 @@ async def runs_show(
     ] = False,
 ) -> Output | None:
     """Show the state of a run and its outcome, or its events."""
-    async with open_running("runs", tenant) as client:
+    async with open_runs(tenant) as runs:
         if events or follow:
-            async for event, text in (
-                client.runs.follow(run, after) if follow else client.runs.stored_events(run, after)
-            ):
+            async for event, text in runs.follow(run, after) if follow else runs.stored_events(run, after):
                 fields = json.loads(text)
                 typer.echo(
                     json.dumps({"id": event, **fields}) if as_json else escape_controls(_describe_event(event, fields))
                 )
             return None
-        found = await client.runs.get(run)
-        messages = list(await client.runs.transcript(run)) if transcript else []
+        found = await runs.get(run)
+        messages = list(await runs.transcript(run)) if transcript else []
     lines = [*describe_run(found), *(json.dumps(message, ensure_ascii=False) for message in messages)]
     return Output(_view(found) | ({"transcript": messages} if transcript else {}), lines)
 
@@ -96,8 +126,8 @@ async def runs_fork(
 
     They continue from the session as it was after these steps. RUN must have been started with --keep-states.
     """
-    async with open_running("runs", tenant) as client:
-        forks = await client.runs.fork(run, step=step, n=count)
+    async with open_runs(tenant) as runs:
+        forks = await runs.fork(run, step=step, n=count)
     return Output({"runs": [_view(fork) for fork in forks]}, [fork.id for fork in forks])
 
 
@@ -105,8 +135,8 @@ async def runs_fork(
 @as_command
 async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Cancel a run. A run that waits ends at once, any other within 2 seconds."""
-    async with open_running("runs", tenant) as client:
-        record = await client.runs.cancel(run)
+    async with open_runs(tenant) as runs:
+        record = await runs.cancel(run)
     state = record.state.value if record.state.is_final else "is being cancelled"
     return Output(_view(record), [f"{record.id} {state}"])
 

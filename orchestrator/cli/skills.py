@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.schema import find_nearest
 from contract.settings import check_environment
 from contract.skills import SkillBroken
@@ -46,7 +47,8 @@ async def skills_list(
 
 def _describe_skill(skill: SkillSummary) -> list[str]:
     details = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
-    size = f"{skill.files} files, {skill.bytes} bytes, {'with' if skill.has_scripts else 'without'} scripts"
+    scripts = "with scripts" if skill.has_scripts else "without scripts"
+    size = f"{count(skill.files, 'file')}, {count(skill.bytes, 'byte')}, {scripts}"
     fields = [f"{key}: {value}" for key, value in details if value is not None]
     return [skill.name, "", skill.description, "", size, *fields, *_warn(skill)]
 
@@ -79,7 +81,7 @@ async def skills_install(
             async with open_client(tenant) as client:
                 stored = installed = await (await client.own_skills()).install(source, replace=replace)
             skill = installed.skill
-            done = f"is installed ({skill.files} files, digest {skill.digest})"
+            done = f"is installed ({count(skill.files, 'file')}, digest {skill.digest})"
     except SkillBroken as broken:
         raise ConfigError(f"{source}: {broken}") from broken
     return Output(stored.model_dump(mode="json"), [*_warn(skill), f"{skill.name} {done}"])

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.cli.access import Deployment, open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
@@ -98,7 +99,8 @@ async def tenants_remove(name: Name, as_json: Json = False) -> Output:
     """
     async with open_deployment("admin") as deployment:
         revoked = await deployment.tenants.remove(name)
-    line = f"{name} is removed and its {revoked} API keys are revoked; the name cannot be registered again"
+    keys = count(revoked, "API key is", "API keys are")
+    line = f"{name} is removed and its {keys} revoked; the name cannot be registered again"
     return Output({"name": name, "revoked_keys": revoked}, [line])
 
 

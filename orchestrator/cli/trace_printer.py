@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from contract.plurals import count
 from contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
@@ -38,7 +39,7 @@ class TracePrinter(RunPrinter):
         for event in trace.in_order():
             self.on_event(event)
         if trace.events:
-            self._line(f"   {len(trace.steps)} steps in {trace.seconds:.2f} s", "dim")
+            self._line(f"   {count(len(trace.steps), 'step')} in {trace.seconds:.2f} s", "dim")
         for note in (*trace.notes(), *(f"note: {fault}" for fault in trace.faults())):
             self._line(note, "magenta")
 

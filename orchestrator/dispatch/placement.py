@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import RELEASE, HostReport
 from contract.image_names import ImageName, ImageNameError, find_matches, is_allowed, parse_image_name
+from contract.plurals import plural
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
 """Free memory, in bytes, that a host should have. A host with less is chosen only if no other host fits."""
@@ -179,13 +180,13 @@ def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], needs: Hos
             "`toolcrew up`"
         )
     if able:
-        return (
-            f"all {len(able)} hosts that could take the session are full: try again after sessions were closed, or add "
-            "a host"
-        )
+        full = plural(len(able), "the only host", f"all {len(able)} hosts")
+        full += f" that could take the session {plural(len(able), 'is', 'are')} full"
+        return f"{full}: try again after sessions were closed, or add a host"
     if all(host.release != RELEASE for host in hosts):
         return f"every host runs another release than this program ({RELEASE}): install the same release on all"
     if not any(needs.tenant_class in host.classes for host in hosts):
         classes = ", ".join(sorted({name for host in hosts for name in host.classes}))
         return f"no host has the tenant class '{needs.tenant_class}'; the hosts have: {classes}"
-    return f"none of the {len(hosts)} hosts takes sessions now (draining, unhealthy or lost): see `toolcrew hosts list`"
+    none = plural(len(hosts), "the only host takes no sessions", f"none of the {len(hosts)} hosts takes sessions")
+    return f"{none} now (draining, unhealthy or lost): see `toolcrew hosts list`"

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from contract.calls import CallUsage, Clocks, ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelInterrupted, ToolFailure
+from contract.plurals import count
 from contract.registry import Switch
 from contract.run_events import (
     CallFinished,
@@ -361,8 +362,8 @@ class _Run:
         exhausted = self._spending.find_exhausted()
         if exhausted is not None:
             self._warn(
-                f"stopped by the limit {exhausted.value} after {self._spending.steps} steps while the model still "
-                "called tools; the last reply is returned"
+                f"stopped by the limit {exhausted.value} after {count(self._spending.steps, 'step')} while the model "
+                "still called tools; the last reply is returned"
             )
         return exhausted
 
@@ -432,7 +433,8 @@ class _Run:
         fitted, shortened = self._window.fit(messages, self._transcript.older, self._transcript.newest)
         if shortened > self._shortened:
             self._warn(
-                f"{shortened} results were shortened to fit the context window of {self._window.limit_tokens} tokens"
+                f"{count(shortened, 'result was', 'results were')} shortened to fit the context window of "
+                f"{self._window.limit_tokens} tokens"
             )
         self._shortened = shortened
         request = self._agent.dialect.build_request(self._select_messages(fitted), self._agent.specs)

@@ -7,6 +7,7 @@ from typing import Any
 
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
 from contract.functions.completions import Completion
+from contract.plurals import count
 from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.dialects.reader import read_usage
@@ -97,7 +98,8 @@ class BudgetedModel:
         if self._used.calls >= self.max_calls:
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"this tool has used its budget of {self.max_calls} calls to the model. Answer without further calls.",
+                f"this tool has used its budget of {count(self.max_calls, 'call')} to the model. Answer without "
+                "further calls.",
             )
         if self._used.tokens >= self.max_tokens:
             raise ToolFailure(

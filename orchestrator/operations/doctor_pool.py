@@ -8,6 +8,7 @@ from contract.errors import ConfigError
 from contract.hosts import RELEASE, HostReport
 from contract.image_names import may_share
 from contract.names import CATALOG_POOLS
+from contract.plurals import count, plural
 from contract.signing import SigningKeys
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
@@ -41,8 +42,10 @@ async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, 
     await _examine_tenants(client, deployment, keys, snapshot, report)
     await _examine_keys(client, deployment, keys, report)
     _judge_questions(snapshot, report)
+    changes = await Audit(client, deployment).count()
     report.add_passed(
-        "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew changes list`)"
+        "audit",
+        f"{count(changes, 'change by an operator is', 'changes by operators are')} stored (`toolcrew changes list`)",
     )
     return list(snapshot.hosts)
 
@@ -129,17 +132,17 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
         )
     if host.kind == "sandbox" and host.sessions >= host.max_sessions:
         return (
-            f"all {host.max_sessions} sessions are taken",
+            f"{plural(host.max_sessions, 'its only session is', f'all {host.max_sessions} sessions are')} taken",
             "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there",
         )
     return host.problem, f"see the worker's log on {host.host}" if host.problem else ""
 
 
 def _size_of(host: HostReport) -> str:
-    parts = [f"release {host.release}", f"{host.busy} calls run, at most {host.slots}"]
+    parts = [f"release {host.release}", f"{count(host.busy, 'call runs', 'calls run')}, at most {host.slots}"]
     if host.kind == "sandbox":
         parts += [
-            f"{host.sessions} sessions",
+            count(host.sessions, "session"),
             f"disk {host.disk_free_bytes // _MIB} MiB free",
             f"images {', '.join(host.images) or 'none'}",
         ]
@@ -219,7 +222,7 @@ async def _examine_queues(
         if queue.length and not queue.slots:
             report.add_failure(
                 "queues",
-                f"{queue.queue}: {queue.length} calls, and no worker serves it",
+                f"{queue.queue}: {count(queue.length, 'call')}, and no worker serves it",
                 "start its workers (docs/deploy.md)",
             )
         elif age_s is not None and age_s > OLD_MESSAGE_S:
@@ -231,7 +234,8 @@ async def _examine_queues(
         elif queue.oldest_s is not None and queue.oldest_s > OLD_MESSAGE_S:
             report.add_warning(
                 "queues",
-                f"{queue.queue}: {queue.waiting} calls wait for a slot, the oldest for {queue.oldest_s:.0f} s",
+                f"{queue.queue}: {count(queue.waiting, 'call waits', 'calls wait')} for a slot, the oldest for "
+                f"{queue.oldest_s:.0f} s",
                 "add workers, or see which tenant uses the slots: `toolcrew tenants list`",
             )
     dead = {
@@ -240,12 +244,14 @@ async def _examine_queues(
     for lost, length in dead.items():
         report.add_failure(
             "queues",
-            f"{lost}: {length} calls of a host that no longer reports",
+            f"{lost}: {count(length, 'call')} of a host that no longer reports",
             "a running orchestrator answers them: start one, or see its log",
         )
     if not dead and all(finding.name != "queues" for finding in report.findings):
         report.add_passed(
-            "queues", f"{total} calls are in {len(snapshot.queues)} queues, {snapshot.waiting} wait for a slot"
+            "queues",
+            f"{count(total, 'call is', 'calls are')} in {count(len(snapshot.queues), 'queue')}, {snapshot.waiting} "
+            f"{plural(snapshot.waiting, 'waits', 'wait')} for a slot",
         )
 
 
@@ -303,7 +309,7 @@ async def _examine_keys(client: RedisClient, deployment: str, signing: SigningKe
         elif record.expires_at is not None and record.expires_at - now < KEY_DAYS * _DAY_S:
             _report_expiring(key_id, record, record.expires_at - now, report)
     if keys and len(report.findings) == before:
-        report.add_passed("keys", f"{len(keys)} API keys, none of them expires within {KEY_DAYS} days")
+        report.add_passed("keys", f"{count(len(keys), 'API key')}, none expires within {KEY_DAYS} days")
 
 
 def _report_expiring(key_id: str, record: ApiKeyRecord, remaining_s: float, report: Report) -> None:
@@ -326,6 +332,6 @@ def _judge_questions(snapshot: Overview, report: Report) -> None:
     if snapshot.approvals:
         report.add_warning(
             "approvals",
-            f"{snapshot.approvals} calls wait for a person",
+            f"{count(snapshot.approvals, 'call waits', 'calls wait')} for a person",
             "`toolcrew approvals list`, or the page of approvals",
         )

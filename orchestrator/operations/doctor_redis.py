@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError
+from contract.plurals import count
 from contract.settings import BrokerSettings
 from orchestrator.operations.findings import Report
 from store.connection import (
@@ -101,7 +102,7 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
     if evicted := int(info.get("evicted_keys", 0)):
         report.add_warning(
             "memory",
-            f"{evicted} keys were evicted since Redis started",
+            f"{count(evicted, 'key was', 'keys were')} evicted since Redis started",
             "calls and runs may be lost: check the failed ones (`toolcrew batches list`)",
         )
 

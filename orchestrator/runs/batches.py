@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.run_events import BatchNotice, FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
@@ -110,7 +111,9 @@ class Batches:
             await self._queue.reopen(self.tenant, batch_id)
         await self._add(batch_id, file)
         if is_new:
-            await self._publish_notice(batch_id, f"submitted with {len(file.items)} items", total=len(file.items))
+            await self._publish_notice(
+                batch_id, f"submitted with {count(len(file.items), 'item')}", total=len(file.items)
+            )
         else:
             await self.resume(batch_id)
         return batch_id
@@ -121,7 +124,7 @@ class Batches:
         is_missing_some = await self._queue.count_items(self.tenant, batch) < record.total
         if record.state is BatchState.IN_PROGRESS and is_missing_some:
             await self._add(batch, file)
-            await self._publish_notice(batch, f"submitted with {record.total} items", total=record.total)
+            await self._publish_notice(batch, f"submitted with {count(record.total, 'item')}", total=record.total)
         return batch
 
     async def resume(
@@ -146,7 +149,7 @@ class Batches:
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         # Send no notice if nothing has changed: the rates of a batch are computed up to its last event.
         if await self._queue.reopen(self.tenant, batch) or again:
-            await self._publish_notice(batch, f"resumed, {again} items start again")
+            await self._publish_notice(batch, f"resumed, {count(again, 'item starts', 'items start')} again")
         return again
 
     async def status(self, batch: str) -> BatchRecord:

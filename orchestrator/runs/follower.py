@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.plurals import count
 from contract.run_events import BatchNotice, RunEvent
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.terminal.commands import build_resubmission
@@ -145,9 +146,10 @@ class Follower:
         if lost <= self._lost:
             return
         self._lost |= lost
+        items = count(len(self._lost), "item, which has", "items, which have")
         message = (
-            f"Redis has lost {len(self._lost)} items, and they have no row: see that it evicts nothing, then submit "
-            f"the same file again with `{build_resubmission(self._batch, self._tenant)}` and the same --output"
+            f"Redis has lost {items} no row: see that it evicts nothing, then submit the same file again with "
+            f"`{build_resubmission(self._batch, self._tenant)}` and the same --output"
         )
         self._show(BatchNotice(message=message))
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.invalid_input import describe_invalid
+from contract.plurals import count
 from contract.run_events import CallFinished, ModelReplied, RunEvent
 from contract.signing import SigningKeys
 from contract.webhooks import Webhook
@@ -220,8 +221,8 @@ class HostedRuns:
         if await self._sessions.find(tenant, plan.state) is None:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND,
-                f"the state of run {run} after {step} steps was released: a state is kept for a day after its last "
-                "use, until the run is cancelled or retried. Fork another run",
+                f"the state of run {run} after {count(step, 'step')} was released: a state is kept for a day after its "
+                "last use, until the run is cancelled or retried. Fork another run",
             )
         names = [f"{idempotency_key}/{number}" if idempotency_key is not None else None for number in range(n)]
         # The first fork is refused if there is no room for all of them.

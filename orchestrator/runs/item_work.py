@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from contract.calls import ToolResult
 from contract.errors import ConfigError, ContextWindowExceeded, ErrorCode, ModelDenied, ModelRefused
 from contract.model_endpoints import Prices
+from contract.plurals import count
 from contract.run_events import (
     ArtifactsCopied,
     BatchNotice,
@@ -309,7 +310,7 @@ class ItemWork:
 
         async def keep_state() -> None:
             if session is not None and (problem := await self._sessions.keep_state(session, journal)):
-                notify(f"the state of the session after {journal.steps} steps was not stored: {problem}")
+                notify(f"the state of the session after {count(journal.steps, 'step')} was not stored: {problem}")
 
         async with AsyncExitStack() as stack:
             stack.enter_context(report_notices(notify))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEvent, StateKept
 from contract.session_locations import MAX_FORKS
 from orchestrator.dialects.call_ids import build_call_id
@@ -181,12 +182,13 @@ def plan_fork(run: str, record: RunRecord, shared: SharedSteps, step: int, defau
     if step not in states:
         shown = ", ".join(str(number) for number in sorted(states)) or "none yet"
         raise _refused(
-            f"run {run} has no state after {step} steps: use one of its states ({shown}). A run keeps a state before "
-            "each request to the model"
+            f"run {run} has no state after {count(step, 'step')}: use one of its states ({shown}). A run keeps a state "
+            "before each request to the model"
         )
     if not states[step].session:
         raise _refused(
-            f"the state of run {run} after {step} steps was not stored: {states[step].problem}. Use another step"
+            f"the state of run {run} after {count(step, 'step')} was not stored: {states[step].problem}. Use another "
+            "step"
         )
     # The settings are copied now, because the defaults of the batch may change before the fork is claimed.
     limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}

@@ -404,7 +404,7 @@ class ToolClient:
         """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
         hosted = HostedRuns.on(self._pool, self._settings)
         own = OwnRuns(self._settings, self._pool, self._parts, self.traces, hosted)
-        return ClientRuns(hosted, own, lambda: self._as_tenant(None), self.actor)
+        return ClientRuns(hosted, own, self._as_tenant, self.actor)
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """Return the tenant of an operation. Raises ToolFailure when the client's key is not valid for that tenant."""

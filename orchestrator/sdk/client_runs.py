@@ -23,11 +23,11 @@ class ClientRuns:
         self,
         hosted: HostedRuns,
         own: OwnRuns,
-        tenant: Callable[[], Awaitable[str]],
+        tenant: Callable[[str | None], Awaitable[str]],
         actor: Callable[[], Awaitable[Actor]],
     ) -> None:
-        """Create the runs of a client. `tenant`: returns the tenant, if the client's key is still valid for it.
-        `actor`: returns the user of the client.
+        """Create the runs of a client. `tenant`: returns the given tenant, or that of the client, if the client's key
+        is still valid for it. `actor`: returns the user of the client.
         """
         self._hosted, self._own = hosted, own
         self._tenant = tenant
@@ -48,7 +48,7 @@ class ClientRuns:
         """
         body = RunBody(instruction=instruction) if isinstance(instruction, str) else instruction
         return await self._hosted.start(
-            await self._tenant(),
+            await self._tenant(None),
             body,
             environment or ItemEnvironment(),
             idempotency_key=idempotency_key,
@@ -63,36 +63,43 @@ class ClientRuns:
         If this process dies, an orchestrator of the pool continues the run. A cancellation of this method cancels the
         run. `on_event` receives every event of the run.
         """
-        return await self._own.execute(await self._tenant(), body, session.id, on_event)
+        return await self._own.execute(await self._tenant(None), body, session.id, on_event)
 
     async def fork(self, run: str, *, step: int, n: int = 1, idempotency_key: str | None = None) -> list[HostedRun]:
         """Queue `n` runs that share the first `step` steps of a run with `keep_states`, and continue from the state of
         its session after these steps (HostedRuns.fork).
         """
-        return await self._hosted.fork(await self._tenant(), run, step, n, idempotency_key=idempotency_key)
+        return await self._hosted.fork(await self._tenant(None), run, step, n, idempotency_key=idempotency_key)
 
     async def get(self, run: str) -> HostedRun:
         """Return the state of a run with its full answer."""
-        return await self._hosted.get(await self._tenant(), run)
+        return await self._hosted.get(await self._tenant(None), run)
 
-    async def list(self, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None) -> RunPage:
-        """Return one page of runs, the newest first (HostedRuns.list)."""
-        return await self._hosted.list(await self._tenant(), cursor=cursor, limit=limit, state=state)
+    async def list(
+        self,
+        *,
+        cursor: str | None = None,
+        limit: int = 50,
+        state: HostedState | None = None,
+        tenant: str | None = None,
+    ) -> RunPage:
+        """Return one page of runs, the newest first (HostedRuns.list). `tenant` None: the client's tenant."""
+        return await self._hosted.list(await self._tenant(tenant), cursor=cursor, limit=limit, state=state)
 
     async def cancel(self, run: str) -> HostedRun:
         """End a run: immediately if it waits, otherwise within 2 s."""
-        return await self._hosted.cancel(await self._tenant(), run, actor=await self._actor())
+        return await self._hosted.cancel(await self._tenant(None), run, actor=await self._actor())
 
     async def transcript(self, run: str) -> Sequence[dict[str, Any]]:
         """Return the run's messages so far, in the OpenAI wire format."""
-        return await self._hosted.transcript(await self._tenant(), run)
+        return await self._hosted.transcript(await self._tenant(None), run)
 
     async def follow(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the run's events as they occur, each as (id, JSON), until the last event (HostedRuns.follow)."""
-        async for entry in self._hosted.follow(await self._tenant(), run, after):
+        async for entry in self._hosted.follow(await self._tenant(None), run, after):
             yield entry
 
     async def stored_events(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the run's stored events, each as (id, JSON)."""
-        async for entry in self._hosted.stored_events(await self._tenant(), run, after):
+        async for entry in self._hosted.stored_events(await self._tenant(None), run, after):
             yield entry

@@ -11,6 +11,7 @@ from rich.text import Text as RichText
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
+from contract.plurals import count
 from contract.run_events import (
     ApprovalAsked,
     CallFinished,
@@ -190,7 +191,8 @@ class RunPrinter:
         else:
             self._reply = self._reply[: -event.characters or None]
             self._line(
-                f"   discard the last {event.characters} characters: the reply was interrupted and started again",
+                f"   discard the last {count(event.characters, 'character')}: the reply was interrupted and "
+                "started again",
                 "magenta",
             )
 
@@ -216,7 +218,7 @@ class RunPrinter:
         for number, line in enumerate(lines[: self.max_lines]):
             self._line(f"   {'' if number else head}{line}", style)
         if self.max_lines is not None and len(lines) > self.max_lines:
-            self._line(f"   ... {len(lines) - self.max_lines} more lines ({self.hint})", "dim")
+            self._line(f"   ... {count(len(lines) - self.max_lines, 'more line')} ({self.hint})", "dim")
 
     def _piece(self, text: str) -> None:
         """Show a piece of text without a newline."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from contract.plurals import count
 from contract.run_events import RunEvent, SandboxReady
 from orchestrator.offline_pages import render_page
 from orchestrator.terminal.output import format_clocks
@@ -36,7 +37,7 @@ def _facts(trace: Trace) -> list[tuple[str, Any]]:
     if trace.end is not None:
         rows += [
             ("ended", finished.stop_reason if finished is not None else f"aborted: {trace.error}"),
-            ("time", f"{trace.seconds:.2f} s, {len(trace.steps)} steps, {len(trace.calls)} calls"),
+            ("time", f"{trace.seconds:.2f} s, {count(len(trace.steps), 'step')}, {count(len(trace.calls), 'call')}"),
             ("tokens", f"{trace.usage.prompt_tokens} in, {trace.usage.completion_tokens} out"),
             ("tools", format_clocks(trace.clocks)),
         ]

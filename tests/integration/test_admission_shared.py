@@ -150,7 +150,7 @@ async def test_a_call_above_the_limit_of_waiting_calls_is_refused_at_once(harnes
     policy = TenantPolicy(queued=1)
     callers = [Caller(admission, policy=policy) for _ in range(2)]
     await harness.until(lambda: count_holders(callers) == 1, "waiting", 1)
-    with pytest.raises(ToolFailure, match=r"1 calls of tenant acme wait already.*try again in") as refused:
+    with pytest.raises(ToolFailure, match=r"1 call of tenant acme already waits.*try again in") as refused:
         async with admission.slot(build_request(policy=policy)):
             raise AssertionError("there was no slot")
     assert refused.value.code == ErrorCode.RATE_LIMITED

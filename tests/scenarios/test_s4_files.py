@@ -18,9 +18,9 @@ pytestmark = needs_namespace
 
 def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, tools: GuestTools) -> None:
     made = tools.run("write_tool", file_path="src/new/app.py", content="x = 1\n")
-    assert made.output == "created src/new/app.py (6 bytes, 1 lines)"
+    assert made.output == "created src/new/app.py (6 bytes, 1 line)"
     again = tools.run("write_tool", file_path="src/new/app.py", content="x = 2\n")
-    assert again.output == "overwrote src/new/app.py (6 bytes, 1 lines)\n@@ -1,1 +1,1 @@\n-x = 1\n+x = 2"
+    assert again.output == "overwrote src/new/app.py (6 bytes, 1 line)\n@@ -1,1 +1,1 @@\n-x = 1\n+x = 2"
     assert (guest.workspace / "src" / "new" / "app.py").read_text() == "x = 2\n"
 
 

@@ -84,7 +84,7 @@ class Caller:
 
 async def read_tenant(client: "redis.asyncio.Redis") -> TenantSummary:
     overview = await OverviewReader(client, DEPLOYMENT, KEY).read()
-    (tenant,) = overview.tenants
+    (tenant,) = (tenant for tenant in overview.tenants if tenant.tenant != "default")
     assert overview.waiting == tenant.waiting
     return tenant
 
@@ -117,7 +117,7 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
 @pytest.mark.parametrize(
     ("policy", "reason", "message"),
     [
-        (TenantPolicy(in_flight=1), WaitReason.IN_FLIGHT, "has 1 calls in flight, which is its limit"),
+        (TenantPolicy(in_flight=1), WaitReason.IN_FLIGHT, "has 1 call in flight, which is its limit"),
         (TenantPolicy(rate_per_s=0.001, burst=1), WaitReason.RATE, "at most 0.001 calls per second"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_command_prints_one_line_per_wait(redis_server: RedisProcess, capsys: 
         run_work(work(), as_json=False)
 
     assert capsys.readouterr().err.splitlines() == [
-        "toolcrew: bash_tool waits: tenant acme has 1 calls in flight, which is its limit; it waits at most 1 s",
+        "toolcrew: bash_tool waits: tenant acme has 1 call in flight, which is its limit; it waits at most 1 s",
         "toolcrew: it was not run",
     ]
 

@@ -70,7 +70,7 @@ def test_a_listed_question_escapes_control_characters(toolcrew: Toolcrew, redis_
     assert output.stderr == "1 wait\n"
 
 
-@pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 1)])
+@pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 2)])
 def test_a_wrong_digest_is_refused(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
     (question,) = ask(redis_server, "a")
     assert (

@@ -58,7 +58,7 @@ def test_a_skill_is_checked_installed_listed_replaced_and_removed(tmp_path: Path
 @pytest.mark.usefixtures("pool")
 def test_list_with_a_name_prints_one_skill_escaped() -> None:
     text = toolcrew("list", "beta").stdout
-    assert text.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
+    assert text.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 file, ")
     assert "license: MIT\n" in text
     assert text.endswith("warning: keys that are not in the standard are ignored: extra\n")
     assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)] == ["MIT"]

@@ -238,7 +238,7 @@ async def test_only_the_queue_of_a_lost_host_is_reported_as_unserved(client: Cli
     report = await examine_deployment(client)
     assert sorted(list_bad(report)) == [("hosts", True), ("queues", True)]
     assert "host.new.b00t" in next(finding.text for finding in findings_of(report, "hosts") if not finding.is_good)
-    assert "host.gone.b00t: 1 calls" in findings_of(report, "queues")[0].text
+    assert "host.gone.b00t: 1 call of" in findings_of(report, "queues")[0].text
     assert not any("no longer reports" in finding.text and "host.new" in finding.text for finding in report.findings)
 
 
@@ -277,7 +277,7 @@ async def test_unserved_hidden_and_disabled_tools_and_open_approvals_are_reporte
     now_ms = time.time() * 1000
     await client.zadd(approvals_key(D), {"over": now_ms - 60_000, "open": now_ms + 60_000})
     report = await examine_deployment(client)
-    assert [finding.text for finding in findings_of(report, "approvals")] == ["1 calls wait for a person"]
+    assert [finding.text for finding in findings_of(report, "approvals")] == ["1 call waits for a person"]
 
     messages = [finding.text for finding in findings_of(report, "tools")]
     assert len(messages) == 4

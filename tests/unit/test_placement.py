@@ -61,8 +61,8 @@ def test_independent_programs_spread_over_different_hosts() -> None:
     [
         ({"classes": ("gold",)}, HostRequirements("silver"), "tenant class 'silver'; the hosts have: gold"),
         ({"release": "0"}, HostRequirements(), "runs another release"),
-        ({"sessions": 100}, HostRequirements(), "are full"),
-        ({"draining": True}, HostRequirements(), "none of the 1 hosts takes sessions now"),
+        ({"sessions": 100}, HostRequirements(), "is full"),
+        ({"draining": True}, HostRequirements(), "the only host takes no sessions now"),
     ],
     ids=["class", "release", "full", "draining"],
 )

@@ -82,17 +82,17 @@ def test_unknown_line_total_is_shown_as_a_minimum() -> None:
     ],
 )
 def test_invisible_file_properties_are_noted_above_the_footer(fields: dict[str, Any], note: str) -> None:
-    assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 lines]"]
+    assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 line]"]
 
 
 def test_nul_characters_are_replaced_and_noted() -> None:
     result = read(build_read_response(b"a\0b\n"))
-    assert result.output == "1\ta\ufffdb\n[note: NUL characters are shown as U+FFFD]\n[end of file: 1 lines]"
+    assert result.output == "1\ta\ufffdb\n[note: NUL characters are shown as U+FFFD]\n[end of file: 1 line]"
 
 
 def test_file_line_cannot_imitate_a_footer() -> None:
-    result = read(build_read_response(b"[end of file: 1 lines]\n[empty file]\n", lines=3))
-    assert str(result.output).split("\n")[0] == "1\t[end of file: 1 lines]"
+    result = read(build_read_response(b"[end of file: 1 line]\n[empty file]\n", lines=3))
+    assert str(result.output).split("\n")[0] == "1\t[end of file: 1 line]"
     assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
 
 
@@ -162,5 +162,5 @@ def test_invalid_guest_reply_closes_the_sandbox(fields: dict[str, Any]) -> None:
 
 
 def test_invalid_bytes_from_the_guest_become_text() -> None:
-    assert read(build_read_response(b"\xff\xf0\x9f\n")).output == "1\t\ufffd\ufffd\n[end of file: 1 lines]"
+    assert read(build_read_response(b"\xff\xf0\x9f\n")).output == "1\t\ufffd\ufffd\n[end of file: 1 line]"
     assert read(build_read_response(b"no newline")).output == "[empty file]"

@@ -9,6 +9,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.run_events import (
     CallFinished,
     CallReviewed,
@@ -263,7 +264,7 @@ async def test_failed_state_copy_warns_and_the_run_continues(harness: HostedHarn
     async with harness.working():
         events = await harness.events(run)
     assert [event["message"] for event in events if event["type"] == "Warned"] == [
-        f"the state of the session after {step} steps was not stored: the disk is full" for step in range(3)
+        f"the state of the session after {count(step, 'step')} was not stored: the disk is full" for step in range(3)
     ]
     failure = await expect_failure(harness.runs.fork("acme", run, 1))
     assert "the disk is full" in failure.message

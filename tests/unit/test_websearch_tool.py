@@ -316,7 +316,7 @@ def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
     lines = search(Service(server, "tavily")).text().splitlines()
     assert lines[2] == "1. a 9. b\ufffd[2J"
     assert (len(lines[4]), lines[4].endswith("...")) == (1003, True)
-    assert lines[-1] == "[1 results from tavily]"
+    assert lines[-1] == "[1 result from tavily]"
 
 
 # Settings

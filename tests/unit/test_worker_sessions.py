@@ -370,7 +370,7 @@ def test_drain_parks_an_unsaved_session_with_its_old_checkpoint_at_the_deadline(
     host.add("acme:fine")
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     thread = host.begin(limit_s=1.0)
-    problem = "1 sessions left; 1 cannot be saved, for example full: the store is full"
+    problem = "1 session left; 1 cannot be saved, for example full: the store is full"
     wait_until(lambda: problem in host.drain.problem or not thread.is_alive(), SOON_S, lambda: host.drain.problem)
     assert thread.is_alive()
     assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"

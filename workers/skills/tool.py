@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from contract.calls import MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
+from contract.plurals import count
 from contract.schema import prepare_arguments
 from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
 from store.skills import InstalledSkill
@@ -211,7 +212,7 @@ def _load(skill: Skill) -> Outcome:
     if is_cut:
         parts.append("[the instructions were cut here: read SKILL.md with action read]")
     parts.append(f"Its files, which action read shows; those below scripts/ can be run ({len(skill.files)}):")
-    parts += [f"- {show_name(file.path)} ({file.size} bytes)" for file in skill.files[:MAX_LISTED_FILES]]
+    parts += [f"- {show_name(file.path)} ({count(file.size, 'byte')})" for file in skill.files[:MAX_LISTED_FILES]]
     hidden_count = len(skill.files) - MAX_LISTED_FILES
     if hidden_count > 0:
         parts.append(f"[and {hidden_count} more]")
@@ -249,7 +250,7 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
         return Outcome("[empty file]", {"lines": 0, "size_bytes": file.size})
     if first > len(lines):
         raise ToolFailure(
-            ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: use a smaller offset"
+            ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {count(len(lines), 'line')}: use a smaller offset"
         )
     return _page(lines, first, limit, file.size)
 
@@ -269,7 +270,7 @@ def _page(lines: Sequence[str], first: int, limit: int, size: int) -> Outcome:
         visible.append(numbered)
     last, total = first + len(visible) - 1, len(lines)
     footer = (
-        f"[end of file: {total} lines]"
+        f"[end of file: {count(total, 'line')}]"
         if last == total
         else f"[lines {first}-{last} of {total}; continue with offset={last + 1}]"
     )

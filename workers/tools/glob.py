@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from contract.plurals import count
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.search_notes import FoundLines, build_common_notes, count
+from workers.tools.search_notes import FoundLines, build_common_notes
 from workers.tools.text import MAX_OUTPUT_BYTES, encode
 
 DEFAULT_LIMIT = 100

@@ -4,9 +4,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from contract.plurals import count, plural
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.search_notes import FoundLines, build_common_notes, count, name_some
+from workers.tools.search_notes import FoundLines, build_common_notes, name_some
 from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
 
 DEFAULT_LIMIT = 100
@@ -155,7 +156,7 @@ def _head(arguments: dict[str, Any], done: Any) -> str:
     shown, found = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
     if shown >= found:
         return total
-    noun = "" if mode == "content" else " " + ("file" if shown == 1 else "files")
+    noun = "" if mode == "content" else f" {plural(shown, 'file')}"
     return f"{total}; showing first {shown}{noun}; {_next_step(arguments, done, shown)}"
 
 

@@ -7,6 +7,7 @@ from pydantic import JsonValue
 
 from contract.calls import NO_OUTPUT
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment
 from workers.tools.text import (
@@ -76,7 +77,7 @@ def kill_job(job_id: str, environment: ToolEnvironment) -> Outcome:
     response = environment.run(_build_job_request(job_id, "job_kill", environment, max_bytes=MAX_OUTPUT_BYTES))
     job, kill = response.done["job"], response.done.get("kill")
     kill_note = (
-        f"[{job['job']} was killed: {kill['signalled']} processes]"
+        f"[{job['job']} was killed: {count(kill['signalled'], 'process', 'processes')}]"
         if kill
         else f"[nothing was killed: {_state_note(job)[1:]}"
     )
@@ -89,9 +90,11 @@ def feed_job(job_id: str, text: str, environment: ToolEnvironment, *, close: boo
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "action input needs text in 'stdin', or close_stdin=true")
     data = encode(text, "stdin")
     done = environment.run(_build_job_request(job_id, "job_input", environment, close=close), data).done
-    notes = [f"{len(data)} bytes sent to {done['job']['job']}{', its standard input is closed' if close else ''}"]
+    notes = [
+        f"{count(len(data), 'byte')} sent to {done['job']['job']}{', its standard input is closed' if close else ''}"
+    ]
     if done["pending"]:
-        notes.append(f"[the job has not yet read {done['pending']} bytes of its standard input]")
+        notes.append(f"[the job has not yet read {count(done['pending'], 'byte')} of its standard input]")
     return Outcome("\n".join(notes), _metadata(done["job"]))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.text import MAX_OUTPUT_BYTES, decode, show_name
@@ -159,7 +160,7 @@ def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> 
     if footer and first == last:
         return footer
     if is_end:
-        return [*footer, f"[end of file: {total} lines]"]
+        return [*footer, f"[end of file: {count(total, 'line')}]"]
     return [
         *footer,
         f"[lines {first}-{last} of {'' if is_counted else 'at least '}{total}; continue with offset={last + 1}]",
@@ -177,7 +178,9 @@ def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
     """Return a failure ("is a directory") that lists the names in the directory, so that the call is still useful."""
     shown, entries = raw.count(b"\n"), done["entries"]
     below = (
-        f"its {entries} entries are below" if shown == entries else f"the first {shown} of {entries} entries are below"
+        f"its {count(entries, 'entry is', 'entries are')} below"
+        if shown == entries
+        else f"the first {shown} of {entries} entries are below"
     )
     contents = below if entries else "which is empty"
     error = f"{show_name(path)} is a directory, {contents}; read one of its files, or list more with glob_tool"

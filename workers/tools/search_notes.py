@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from contract.plurals import count
 from workers.tools.base import ToolEnvironment
 from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
@@ -28,12 +29,6 @@ class FoundLines:
 
     def text(self) -> str:
         return decode(bytes(self._data))
-
-
-def count(number: int, noun: str) -> str:
-    """Return the number with its noun, such as `1 file`, `2 files`, `3 matches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{ending}"
 
 
 def name_some(total: int, names: list[str]) -> str:

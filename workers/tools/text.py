@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count, plural
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome
 from workers.tools.screen import draw, has_cursor_moves
@@ -61,11 +62,11 @@ def count_invalid(data: bytes) -> int:
     return len(data) - len(data.decode("utf-8", "ignore").encode()) + data.count(b"\0")
 
 
-def build_invalid_notes(count: int) -> list[str]:
+def build_invalid_notes(replaced: int) -> list[str]:
     """Return a note about the bytes that `decode` has replaced; none when there are none."""
-    if count == 0:
+    if replaced == 0:
         return []
-    bytes_are = "1 byte is" if count == 1 else f"{count} bytes are"
+    bytes_are = count(replaced, "byte is", "bytes are")
     return [f"[{bytes_are} not UTF-8 text and shown as \ufffd: convert with iconv, or show with od or base64]"]
 
 
@@ -273,7 +274,7 @@ def _rest_hint(done: Mapping[str, Any]) -> str:
     if spill is None:
         return f"there was no room in /output to keep them; {NARROWER}" if done.get("spill_failed") else NARROWER
     extent = "all of it" if spill["whole"] else f"its first {spill['bytes']} bytes, the rest had no room,"
-    size = f"{spill['lines']} lines" if spill["lines"] is not None else f"{spill['bytes']} bytes"
+    size = f"{count(spill['lines'], 'line')}" if spill["lines"] is not None else f"{spill['bytes']} bytes"
     read_call = build_read_call(spill["path"], "{offset}")
     return f"{extent} is in {show_name(spill['path'])} ({size}); continue with {read_call}"
 
@@ -311,8 +312,8 @@ def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
     kill = done.get("kill")
     if kill and not done["timed_out"] and not done["cancelled"]:
         notes.append(
-            f"[{kill['signalled']} processes that the command left running were ended; start processes that must "
-            f"continue with {background}]"
+            f"[{count(kill['signalled'], 'process', 'processes')} that the command left running "
+            f"{plural(kill['signalled'], 'was', 'were')} ended; start processes that must continue with {background}]"
         )
     reason = _STATE_LOSS_REASONS.get((done.get("state") or {}).get("outcome", ""))
     if reason is not None:

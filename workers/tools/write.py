@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from contract.plurals import count
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.read import PATH_ALIASES
@@ -59,7 +60,7 @@ def _write(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
     done, excerpt = response.done, decode(response.streams.get("file", b""))
     verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
-    head = f"{verb} {show_name(path)} ({done['written']} bytes, {done['lines']} lines)"
+    head = f"{verb} {show_name(path)} ({count(done['written'], 'byte')}, {count(done['lines'], 'line')})"
     metadata = {"size_bytes": done["size"], "created": done["created"], "encoding": done["encoding"]}
     return Outcome(f"{head}\n{excerpt}" if excerpt else head, metadata)
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.plurals import count
 from contract.specs import ToolSpec
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.fences import fence, printable
@@ -136,7 +137,7 @@ def _build_outcome(
     unique = tuple({result.url: result for result in reversed(results)}.values())[::-1]
     fitting = tuple(result for result in unique if _matches_domains(result, query))
     selected = fitting[: query.max_results]
-    notes = [f"{len(selected)} results from {provider}"]
+    notes = [f"{count(len(selected), 'result')} from {provider}"]
     if len(fitting) < len(unique):
         notes.append(f"{len(unique) - len(fitting)} more from other domains were left out")
     notes.extend(f"{failure.message}; the next service was tried" for failure in failures)

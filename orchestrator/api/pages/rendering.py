@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from contract.clock import format_instant
+from contract.plurals import plural
 from orchestrator.api.pages.untrusted_text import build_json, count_suspicious, reveal, reveal_exactly, shorten
 from orchestrator.terminal.figures import format_count, format_seconds
 
@@ -80,6 +81,7 @@ def environment() -> Environment:
         "day": lambda at: format_instant(at)[:10],
         "seconds": lambda value: format_seconds(max(0.0, float(value))),
         "count": lambda value: format_count(int(value)),
+        "counted": lambda value, one, many="": f"{int(value):,} {plural(int(value), one, many)}",
         "bytes": _bytes,
         "json": build_json,
         "part": lambda value: quote(str(value), safe=""),
