@@ -40,6 +40,23 @@ async def guest(tmp_path: Path, short_linger: None) -> AsyncIterator[FakeGuestEn
 # Relaying
 
 
+async def test_connection_to_the_proxy_buffers_few_bytes(tmp_path: Path) -> None:
+    """Aim: fill the memory of sandboxd with downloads that the programs do not read."""
+    written = asyncio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"x" * 2_000_000)
+        written.set()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "proxy"):
+        reader, writer = await open_proxy(tmp_path / "proxy", PREAMBLE, frozenset({os.getuid()}))
+        await written.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert 0 < len(reader._buffer) <= 3 * 16_384  # type: ignore[attr-defined]
+        writer.transport.abort()
+
+
 async def test_connection_is_closed_after_both_sides_end(guest: FakeGuestEnd) -> None:
     proxy = await guest.open_through(1)
     assert proxy.preamble == PREAMBLE  # the identity comes before the first byte

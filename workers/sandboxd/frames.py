@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from contract.json_limits import is_deeper
 
@@ -67,6 +68,11 @@ class FrameDecoder:
         self._max_total = max_total
         self._buffer = bytearray()
         self._failed = False
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Return the size of the unfinished frame."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return the frames that `data` completes. Raises FrameError at the first broken frame, and on every later
@@ -166,9 +172,11 @@ def _finite_float(text: str) -> float:
     return number
 
 
-_WAITING_BYTES = 2 * 1024 * 1024
+_WAITING_BYTES = 512 * 1024
 """Reading stops while more received bytes than this wait to be processed."""
-_UNSENT_BYTES = 1024 * 1024
+_UNSENT_BYTES = 512 * 1024
+MAX_UNFINISHED_BYTES = 32 * 1024 * 1024
+"""Limit of the unfinished frames of all guests together: a part of the memory of sandboxd's container."""
 _FRAME_BYTES = 1024
 """Number of bytes that each frame counts in addition to its body, for its small header."""
 _MUX_HEADER = struct.Struct(">BxxxI")
@@ -297,6 +305,33 @@ class WorkerLink(asyncio.Protocol):
             self.transport.resume_reading()
 
 
+class UnfinishedFrames:
+    """The unfinished frames of all guests. A correct guest finishes a frame at once. So when the frames together are
+    too large, the channels close whose frames have been unfinished for the longest time.
+    """
+
+    def __init__(self, max_bytes: int = MAX_UNFINISHED_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._sizes: dict[GuestChannel, int] = {}
+        """In the order in which the frames began."""
+
+    def note(self, channel: "GuestChannel", size: int, *, is_new: bool) -> None:
+        """Count the unfinished frame of a channel. `is_new`: it has begun now."""
+        before = self._sizes.pop(channel, 0) if is_new or not size else self._sizes.get(channel, 0)
+        self._bytes += size - before
+        if size:
+            self._sizes[channel] = size
+        while self._bytes > self._max_bytes:
+            # A paused channel cannot finish its frame.
+            oldest = next((channel for channel in self._sizes if not channel.is_paused), None)
+            if oldest is None:
+                return
+            oldest.close("the guest did not finish a frame, and those of all sandboxes together are too large")
+
+
+_unfinished: "WeakKeyDictionary[asyncio.AbstractEventLoop, UnfinishedFrames]" = WeakKeyDictionary()
+
+
 class GuestChannel(asyncio.Protocol):
     """Frames to and from one guest. The guest's bytes are hostile: the first broken frame closes the channel.
 
@@ -316,6 +351,8 @@ class GuestChannel(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost = False
+        self.is_paused = False
+        self._unfinished = _unfinished.setdefault(asyncio.get_running_loop(), UnfinishedFrames())
         self._stderr = stderr
         self._debug_text = b""
 
@@ -352,10 +389,13 @@ class GuestChannel(asyncio.Protocol):
     def pause(self) -> None:
         """Stop reading, because the receiver of the frames is slow."""
         if self._transport is not None and not self._lost:
+            self.is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         if self._transport is not None and not self._lost:
+            self.is_paused = False
+            self._unfinished.note(self, self._decoder.unfinished_bytes, is_new=True)
             self._transport.resume_reading()
 
     def close(self, reason: str = "closed by sandboxd") -> None:
@@ -373,15 +413,19 @@ class GuestChannel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        is_new = False
         try:
             for payload in self._demultiplex(data) if self._stderr is None else [data]:
                 for frame in self._decoder.feed(payload):
                     # Processing a frame may end the sandbox. Drop the rest of the same read then.
                     if self._lost:
                         return
+                    is_new = True
                     self._on_frame(frame)
         except FrameError as error:
             self.close(f"the guest broke the protocol: {error}")
+        if not self._lost:
+            self._unfinished.note(self, self._decoder.unfinished_bytes, is_new=is_new)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(f"the connection to the container ended{f' ({exc})' if exc else ''}")
@@ -396,6 +440,7 @@ class GuestChannel(asyncio.Protocol):
         self._writable.set()
         if not self._lost:
             self._lost = True
+            self._unfinished.note(self, 0, is_new=True)
             self._on_lost(reason)
 
     def _demultiplex(self, data: bytes) -> list[bytes]:

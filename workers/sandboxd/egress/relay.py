@@ -20,8 +20,10 @@ from workers.unix_listening import find_peer_uid
 log = structlog.get_logger(__name__)
 
 CONNECT_S = 5.0
-_READ_BYTES = 32_768
-"""asyncio buffers up to twice as many unread bytes per connection."""
+_READ_BYTES = 8_192
+"""asyncio buffers up to twice as many unread bytes per connection, and those of one receive."""
+_RECEIVE_BYTES = 16_384
+"""Size of one receive from the proxy. asyncio's own is 256 KiB, which each connection could then hold."""
 
 ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 WINDOW = 65_536
@@ -70,6 +72,8 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
             reader, writer = await asyncio.open_unix_connection(str(path), limit=_READ_BYTES)
     except TimeoutError:
         raise OSError(f"no process accepted the connection to {path} within {CONNECT_S:g} s") from None
+    # The public attribute of the transports of asyncio's event loop.
+    writer.transport.max_size = _RECEIVE_BYTES  # type: ignore[attr-defined]
     uid = find_peer_uid(writer.get_extra_info("socket"))
     if uid not in uids:
         writer.transport.abort()
