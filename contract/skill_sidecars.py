@@ -10,7 +10,7 @@ from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.invalid_input import describe_invalid, find_invalid
+from contract.invalid_input import explain_errors, find_invalid
 from contract.schema import check_schema
 from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 
@@ -46,20 +46,43 @@ class Sidecar(BaseModel):
 
 
 def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
-    """Parse a sidecar. `files`: the paths of the skill's files. Raises SidecarBroken for an invalid sidecar."""
+    """Parse a sidecar. `files`: the paths of the skill's files. Raises SidecarBroken with all problems of the file."""
     if len(text) > MAX_SIDECAR_BYTES:
         raise SidecarBroken(f"it is larger than {MAX_SIDECAR_BYTES} bytes")
     try:
         sidecar = Sidecar.model_validate_json(text)
     except ValidationError as error:
-        raise SidecarBroken(describe_invalid(error, Sidecar)) from None
-    if sidecar.entrypoint not in files:
-        raise SidecarBroken(f"entrypoint: the skill has no file {sidecar.entrypoint[:200]!r}")
-    try:
-        check_schema(sidecar.parameters)
-    except (SchemaError, RecursionError) as error:
-        raise SidecarBroken(f"parameters: {getattr(error, 'message', 'it is nested too deeply')}") from None
+        parts = explain_errors(error.errors(include_url=False), Sidecar)
+        reported = {part.path[0] for part in parts if part.path}
+        problems = [*map(str, parts), *_check_values(_read_values(text, reported), files)]
+        raise SidecarBroken("; ".join(problems)) from None
+    values: dict[str, JsonValue] = {"entrypoint": sidecar.entrypoint, "parameters": sidecar.parameters}
+    if problems := _check_values(values, files):
+        raise SidecarBroken("; ".join(problems))
     return sidecar
+
+
+def _read_values(text: bytes, reported: Collection[str | int]) -> dict[str, JsonValue]:
+    """Return the values of a broken file that have no problem so far; none if it is no JSON object."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return {name: value for name, value in values.items() if name not in reported} if isinstance(values, dict) else {}
+
+
+def _check_values(values: Mapping[str, JsonValue], files: Collection[str]) -> list[str]:
+    """Return what is wrong with the entrypoint and the parameters, beyond their types."""
+    problems = []
+    entrypoint, parameters = values.get("entrypoint"), values.get("parameters")
+    if isinstance(entrypoint, str) and entrypoint not in files:
+        problems.append(f"entrypoint: the skill has no file {entrypoint[:200]!r}")
+    if isinstance(parameters, dict):
+        try:
+            check_schema(parameters)
+        except (SchemaError, RecursionError) as error:
+            problems.append(f"parameters: {getattr(error, 'message', 'it is nested too deeply')}")
+    return problems
 
 
 def describe_broken_sidecar(error: SidecarBroken) -> str:

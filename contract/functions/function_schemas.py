@@ -88,6 +88,7 @@ def read_function(function: Callable[..., Any], *, name: str | None = None) -> F
     docstring = parse_docstring(_docstring_of(function))
     parameters = _parameters(function, name)
     context = frozenset(parameter.name for parameter in parameters if _is_context(parameter))
+    _check_docstring(name, docstring, parameters)
     extra = None
     fields: dict[str, Any] = {}
     field_names: dict[str, str] = {}
@@ -199,6 +200,22 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
             sentence = "shows an unbound method. Use the bound method: as_tool(instance.method)."
             raise TypeError(f"tool '{name}': parameter '{parameter.name}' {sentence}")
     return parameters
+
+
+def _check_docstring(name: str, docstring: Docstring, parameters: list[inspect.Parameter]) -> None:
+    """Raise TypeError if the docstring describes parameters that the function does not have: the model would read
+    nothing about the real one.
+    """
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    # A capital letter begins prose, such as `Note: ...`.
+    unknown = [entry for entry in docstring.parameters if entry not in known and not entry[0].isupper()]
+    if unknown:
+        raise TypeError(
+            f"tool '{name}': the docstring describes {', '.join(unknown)}, and the function has "
+            f"{', '.join(known) or 'no parameter'}. Correct the names."
+        )
 
 
 def _hints(function: Callable[..., Any], name: str, signature: inspect.Signature) -> dict[str, Any]:

@@ -62,6 +62,36 @@ def run_tool(converted: Tool[Any], **arguments: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
+def test_a_docstring_that_describes_missing_parameters_is_refused() -> None:
+    def search(query: str, context: CallContext) -> str:
+        """Search.
+
+        Args:
+            query: What to find.
+            context: Not shown to the model.
+            limit: How many results.
+            Note: the results are sorted.
+        """
+        return query
+
+    with pytest.raises(TypeError, match=r"tool 'search'.*limit.*query, context") as refused:
+        tool(search)
+    assert "Note" not in str(refused.value)
+
+
+def test_a_docstring_may_describe_names_of_open_arguments() -> None:
+    def search(query: str, **options: str) -> str:
+        """Search.
+
+        Args:
+            query: What to find.
+            language: One of the options.
+        """
+        return query
+
+    assert tool(search).spec.name == "search"
+
+
 def test_the_decorator_reads_name_docstring_and_type_hints() -> None:
     @tool
     def get_weather(city: str, days: int = 3) -> dict[str, Any]:

@@ -350,6 +350,16 @@ def test_build_argv_converts_arguments_to_options() -> None:
     assert build_argv(parameters) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
 
 
+def test_all_problems_of_a_sidecar_are_reported_at_once() -> None:
+    fields = {"entrypoint": "nope.py", "timeout": -1, "tiemout": 3, "parameters": {"type": "objekt"}}
+    with pytest.raises(SidecarBroken) as broken:
+        parse_fields(**fields)
+    assert all(part in str(broken.value) for part in ("nope.py", "`timeout`", "tiemout", "objekt"))
+    with pytest.raises(SidecarBroken) as broken:
+        parse_fields(entrypoint="nope.py", parameters={"type": "objekt"})
+    assert all(part in str(broken.value) for part in ("nope.py", "objekt"))
+
+
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_sidecar_or_refused(text: bytes) -> None:
     with contextlib.suppress(SidecarBroken):
