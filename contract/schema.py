@@ -20,7 +20,7 @@ from referencing.exceptions import Unresolvable
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
-from contract.schema_fitting import STRICT_VALIDATOR, fit, properties_of
+from contract.schema_fitting import MAX_NESTED_FORMS, STRICT_VALIDATOR, fit, properties_of
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
@@ -46,13 +46,14 @@ def prepare_arguments(
     """Return the arguments for the tool's handler, and the parameter aliases that were used (`alias -> canonical
     name`).
 
-    Order: conversion of strings (only if `text`: the arguments come from a text dialect), aliases, defaults, schema,
-    custom `checks`. Raises ToolFailure(INVALID_ARGUMENTS) for arguments that the model must correct.
+    Order: conversion of strings (all types only if `text`: the arguments come from a text dialect; otherwise only lists
+    and objects that the model wrote as a JSON text), aliases, defaults, schema, custom `checks`. Raises
+    ToolFailure(INVALID_ARGUMENTS) for arguments that the model must correct.
     """
     arguments = coerce_text(spec, arguments) if text else arguments
     prepared, aliases = _facts(spec.parameters).prepare(spec.aliases, arguments), list[str]()
     if prepared is None:
-        values, aliases = _fold_aliases(spec, _ValueBudget(spec).take(arguments))
+        values, aliases = _fold_aliases(spec, _read_json_texts(spec, _ValueBudget(spec).take(arguments)))
         _check_unknown(spec, values)
         prepared, errors = _fit(spec, values)
         if errors:
@@ -78,6 +79,21 @@ def coerce_text(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_json_texts(spec: ToolSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the lists and objects that are JSON texts. Many models send them so, and repeat the
+    call unchanged after an error. Only parameters that cannot be texts are read.
+    """
+    properties = properties_of(spec.parameters)
+    return {
+        name: _coerce(schema, value)
+        if isinstance(value, str)
+        and value.lstrip()[:1] in ("[", "{")
+        and (schema := properties.get(spec.aliases.get(name, name))) is not None
+        else value
+        for name, value in arguments.items()
+    }
+
+
 def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False) -> bool:
     """Return whether `prepare_arguments` takes at most some tens of milliseconds. Otherwise an event loop must run it
     in a thread.
@@ -87,7 +103,11 @@ def is_quick(spec: ToolSpec, arguments: Mapping[str, Any], *, text: bool = False
     if facts.has_list_defaults or has_more_values(arguments, limit):
         return False
     # A longer text may be parsed to more values than the limit.
-    return not (text and any(isinstance(value, str) and len(value) > 2 * limit for value in arguments.values()))
+    long = [name for name, value in arguments.items() if isinstance(value, str) and len(value) > 2 * limit]
+    properties = properties_of(spec.parameters)
+    return not (text and long) and not any(
+        _types_without_text(properties.get(spec.aliases.get(name, name), {})) for name in long
+    )
 
 
 class _ValueBudget:
@@ -190,7 +210,8 @@ def _fold(tool: str, aliases: Mapping[str, str], arguments: Mapping[str, Any], u
 
 
 def _check_unknown(spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    names = list(properties_of(spec.parameters))
+    required: Any = spec.parameters.get("required", ())
+    names = list(dict.fromkeys([*properties_of(spec.parameters), *required]))
     if spec.parameters.get("additionalProperties", False) is not False:
         return
     for name in arguments:
@@ -224,11 +245,6 @@ def _fit(spec: ToolSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep: send a flatter value"
         ) from error
-    except OverflowError as error:
-        # `multipleOf` divides as floats, which fails for very large integers.
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: a number in the arguments is too large"
-        ) from error
     except Unresolvable as error:
         raise ToolFailure(
             ErrorCode.INTERNAL, f"{spec.name}: its schema refers to '{_short(error.ref)}', which is not within it"
@@ -241,9 +257,20 @@ def _is_empty_text(schema: Mapping[str, Any] | None, value: Any) -> bool:
 
 def _types_without_text(schema: Mapping[str, Any]) -> list[str]:
     """Return the types of the schema; an empty list if it admits texts, or does not say its types."""
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else list(types)
-    return [] if "string" in types else types
+    types = _list_types(schema, MAX_NESTED_FORMS)
+    return [] if "string" in types else list(types)
+
+
+def _list_types(schema: Any, nested_forms: int) -> dict[str, None]:
+    """Return the types that the schema admits. A schema that does not say its types may admit texts."""
+    given = schema.get("type") if isinstance(schema, Mapping) else None
+    if given:
+        return dict.fromkeys([given] if isinstance(given, str) else given)
+    forms = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, Mapping) and nested_forms else None
+    found: dict[str, None] = {}
+    for form in forms or ({"type": "string"},):
+        found |= _list_types(form, nested_forms - 1)
+    return found
 
 
 def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
@@ -254,7 +281,7 @@ def _coerce(schema: Mapping[str, Any], value: Any) -> Any:
     if not isinstance(value, str) or not types or has_more_values_in_text(value, MAX_VALUES):
         return value
     try:
-        parsed = json.loads(_write_as_json(value.strip()), parse_constant=_refuse_constant)
+        parsed = json.loads(_write_as_json(value.strip()), parse_constant=_refuse_constant, strict=False)
     except (ValueError, RecursionError):
         return value
     if isinstance(parsed, float) and parsed.is_integer() and "integer" in types and "number" not in types:

@@ -11,8 +11,10 @@ Three values are changed instead of refused, and only where the schema refuses t
 import copy
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -228,9 +230,27 @@ def _check_properties(
                 yield _MeaninglessNull.create_from(error) if is_optional_null else error
 
 
+def _check_multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    """Check `multipleOf` with decimal numbers, as they are written: as binary floats, 19.99 is no multiple of 0.01."""
+    is_number = isinstance(instance, int | float) and not isinstance(instance, bool)
+    if is_number and (not abs(instance) < math.inf or _as_written(instance) % _as_written(step)):
+        shown = instance if abs(instance) < 10**40 else "the number"
+        yield ValidationError(f"{shown} is not a multiple of {step}")
+
+
+def _as_written(number: float) -> Fraction:
+    return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
+
+
 STRICT_VALIDATOR = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
-    {"uniqueItems": _check_unique, "anyOf": _check_any, "oneOf": _check_one, "properties": _check_properties},
+    {
+        "uniqueItems": _check_unique,
+        "anyOf": _check_any,
+        "oneOf": _check_one,
+        "properties": _check_properties,
+        "multipleOf": _check_multiple,
+    },
     # 5.0 for an integer is a type error that `fit` removes: tools receive int and not float.
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),
 )

@@ -33,7 +33,7 @@ are not UTF-8 are shown as U+FFFD and counted (`metadata.not_utf8_bytes`). The f
 
 **Parameters.** Tools accept the parameter names of other agents and list them in `metadata.aliases_used`. An unknown name is refused, with the nearest
 valid name. Values must match the schema. In the [tags dialect](agents.md#which-dialect-should-i-use) all values are text: a text is converted to the type
-of the schema if no information is lost (`"5"` to 5). `null` for an optional parameter that does not admit null means absent. `5.0` and `1e3` are
+of the schema if no information is lost (`"5"` to 5). A JSON text for a list or object is read in every dialect. `null` for an optional parameter that does not admit null means absent. `5.0` and `1e3` are
 integers. A default that does not fit its schema is ignored.
 
 **Flags.** `requires_permission`: a call of a model needs [approval](approvals.md). `read_only`: the call changes nothing, and consecutive calls may run

@@ -5,10 +5,14 @@ that has no counterpart is dropped: the program that runs the tool checks its ar
 deep is cut to `{}`, which accepts every value.
 """
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
+
+from jsonschema import Draft202012Validator
 
 from contract.json_limits import count_values, is_deeper
 
@@ -86,8 +90,10 @@ class Converter:
         converted = self._keywords(schema, depth, above)
         for key in _REFERENCES:
             if isinstance(schema.get(key), str):
-                return _merge(self._referred(schema[key], depth, above), converted)
-        return converted
+                converted = _merge(self._referred(schema[key], depth, above), converted)
+                break
+        is_nullable = schema.get("nullable") is True or schema.get("x-nullable") is True
+        return _admit_null(converted) if is_nullable else converted
 
     def _referred(self, reference: str, depth: int, above: tuple[str, ...]) -> Json:
         if len(above) >= self.cut.references or above.count(reference) > self.cut.repeats:
@@ -148,8 +154,6 @@ class Converter:
             forms = [forms] if key == "allOf" and isinstance(forms, dict) else forms
             if isinstance(forms, list) and forms:
                 converted[key] = [self._schema(form, depth + 2, above) for form in forms]
-        if schema.get("nullable") is True or schema.get("x-nullable") is True:
-            _admit_null(converted)
         return converted
 
     def _add_types(self, converted: Json, schema: Json, depth: int, above: tuple[str, ...]) -> None:
@@ -192,6 +196,7 @@ class Converter:
         """Keep `enum`, `const`, `default` and `examples`."""
         if isinstance(schema.get("enum"), list) and schema["enum"] and self.cut.has_values:
             self._keep_value(converted, "enum", schema["enum"], depth)
+            _agree(converted)
         for key in ("const", "default"):
             if key in schema and self.cut.has_values:
                 self._keep_value(converted, key, schema[key], depth)
@@ -272,18 +277,33 @@ def _add_bounds(converted: Json, schema: Json) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _admit_null(schema: Json) -> None:
-    kinds = schema.get("type")
-    if kinds is not None:
-        schema["type"] = list(dict.fromkeys([*([kinds] if isinstance(kinds, str) else kinds), "null"]))
-    if "enum" in schema and None not in schema["enum"]:
-        schema["enum"] = [*schema["enum"], None]
-    for key in _ALTERNATIVES:
-        if key in schema:
-            schema[key] = [*schema[key], {"type": "null"}]
+def _agree(schema: Json) -> None:
+    """Remove repeated values of `enum`, and a `type` that none of its values has: no value would fit both."""
+    values = {json.dumps(value, sort_keys=True): value for value in schema.get("enum", ())}
+    if not values:
+        return
+    schema["enum"] = list(values.values())
+    if "type" in schema and not any(
+        Draft202012Validator({"type": schema["type"]}).is_valid(v) for v in values.values()
+    ):
+        del schema["type"]
+
+
+def _admit_null(schema: Json) -> Json:
+    """Return the schema, which also admits null."""
+    rules = schema.keys() - _ABOUT
+    if not rules:
+        return schema
+    if rules <= {"type", "enum"} and "type" in schema:
+        kinds = schema["type"]
+        types = list(dict.fromkeys([*([kinds] if isinstance(kinds, str) else kinds), "null"]))
+        values = {"enum": [*schema["enum"], None]} if "enum" in schema and None not in schema["enum"] else {}
+        return {**schema, "type": types, **values}
+    about = {key: value for key, value in schema.items() if key in _ABOUT}
+    return {**about, "anyOf": [{key: schema[key] for key in schema if key in rules}, {"type": "null"}]}
 
 
 _ABOUT = frozenset({"title", "description", "default", "examples", *_FLAGS, "x-hidden"})

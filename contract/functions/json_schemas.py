@@ -81,7 +81,20 @@ def show_schema(schema: Mapping[str, Any]) -> JsonSchema:
     properties = shown.get("properties")
     if isinstance(properties, Mapping):
         shown["properties"] = {name: part for name, part in properties.items() if not _is_hidden(part)}
-    return _map(shown, show_schema)
+    return _map(_complete(shown), show_schema)
+
+
+def complete_schema(schema: Mapping[str, Any]) -> JsonSchema:
+    """Return the schema with `items` in every array. Servers of models and MCP clients refuse all tools if one schema
+    has an array without `items`.
+    """
+    return _map(_complete(dict(schema)), complete_schema)
+
+
+def _complete(schema: JsonSchema) -> JsonSchema:
+    kinds = schema.get("type")
+    is_array = kinds == "array" or (isinstance(kinds, list) and "array" in kinds)
+    return {**schema, "items": {}} if is_array and "items" not in schema else schema
 
 
 def _is_hidden(schema: Any) -> bool:

@@ -149,4 +149,4 @@ def _from_function(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _function(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {"name": name, "description": description or "", "parameters": dict(parameters or EMPTY_PARAMETERS)}
+    return {"name": name, "description": description or "", "parameters": {**EMPTY_PARAMETERS, **(parameters or {})}}

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, OperatorError, ToolFailure
+from contract.functions.json_schemas import complete_schema
 from contract.invalid_input import describe_invalid
 from contract.schema import find_aliases, find_nearest
 from contract.specs import NO_NETWORK, ToolSpec
@@ -74,7 +75,7 @@ def build_tool(spec: ToolSpec) -> Tool:
     return Tool(
         name=spec.name,
         description=spec.description,
-        input_schema=dict(spec.parameters),
+        input_schema=complete_schema(spec.parameters),
         output_schema=OUTPUT_SCHEMA,
         annotations=build_hints(spec),
     )

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator, SchemaError
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Switch, Tool, ToolRegistry
-from contract.schema import check_schema, prepare_arguments
+from contract.schema import check_schema, is_quick, prepare_arguments
 from tests.builders import build_spec
 
 LIMITS = {"limit": {"type": "integer", "minimum": 1, "default": 10}, "query": {"type": "string"}}
@@ -112,6 +112,70 @@ def test_defaults_are_added_to_a_copy_of_the_arguments() -> None:
 def test_a_wrong_type_is_refused_with_the_expected_and_actual_type(kind: str, value: Any, given_type: str) -> None:
     message = refusal_of({"x": {"type": kind}}, {"x": value}, required=["x"])
     assert f"'x' must be {kind}, not {given_type} {json.dumps(value)}" in message
+
+
+LIST, OBJECT = {"type": "array", "items": {"type": "integer"}}, {"type": "object"}
+CONTAINER_TEXTS = [
+    (LIST, "[1271, 2106]", [1271, 2106]),
+    ({"anyOf": [LIST, {"type": "null"}]}, " [1]\n", [1]),
+    ({"oneOf": [{"type": "null"}, {"anyOf": [OBJECT, LIST]}]}, "[1]", [1]),
+    ({"type": ["array", "null"]}, "[]", []),
+    (OBJECT, '{"k": "a\n"}', {"k": "a\n"}),
+    # May be a text, so the text is meant.
+    ({"type": ["array", "string"]}, "[1]", "[1]"),
+    ({"anyOf": [LIST, {"type": "string"}]}, "[1]", "[1]"),
+    ({"type": "string"}, "[1]", "[1]"),
+    ({}, "[1]", "[1]"),
+    ({"anyOf": [LIST, {}]}, "[1]", "[1]"),
+]
+
+
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize(("schema", "value", "prepared"), CONTAINER_TEXTS)
+def test_a_list_or_object_in_a_json_text_is_read_if_the_parameter_is_no_text(
+    schema: dict[str, Any], value: str, prepared: Any, text: bool
+) -> None:
+    assert prepare({"x": schema}, {"x": value}, text=text)["x"] == prepared
+
+
+@pytest.mark.parametrize("value", ["[1", "[1] and more", '{"a": 1}', "1, 2", "[" * 100_000, f"[{'1,' * 20_000}1]"])
+def test_another_text_for_a_list_is_refused(value: str) -> None:
+    assert "must be array, not string" in refusal_of({"x": LIST}, {"x": value}, required=["x"])
+
+
+def test_aliases_in_a_list_that_is_a_json_text_are_replaced() -> None:
+    item = {"type": "object", "properties": {"old_string": {"type": "string"}}}
+    spec = build_spec(properties={"edits": {"type": "array", "items": item}}, aliases={"oldString": "old_string"})
+    assert prepare_arguments(spec, {"edits": '[{"oldString": "a"}]'})[0] == {"edits": [{"old_string": "a"}]}
+
+
+def test_a_long_json_text_is_not_quick() -> None:
+    spec = build_spec(properties={"x": {"anyOf": [LIST, {"type": "null"}]}, "y": {"type": "string"}})
+    assert not is_quick(spec, {"x": "[" + "1," * 2_000 + "1]"})
+    assert is_quick(spec, {"y": "[" + "1," * 2_000 + "1]"})
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"anyOf": [{"type": "integer"}, {"type": "null"}]}])
+def test_a_text_dialect_converts_a_number_in_every_form_of_an_optional_parameter(schema: dict[str, Any]) -> None:
+    assert prepare({"x": schema}, {"x": "5"}, text=True) == {"x": 5}
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "fits"),
+    [(0.01, 19.99, True), (0.1, 0.3, True), (0.01, 19.999, False), (0.5, 10**400 + 1, True), (7, 10**400, False)],
+    ids=lambda value: f"{value}"[:9],
+)
+def test_multiples_are_those_of_the_numbers_as_written(step: float, value: float, fits: bool) -> None:
+    schema = {"x": {"type": "number", "multipleOf": step}}
+    if fits:
+        assert prepare(schema, {"x": value}) == {"x": value}
+    else:
+        assert "is not a multiple of" in refusal_of(schema, {"x": value})
+
+
+def test_a_required_parameter_without_a_schema_can_be_given() -> None:
+    spec = build_spec(parameters={"type": "object", "properties": {"a": {}}, "required": ["b"]})
+    assert prepare_arguments(spec, {"a": 1, "b": 2})[0] == {"a": 1, "b": 2}
 
 
 EDITS = {"type": "array", "items": {"type": "object", "properties": {"old": {"type": "string"}}}}
