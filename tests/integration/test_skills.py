@@ -55,9 +55,9 @@ ECHO_TOOL = {
         "required": ["word"],
         "additionalProperties": False,
     },
-    "timeout": 2,
+    "timeout": 60,
 }
-SAY_TOOL = {**ECHO_TOOL, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh"}
+SAY_TOOL = {**ECHO_TOOL, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh", "timeout": 8}
 SCRIPTS = {
     "scripts/echo.py": ECHO,
     "scripts/slow.sh": "echo begun; sleep 300",
