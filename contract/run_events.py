@@ -54,7 +54,7 @@ class Failure(Record):
 class Grade(Record):
     """The reward of an item. `scores`: numbers that the grader reported in addition to the reward. `refusal`: why the
     artifacts were refused, which gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader
-    received.
+    received. `missing`: why declared artifacts were not copied.
     """
 
     reward: float = Field(ge=0, le=1)
@@ -63,6 +63,7 @@ class Grade(Record):
     files: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    missing: tuple[str, ...] = Field(default=(), exclude_if=lambda missing: not missing)
 
     @property
     def is_solved(self) -> bool:
@@ -421,6 +422,8 @@ class SubmissionTaken(RunEvent):
     files: int = 0
     bytes: int = 0
     refusal: str = ""
+    missing: tuple[str, ...] = ()
+    """Why declared artifacts were not copied."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,6 +163,10 @@ class ItemHarness(RunHarness):
         if name in self.answers:
             result = self.answers[name](call, context)
             return result if isinstance(result, ToolResult) else await result
+        if name == "exec":
+            # A program that prints nothing.
+            metadata = {"returncode": 0, "stdout_bytes": 0, "timed_out": False}
+            return ToolResult(call_id=call.id, name=call.name, success=True, metadata=metadata)
         if name in ("open", "fork"):
             return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
         return ToolResult(call_id=call.id, name=call.name, success=True, output=f"said {call.arguments.get('text')}")

@@ -12,9 +12,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 
@@ -153,23 +154,32 @@ def _count_shared(first: list[str], second: list[str]) -> int:
     return limit
 
 
+NO_FILE = {
+    "l": "the link does not lead to a file of the workspace",
+    "p": "it is a named pipe (FIFO)",
+    "s": "it is a socket",
+    "b": "it is a device",
+    "c": "it is a device",
+}
+"""Letter of `find` for a type -> why an entry of that type is not copied."""
+
+
 @dataclass(frozen=True)
 class CopiedFiles:
     """Copied files, as sorted paths relative to the item's folder.
 
-    `unmatched`: patterns that matched nothing. `skipped`: links that do not lead to a file of the workspace.
+    `unmatched`: patterns that matched nothing. `skipped`: pairs of a path and the reason why it was not copied.
     """
 
     paths: tuple[str, ...] = ()
     bytes: int = 0
     unmatched: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
     def missing(self) -> list[str]:
         """Return a sentence for each requested file or pattern that was not copied."""
-        return [f"no file of the workspace matches '{pattern}'" for pattern in self.unmatched] + [
-            f"'{path}' was not copied: the link does not lead to a file of the workspace" for path in self.skipped
-        ]
+        unmatched = [f"no file of the workspace matches '{pattern}'" for pattern in self.unmatched]
+        return unmatched + [f"'{path}' was not copied: {reason}" for path, reason in self.skipped]
 
 
 def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -227,19 +237,21 @@ def build_folder_name(custom_id: str) -> str:
     return f"{prefix}%+{hashlib.sha256(custom_id.encode()).hexdigest()[:40]}"
 
 
-def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> CopiedFiles:
+def copy_artifacts(
+    exported: Path, patterns: Sequence[str], target: Path, others: Mapping[str, str] = MappingProxyType({})
+) -> CopiedFiles:
     """Copy the files that match `patterns` from `exported` to `target`. `exported`: a workspace that `Session.export`
-    wrote.
+    wrote. `others`: path -> reason for entries of the workspace that cannot be copied.
 
     Each file is replaced atomically. Other files in `target` do not change. `target` is created if a file matches. A
     link to a file of the workspace becomes a copy of the file. Raises ArtifactsNotWritten.
     """
-    selected, unmatched = choose_paths(_walk(exported), patterns)
+    selected, unmatched = choose_paths({*_walk(exported), *others}, patterns)
     copied, skipped, size = [], [], 0
     for path in selected:
         source = _real_file(exported, path)
         if source is None:
-            skipped.append(path)
+            skipped.append((path, others.get(path, NO_FILE["l"])))
             continue
         try:
             size += _copy(source, target, path)

@@ -47,10 +47,13 @@ from store.read_memory import Reservation, read_memory
 COPY_TIMEOUT_S = 120.0
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
 # end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
-# or the target of a link and the link.
+# the target of a link and the link, or the letter of a type and a pipe, socket or device.
 _LIST_FILES = """
-set -o pipefail
 find . -xdev -type f -printf 'f\\0%P\\0'
+"""
+_LIST_OTHERS = """
+set -o pipefail
+find . -xdev \\( -type p -o -type s -o -type b -o -type c \\) -printf '%y\\0%P\\0'
 find . -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
     if [ -f "$link" ]; then target=$(readlink -f -- "$link"; printf x); else target=xx; fi
     printf '%s\\0%s\\0' "${target%?x}" "$link"
@@ -105,10 +108,12 @@ class SessionStart:
 
 @dataclass(frozen=True)
 class WorkspaceListing:
-    """Paths below /workspace. `files`: files, and links to files of the workspace. `links`: all other links."""
+    """Paths below /workspace. `files`: files, and links to files of the workspace. `others`: path -> letter of the type
+    of `find`, for all other links (`l`), named pipes, sockets and devices.
+    """
 
     files: tuple[str, ...]
-    links: tuple[str, ...]
+    others: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -385,9 +390,12 @@ class Session:
         """
         await self.import_archive(await asyncio.to_thread(pack_folder, Path(folder)), path)
 
-    async def list_files(self) -> WorkspaceListing:
-        """List the files of /workspace. Raises ToolFailure when there are too many for one result."""
-        result = await self.exec(["bash", "-c", _LIST_FILES], cwd="/workspace", timeout_s=COPY_TIMEOUT_S)
+    async def list_files(self, *, only_others: bool = False) -> WorkspaceListing:
+        """List the files of /workspace, or (`only_others`) links to files and what is no file. Raises ToolFailure when
+        there are too many for one result.
+        """
+        script = _LIST_OTHERS if only_others else _LIST_FILES + _LIST_OTHERS
+        result = await self.exec(["bash", "-c", script], cwd="/workspace", timeout_s=COPY_TIMEOUT_S)
         if result.timed_out or result.truncated:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
@@ -633,8 +641,12 @@ def _parse_listing(output: bytes) -> WorkspaceListing:
     # A link counts as a file only if its target is inside: a reader on another machine has no other target.
     pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
     files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
-    links = [path for target, path in pairs if target != "f" and not target.startswith("/workspace/")]
-    return WorkspaceListing(tuple(files), tuple(links))
+    others = {
+        path: target if target in ("p", "s", "b", "c") else "l"
+        for target, path in pairs
+        if target != "f" and not target.startswith("/workspace/")
+    }
+    return WorkspaceListing(tuple(files), others)
 
 
 def _call_id() -> str:

@@ -25,7 +25,7 @@ from contract.calls import ExecResult
 from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
 from contract.tar_archives import read_tar
-from orchestrator.batches.artifacts import choose_paths
+from orchestrator.batches.artifacts import NO_FILE, CopiedFiles, choose_paths
 from orchestrator.batches.rewards import InvalidReward, parse_reward
 from orchestrator.dispatch.sessions import SandboxProgramFailed, Session, SessionStart
 from orchestrator.runs.item_sessions import ItemSessions
@@ -62,6 +62,11 @@ export LC_ALL=C; set -o pipefail
 find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z | comm -z -13 "$1" -
 """
 _PRINT = "%s %T@ %P\\0"
+_PRINT_OTHER = "%y %T@ %P\\0"
+"""Format for what is no file: the letter of its type in the place of the size."""
+_NO_FILE = {**NO_FILE, "l": "it is a link"}
+MAX_MISSING = 20
+"""Largest number of missing artifacts that a grade names."""
 _UNREADABLE = 1
 """Exit code of find when it could not read some folders."""
 _WILD = re.compile(r"[*?\[]")
@@ -110,6 +115,8 @@ class Submission:
     files: int = 0
     bytes: int = 0
     refusal: str = ""
+    missing: tuple[str, ...] = ()
+    """Why declared artifacts were not copied."""
 
 
 def is_gradable(failure: Failure | None) -> bool:
@@ -153,6 +160,7 @@ class Grading:
             files=submission.files,
             bytes=submission.bytes,
             refusal=submission.refusal,
+            missing=submission.missing,
         )
 
     async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> GradingResult:
@@ -160,10 +168,10 @@ class Grading:
         agent nor grader is the cause.
         """
         if submission.refusal:
-            return GradingResult(Grade(reward=0.0, refusal=submission.refusal))
+            return GradingResult(Grade(reward=0.0, refusal=submission.refusal, missing=submission.missing))
         # Checked against the logged hash: the archive itself is not signed.
         archive = await journal.load_artifacts(submission.sha256)
-        artifacts = Submission(archive, submission.files, submission.bytes)
+        artifacts = Submission(archive, submission.files, submission.bytes, missing=submission.missing)
         # Without network: the artifacts are hostile, and could send the solutions of the grader to the outside.
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
@@ -199,7 +207,8 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
     try:
         # A job that still writes could show one file to the check and another one to the copy.
         await session.end_jobs()
-        files = await _take_files(session, grader)
+        names, missing = await _list_names(session, grader)
+        files = await _take_files(session, names)
     except _ArtifactsRefused as refusal:
         return Submission(refusal=str(refusal))
     except ToolFailure as error:
@@ -208,7 +217,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
             raise
         return Submission(refusal=error.message[:500])
     size = sum(len(content) for content, _ in files.values())
-    return Submission(await in_tenant_thread(session.tenant, _pack, files), len(files), size)
+    return Submission(await in_tenant_thread(session.tenant, _pack, files), len(files), size, missing=missing)
 
 
 async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[GradingResult]]) -> GradingResult:
@@ -241,26 +250,31 @@ async def grade_submission(session: Session, grader: Grader, submission: Submiss
         return GradingResult(failure=failure, output=output)
     seconds = time.monotonic() - began
     grade = Grade(
-        reward=scores.pop("reward"), scores=scores, files=submission.files, bytes=submission.bytes, seconds=seconds
+        reward=scores.pop("reward"),
+        scores=scores,
+        files=submission.files,
+        bytes=submission.bytes,
+        seconds=seconds,
+        missing=submission.missing,
     )
     return GradingResult(grade, output=output)
 
 
-async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes, bool]]:
+async def _take_files(session: Session, names: Sequence[str]) -> dict[str, tuple[bytes, bool]]:
     """Return the content of each artifact by its name, and whether it is executable. Raises _ArtifactsRefused."""
-    names = await _list_names(session, grader)
     if not names:
         return {}
     archive = await session.export_files(names)
     return await in_tenant_thread(session.tenant, _read_archive, archive, frozenset(names))
 
 
-async def _list_names(session: Session, grader: Grader) -> list[str]:
-    """Return the names of the regular files that the grader gets. Raises _ArtifactsRefused: names or sizes break a
-    limit.
+async def _list_names(session: Session, grader: Grader) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names of the regular files that the grader gets, and why other declared artifacts are missing. Raises
+    _ArtifactsRefused: names or sizes break a limit.
     """
     if grader.artifacts:
-        argv = ["find", ".", "-xdev", "-type", "f", *_selection(grader.artifacts), "-printf", _PRINT]
+        kinds = ["-type", "f", "-printf", _PRINT, "-o", "!", "-type", "d", "-printf", _PRINT_OTHER]
+        argv = ["find", ".", "-xdev", *_selection(grader.artifacts), "(", *kinds, ")"]
         done = await session.exec(argv, env={"LC_ALL": "C"}, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
     else:
         done = await _bash(session, _LIST_CHANGED)
@@ -271,22 +285,37 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
     # The agent may have replaced its `find`. What it prints is checked below, and again in the archive.
     if done.returncode not in (0, _UNREADABLE):
         raise _ArtifactsRefused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
-    sizes = dict[str, int]()
+    sizes, others = dict[str, int](), dict[str, str]()
     for entry in done.stdout.split(b"\0"):
         size, _, rest = entry.partition(b" ")
-        if name := os.fsdecode(rest.partition(b" ")[2]):
+        name = os.fsdecode(rest.partition(b" ")[2])
+        if name and (reason := _NO_FILE.get(size.decode("ascii", "replace"))) is not None:
+            others[name] = reason
+        elif name:
             # `int` of a very long number takes long. An unreadable size counts as too large.
             sizes[name] = int(size) if size.isdigit() and len(size) < 20 else MAX_BYTES + 1
-    names = sorted(sizes)
+    names, missing = sorted(sizes), tuple[str, ...]()
     if grader.artifacts:
-        names, _ = await in_tenant_thread(session.tenant, choose_paths, sizes, grader.artifacts)
+        found = {**others, **sizes}
+        matching, idle = await in_tenant_thread(session.tenant, choose_paths, found, grader.artifacts)
+        names = [name for name in matching if name in sizes]
+        skipped = [(name, others[name]) for name in matching if name not in sizes]
+        missing = _describe_missing(idle, skipped)
     if len(names) > MAX_FILES:
         raise _ArtifactsRefused(
             f"{len(names)} files match the artifacts of the grader, and the limit is {MAX_FILES}: name fewer files"
         )
     _check_names(names)
     _check_size(sum(sizes[name] for name in names))
-    return names
+    return names, missing
+
+
+def _describe_missing(unmatched: Sequence[str], skipped: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the first MAX_MISSING sentences about declared artifacts that are missing, in printable text."""
+    sentences = CopiedFiles(unmatched=tuple(unmatched), skipped=tuple(skipped)).missing()
+    return tuple(
+        ascii(sentence)[1:-1] if not sentence.isprintable() else sentence for sentence in sentences[:MAX_MISSING]
+    )
 
 
 def _selection(patterns: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from contract.calls import ToolResult
-from contract.errors import ConfigError, ContextWindowExceeded, ErrorCode, ModelDenied, ModelRefused
+from contract.errors import ConfigError, ContextWindowExceeded, ErrorCode, ModelDenied, ModelRefused, ToolFailure
 from contract.model_endpoints import Prices
 from contract.plurals import count
 from contract.run_events import (
@@ -31,7 +31,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
-from orchestrator.batches.artifacts import CopiedFiles, artifact_folder, choose_paths, copy_artifacts
+from orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifact_folder, choose_paths, copy_artifacts
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
@@ -442,10 +442,17 @@ class ItemWork:
         if not item.environment.artifacts:
             return {}
         exported = journal.artifacts
-        if exported is None and defaults.artifacts is None:
-            exported = await self._save(item, journal, session)
-        elif exported is None:
-            exported = await self._export(item, journal, str(defaults.artifacts), session)
+        try:
+            if exported is None and defaults.artifacts is None:
+                exported = await self._save(item, journal, session)
+            elif exported is None:
+                exported = await self._export(item, journal, str(defaults.artifacts), session)
+        except ToolFailure as failure:
+            # The result of the item is complete without its artifacts, which are named as missing.
+            if failure.code not in _TOO_MUCH:
+                raise
+            sentence = f"no artifact was copied ({failure.code}): {failure.message}"
+            exported = await journal.record(ArtifactsCopied, paths=(), missing=_printable([sentence]))
         for sentence in exported.missing:
             on_event(BatchNotice(message=f"{item.custom_id}: {sentence}"))
         return {"artifacts": exported.paths, "missing": exported.missing, "file": exported.file}
@@ -453,10 +460,10 @@ class ItemWork:
     async def _save(self, item: BatchItem, journal: Journal, session: Session) -> ArtifactsCopied:
         """Ask the session's host to copy the artifacts to the store. Return the logged event."""
         listing = await session.list_files()
-        found = [*listing.files, *listing.links]
+        found = [*listing.files, *listing.others]
         matching, idle = await in_tenant_thread(session.tenant, choose_paths, found, item.environment.artifacts)
-        links = frozenset(listing.links)
-        paths, skipped = [path for path in matching if path not in links], [path for path in matching if path in links]
+        paths = [path for path in matching if path not in listing.others]
+        skipped = [(path, NO_FILE[listing.others[path]]) for path in matching if path in listing.others]
         file = new_file_id("artifacts") if paths else ""
         if paths:
             await session.save_files(file, paths)
@@ -467,12 +474,20 @@ class ItemWork:
         """Copy the artifacts to the item's folder on this machine. Return the logged event."""
         target = artifact_folder(Path(folder_of_all), item.custom_id)
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
+            listing = await session.list_files(only_others=True)
             await session.export(folder)
-            patterns = item.environment.artifacts
-            copied = await in_tenant_thread(session.tenant, copy_artifacts, Path(folder), patterns, target)
+            patterns, others = (
+                item.environment.artifacts,
+                {path: NO_FILE[kind] for path, kind in listing.others.items()},
+            )
+            copied = await in_tenant_thread(session.tenant, copy_artifacts, Path(folder), patterns, target, others)
         return await journal.record(
             ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing())
         )
+
+
+_TOO_MUCH = frozenset({ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE})
+"""Codes of artifacts that exceed a limit."""
 
 
 class _CopiedOut(TypedDict, total=False):

@@ -1,7 +1,10 @@
 """Only an item's files that match its patterns are copied out, into a folder that belongs to that item alone."""
 
+import contextlib
 import os
+import socket
 import string
+import subprocess
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.batches.artifacts import (
     MATCH_S,
+    NO_FILE,
     ArtifactsNotWritten,
     Pattern,
     artifact_folder,
@@ -22,6 +26,7 @@ from orchestrator.batches.artifacts import (
     choose_paths,
     copy_artifacts,
 )
+from orchestrator.dispatch.sessions import _LIST_FILES, _LIST_OTHERS, WorkspaceListing, _parse_listing
 from store.batches import MAX_ID_CHARS
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -146,7 +151,7 @@ def test_files_are_copied_with_their_folders_and_links_to_files_become_files(tmp
     (exported / "rest.txt").write_text("rest")
     copied = copy_artifacts(exported, ["out", "*.md"], target)
     assert copied.paths == ("out/a.csv", "out/link", "out/run.sh")
-    assert copied.skipped == ("out/broken", "out/folder", "out/leading-out")
+    assert [path for path, _ in copied.skipped] == ["out/broken", "out/folder", "out/leading-out"]
     assert (copied.unmatched, copied.bytes) == (("*.md",), 15)
     assert {path.name: path.read_text() for path in (target / "out").iterdir()} == {
         "a.csv": "1,2",
@@ -187,3 +192,36 @@ def test_ids_that_differ_only_in_case_have_different_folder_names(custom_id: str
     position = which % len(custom_id)
     swapped = custom_id[:position] + custom_id[position].swapcase() + custom_id[position + 1 :]
     assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()
+
+
+def build_odd_workspace(folder: Path) -> None:
+    """Make a file, a named pipe, a socket, and links, as an untrusted program may leave them."""
+    (folder / "a.txt").write_text("a")
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(folder):
+        listener.bind("sock")
+    (folder / "out").symlink_to("/etc/passwd")
+    (folder / "broken\n").symlink_to("none")
+
+
+def test_the_list_of_a_workspace_says_what_is_no_file(tmp_path: Path) -> None:
+    build_odd_workspace(tmp_path)
+
+    def run(script: str) -> WorkspaceListing:
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True, timeout=60)
+        return _parse_listing(done.stdout)
+
+    others = {"pipe": "p", "sock": "s", "out": "l", "broken\n": "l"}
+    assert run(_LIST_FILES + _LIST_OTHERS) == WorkspaceListing(("a.txt",), others)
+    assert run(_LIST_OTHERS) == WorkspaceListing((), others)
+
+
+def test_what_cannot_be_copied_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "a.txt").write_text("a")
+    others = {"pipe": NO_FILE["p"], "sock": NO_FILE["s"], "disk": NO_FILE["b"], "elsewhere": NO_FILE["p"]}
+    copied = copy_artifacts(tmp_path / "export", ["a.txt", "pipe", "s*", "disk", "none"], tmp_path / "target", others)
+    assert copied.paths == ("a.txt",)
+    assert dict(copied.skipped) == {name: others[name] for name in ("disk", "pipe", "sock")}
+    assert copied.unmatched == ("none",)
+    assert len(copied.missing()) == 4

@@ -460,3 +460,16 @@ def test_event_order_and_repetition_do_not_change_the_grade_summary() -> None:
     page = build_report(ends, title="t")
     assert "pass@1" in page
     assert "pass@1" not in build_report([build_end("", None)], title="t")
+
+
+async def test_declared_artifacts_that_are_no_files_are_named_in_the_grade(make: HarnessFactory) -> None:
+    harness = make()
+    sandboxes = Sandboxes(harness)
+    sandboxes.listing += b"p 1.0 pipe.py\0s 1.0 sock.py\0l 1.0 li\nnk.py\0c 1.0 other.txt\0"
+    item = with_grader(build_run(), artifacts=("*.py", "none.md"))
+    outcome = await harness.execute(await harness.put(item))
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, outcome.grade.files) == (1.0, 1)
+    named = [[name for name in ("pipe", "sock", "nk.py", "none.md") if name in text] for text in outcome.grade.missing]
+    assert sorted(named) == [["nk.py"], ["none.md"], ["pipe"], ["sock"]]
+    assert all(text.isprintable() for text in outcome.grade.missing)

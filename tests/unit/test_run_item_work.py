@@ -235,6 +235,31 @@ async def test_artifact_with_a_non_utf8_name_is_copied(make: HarnessFactory, tmp
     assert await harness.queue.finish(claim, outcome)
 
 
+@pytest.mark.parametrize("code", [ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE])
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_an_item_whose_artifacts_are_too_large_keeps_its_result_and_names_the_reason(
+    make: HarnessFactory, tmp_path: Path, code: ErrorCode, is_local: bool
+) -> None:
+    harness = make()
+
+    def list_files(call: ToolCall, context: ToolContext) -> ToolResult:
+        listing = b"f\0out.txt\0p\0pipe.txt\0"
+        harness.blobs.kept["list"] = listing
+        metadata = {"returncode": 0, "stdout_bytes": len(listing), "timed_out": False}
+        return ToolResult(call_id=call.id, name=call.name, success=True, blob="list", metadata=metadata)
+
+    failure = fail_with(code, "too much")
+    harness.answers |= {"exec": list_files, "export": failure, "save_files": failure}
+    claim = await harness.put(with_environment(build_run(), artifacts=("*.txt",)))
+    outcome = await harness.execute(claim, BatchDefaults(artifacts=str(tmp_path) if is_local else None))
+    assert outcome.failure is None
+    assert outcome.body is not None
+    assert (outcome.body["answer"], outcome.body["artifacts"]) == ("done", [])
+    [sentence] = outcome.body["artifacts_missing"]
+    assert code in sentence
+    assert "too much" in sentence
+
+
 async def test_new_attempt_has_new_call_ids_and_a_new_session(make: HarnessFactory) -> None:
     async def stream_then_fail(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
