@@ -91,7 +91,11 @@ DO = {
 API = {
     ApiCode.NOT_FOUND: ("the URL does not exist, or the key may not see the object", "see `/openapi.json`"),
     ApiCode.METHOD_NOT_ALLOWED: ("the URL does not accept that method", "see the header `Allow`"),
-    ApiCode.MALFORMED_REQUEST: ("the body or a parameter is invalid", "see `errors` for the invalid parts"),
+    ApiCode.MALFORMED_REQUEST: (
+        "the request cannot be read: it is not valid HTTP, or its body is not JSON; fields with wrong names or values "
+        "are `INVALID_ARGUMENTS`",
+        "correct the form of the request",
+    ),
     ApiCode.BODY_TOO_LARGE: ("the body exceeds the limit of the URL", "send less data, or one file per request"),
     ApiCode.UNSUPPORTED_MEDIA_TYPE: (
         "the URL does not accept the media type of the body",
