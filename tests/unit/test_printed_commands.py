@@ -25,7 +25,9 @@ from orchestrator.batches.displays import DisplayedBatch
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.report import build_report
 from orchestrator.command import app, import_all
+from orchestrator.runs.hosted import HostedRuns
 from orchestrator.terminal.commands import build_command
+from store.batches import RunBody
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.batch_events import ended
@@ -173,6 +175,12 @@ def test_hints_of_batch_commands_work_for_a_tenant(redis_server: RedisProcess, t
     log = pool.paste("toolcrew batches show --logs t2 --tenant acme --json")
     page = tmp_path / "page.html"
     assert pool.paste(f"toolcrew batches export t2 --tenant acme --html {page}").exit_code == 0
+    rows = tmp_path / "rows.jsonl"
+    both = pool.paste(
+        f"toolcrew batches export t2 --tenant acme --html {tmp_path / 'both.html'} --output {rows} --json"
+    )
+    assert (both.exit_code, rows.exists(), (tmp_path / "both.html").exists()) == (0, True, True)
+    assert json.loads(both.stdout).keys() == {"batch", "page", "rows"}
     hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
     assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
     for hint in hints:
@@ -249,3 +257,29 @@ def test_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None
             session_names += [row.split()[0] for row in done.stdout.splitlines()[1:]]
             line = next(iter(find_commands(done.stderr)), "")
         assert sorted(session_names) == ["s0", "s1", "s2"]
+
+
+def test_runs_of_all_tenants_are_listed_and_a_missing_run_names_the_list(redis_server: RedisProcess) -> None:
+    pool = Pool(redis_server)
+
+    async def start() -> None:
+        keys = BrokerSettings.model_validate({"redis_url": redis_server.url}).signing_keys()
+        async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+            hosted = HostedRuns(client, "default", keys, RedisTenants(client, "default", keys))
+            for tenant in ("default", "acme"):
+                await hosted.start(tenant, RunBody(instruction="Count the files."))
+
+    asyncio.run(start())
+
+    def list_tenants(options: str) -> list[str]:
+        listed = json.loads(pool.paste(f"toolcrew runs list --json {options}").stdout)
+        return [run["tenant"] for run in listed["runs"]]
+
+    assert list_tenants("") == ["acme", "default"]
+    assert list_tenants("--tenant acme") == ["acme"]
+    assert list_tenants("--limit 1") == ["acme"]
+    assert pool.paste("toolcrew runs list --cursor 1").exit_code == 2
+
+    missing = pool.paste("toolcrew runs show nope --tenant acme")
+    assert (missing.exit_code, find_commands(missing.stderr)) == (1, ["toolcrew runs list --tenant acme"])
+    assert "/v1/" not in missing.stderr
