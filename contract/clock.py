@@ -1,7 +1,8 @@
 """Timestamps for people to read."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, WithJsonSchema
 
@@ -17,3 +18,13 @@ Instant = Annotated[
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
 """Field type for a time in Unix seconds that is written as ISO 8601 in UTC in JSON."""
+
+
+def with_instants(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an event or a record. Times (`at` and names that end in `_at`) become ISO 8601."""
+    return {
+        name: format_instant(value, "milliseconds")
+        if (name == "at" or name.endswith("_at")) and isinstance(value, int | float)
+        else value
+        for name, value in fields.items()
+    }

@@ -28,7 +28,7 @@ INTRO = f"""\
 
 Made from the commands by `scripts/command_docs.py`; `toolcrew COMMAND --help` prints the same. [Settings](settings.md) lists the environment variables.
 
-Listings take `--json`; times are ISO 8601, UTC. An error is one sentence on stderr that says what to do; with `--json` it is an object on stdout,
+Listings take `--json` and print `{{"runs": [...], "next_cursor": null}}`, with the name of their items; times are ISO 8601, UTC. An error is one sentence on stderr that says what to do; with `--json` it is an object on stdout,
 `{{"error": {{"code": ..., "message": ...}}}}` ([errors.md](errors.md)).
 
 | exit code | means |

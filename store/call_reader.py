@@ -86,7 +86,7 @@ Moment = Annotated[float, PlainSerializer(lambda at: format_instant(at, "millise
 class ShownCall(Record):
     """The fields that a list and the state of one call have in common."""
 
-    call: str
+    id: str
     tenant: str
     tool: str | None
     state: str
@@ -380,7 +380,7 @@ class CallReader:
         run, batch = await self._run(tenant, call_id)
         limits = (await self._limits([tenant]))[tenant]
         return CallLife(
-            call=call_id,
+            id=call_id,
             tenant=tenant,
             tool=str(fields.get("tool", "")) or None,
             state=WAITING,
@@ -465,7 +465,7 @@ def _describe(tenant: str, call: str, record: CallRecord) -> dict[str, Any]:
     """Return the fields that a list and the state of one call have in common."""
     queue = parse_holder(record.holder)[0] or record.queue
     return {
-        "call": call,
+        "id": call,
         "tenant": tenant,
         "tool": record.tool or None,
         "state": record.state.value,
@@ -495,7 +495,7 @@ def _select(
 
 def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> ListedCall:
     return ListedCall(
-        call=str(entry["call"]),
+        id=str(entry["call"]),
         tenant=str(entry["tenant"]),
         tool=str(entry.get("tool", "")) or None,
         state="waiting",
@@ -524,7 +524,7 @@ def _rank(call: ListedCall) -> tuple[int, float, str, str]:
     """
     since = call.since or 0.0
     state, at = (len(_ORDER), -since) if call.has_ended else (_ORDER.index(call.state), since)
-    return state, at, call.tenant, call.call
+    return state, at, call.tenant, call.id
 
 
 def _format_position(call: ListedCall) -> str:

@@ -29,7 +29,7 @@ class Kill(BaseModel):
 class KillResult(BaseModel):
     """The state of the call. `already_ended`: the call had already ended before the request."""
 
-    call: str
+    id: str
     state: str
     error_code: str | None
     already_ended: bool
@@ -77,7 +77,7 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> KillResul
             raise _unknown(caller, call_id) from failure
         raise
     return KillResult(
-        call=call_id,
+        id=call_id,
         state=killed.record.state.value,
         error_code=killed.record.code or None,
         already_ended=killed.already_ended,

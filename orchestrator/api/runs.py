@@ -9,16 +9,14 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from contract.calls import LONGEST_TIMEOUT_S, CallUsage, pick_fields
-from contract.clock import Instant
+from contract.calls import LONGEST_TIMEOUT_S, pick_fields
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.image_names import ImageText
 from contract.json_limits import is_deeper
-from contract.run_events import Failure
 from contract.sandboxes import CheckpointId, SandboxOptions
 from contract.session_locations import MAX_FORKS
 from contract.tool_configs import ToolConfig
-from contract.webhooks import Webhook, WebhookDelivery
+from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.idempotency import IdempotencyKey
@@ -30,11 +28,12 @@ from orchestrator.batches.artifacts import MAX_PATTERNS
 from orchestrator.batches.lines import MAX_DEPTH
 from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
+from orchestrator.operations.views import RunView, view_run
 from orchestrator.runs.hosted import HostedRuns
 from store.archives.files import MAX_LOCATION_CHARS, is_file_id
-from store.batches import ForkPoint, ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
+from store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from store.run_events import parse_id
-from store.run_records import HostedRun, HostedState
+from store.run_records import HostedState
 from store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
@@ -117,49 +116,6 @@ class NewRunForks(BaseModel):
 
     step: int = Field(ge=0)
     n: int = Field(default=1, ge=1, le=MAX_FORKS)
-
-
-class RunView(BaseModel):
-    """A run. `attempt`: 1, and one more after each failure of the infrastructure. `stop_reason`: why the run ended.
-    `steps`: model replies. `clocks`: durations of its phases, in seconds. `cost` is null if the model has no prices.
-    The fields from `answer` on are set at the end of the run.
-
-    `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
-    its own session. `forked_from`: null if the run is no fork. For a fork, all sums exclude the shared steps; only
-    `steps` includes them.
-
-    `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. `webhook`: null if
-    the run has none. Times are in ISO 8601.
-    """
-
-    id: str
-    tenant: str
-    state: HostedState
-    instruction: str
-    model: str | None
-    session: str | None
-    metadata: dict[str, str]
-    priority: int
-    attempt: int
-    created_at: Instant
-    started_at: Instant | None
-    ended_at: Instant | None
-    forked_from: ForkPoint | None
-    webhook: WebhookDelivery | None = None
-    answer: str | None = None
-    is_cut: bool = False
-    stop_reason: str | None = None
-    steps: int | None = None
-    usage: dict[str, int] | None = None
-    cost: float | None = None
-    clocks: dict[str, float] | None = None
-    call_usage: CallUsage | None = None
-    sandbox_s: float | None = None
-    failure: Failure | None = None
-    artifacts: tuple[str, ...] = ()
-    artifacts_missing: tuple[str, ...] = ()
-    artifacts_file: str | None = None
 
 
 class RunForks(BaseModel):
@@ -325,13 +281,6 @@ def convert_not_found() -> Iterator[None]:
 def hosted(caller: Caller) -> HostedRuns:
     """Return the durable runs of the deployment."""
     return caller.app_state.parts.runs
-
-
-def view_run(run: HostedRun) -> RunView:
-    """Build the view of a run for clients."""
-    fields = run.model_dump(include=set(RunView.model_fields))
-    end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}}) if run.end is not None else {}
-    return RunView(**fields, **end, failure=run.end.failure if run.end is not None else None)
 
 
 def _own_key(caller: Caller, key: str | None) -> str | None:

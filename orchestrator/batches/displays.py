@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from contract.clock import with_instants
 from contract.plurals import plural
 from contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
 from contract.tenancy import DEFAULT_TENANT
@@ -135,7 +136,7 @@ class JsonLines(Display):
         self._out = out
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None:
-        self._write(event.to_json())
+        self._write(with_instants(event.to_json()))
 
     def _show_summary(self, summary: Summary) -> None:
         self._write(summary.model_dump(mode="json"))

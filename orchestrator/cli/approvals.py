@@ -13,7 +13,7 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, OnlyTenant, Output, as_command
+from orchestrator.cli.runner import Json, OnlyTenant, Output, as_command, list_json
 from orchestrator.operations.views import view_approval
 from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
@@ -77,7 +77,8 @@ async def approvals_list(tenant: OnlyTenant = None, as_json: Json = False) -> Ou
             found += page.questions
     lines = [line for question in found for line in pending_lines(question)]
     note = f"{len(found)} wait" if found else "nothing waits for a decision"
-    return Output([view_approval(question).model_dump(mode="json") for question in found], lines, [note])
+    views = [view_approval(question).model_dump(mode="json") for question in found]
+    return Output(list_json("approvals", views), lines, [note])
 
 
 @approvals_app.command("decide")

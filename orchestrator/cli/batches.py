@@ -236,7 +236,7 @@ async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
     async with open_pool_client(tenant) as client:
         waiting = await client.batch_runs().batches.cancel(batch)
     line = f"{batch} is being cancelled; {count(waiting, 'item')} had not started"
-    return Output({"batch": batch, "not_begun": waiting}, [line])
+    return Output({"id": batch, "not_begun": waiting}, [line])
 
 
 @batches_app.command("delete")
@@ -245,7 +245,7 @@ async def delete(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
     """Delete an ended batch with its items and results from Redis."""
     async with open_pool_client(tenant) as client:
         await client.batch_runs().batches.delete(batch)
-    return Output({"batch": batch}, [f"{batch} is deleted"])
+    return Output({"id": batch}, [f"{batch} is deleted"])
 
 
 batches_app.command("list")(batches_list)
@@ -405,5 +405,5 @@ def _warn(message: str) -> None:
 
 
 def _print_id(batch: str, as_json: bool) -> None:
-    typer.echo(json.dumps({"type": "batch", "batch": batch}) if as_json else batch)
+    typer.echo(json.dumps({"type": "batch", "id": batch}) if as_json else batch)
     sys.stdout.flush()

@@ -46,7 +46,7 @@ async def batches_rollouts(
         place = load_settings().traces
         items = count(len(missing), "item has", "items have")
         notes.append(f"toolcrew: warning: {items} no trace in {place}: run this where they ran")
-    return Output({"batch": batch, "records": written, "items_without_trace": len(missing)}, notes=notes)
+    return Output({"id": batch, "records": written, "items_without_trace": len(missing)}, notes=notes)
 
 
 def _read_records(

@@ -21,7 +21,7 @@ from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import download_artifacts
 from orchestrator.cli.clients import find_tenants, open_pool_client
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.settings import load_settings
@@ -54,7 +54,7 @@ async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Outp
         {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
         for status in found
     ]
-    return list_output(found, rows, _COLUMNS, empty="no batch was submitted in the last 30 days")
+    return list_output(list_json("batches", found), rows, _COLUMNS, empty="no batch was submitted in the last 30 days")
 
 
 def _describe(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ async def batches_export(
     if page is not None:
         await _export_report(batch, page, events, tenant)
         if output is None and artifacts is None:
-            return Output({"batch": batch, "page": str(page)}, [str(page)])
+            return Output({"id": batch, "page": str(page)}, [str(page)])
     stored = StoredFiles.of(load_settings()) if artifacts is not None else None
     async with open_pool_client(tenant) as client:
         runs = client.batch_runs()
@@ -153,7 +153,7 @@ async def batches_export(
             with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
                 written["rows"] = await runs.write_rows(batch, rows)
     notes = [count(written["rows"], "row")] if "rows" in written else []
-    return Output({"batch": batch, **written}, [str(page)] if page is not None else [], notes)
+    return Output({"id": batch, **written}, [str(page)] if page is not None else [], notes)
 
 
 async def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None) -> None:

@@ -5,8 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
+from orchestrator.terminal.commands import build_command
 
 calls_app = typer.Typer(no_args_is_help=True)
 CallName = Annotated[
@@ -18,20 +20,21 @@ CallName = Annotated[
 @as_command
 async def calls_list(
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Largest number of calls to list.")] = 50,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
     tenant: OnlyTenant = None,
     as_json: Json = False,
 ) -> Output:
     """List waiting calls with the reason, then running calls, then calls that ended in the last day."""
     async with open_running("calls", tenant) as client:
-        page = await client.list_calls(tenant, limit)
+        page = await client.list_calls(tenant, limit, cursor)
     rows = [call.model_dump(mode="json") for call in page.data]
-    columns = ("call", "tool", "tenant", "state", "reason", "since", "host", "error_code")
+    columns = ("id", "tool", "tenant", "state", "reason", "since", "host", "error_code")
     return list_output(
-        {"calls": rows, "has_more": page.has_more},
+        list_json("calls", rows, page.next_position),
         rows,
         columns,
         empty="no call waits or runs, and no call ended in the last day",
-        notes=["there are more calls: raise --limit to list them"] if page.has_more else [],
+        notes=[_describe_next(limit, page.next_position, tenant)] if page.next_position is not None else [],
     )
 
 
@@ -64,9 +67,14 @@ async def calls_kill(
     state, code = killed.record.state.value, killed.record.code
     verb = "had already ended" if killed.already_ended else "has ended"
     return Output(
-        {"call": call_id, "state": state, "error_code": code or None, "already_ended": killed.already_ended},
+        {"id": call_id, "state": state, "error_code": code or None, "already_ended": killed.already_ended},
         [f"{call_id} {verb} ({f'{state}, {code}' if code else state})"],
     )
+
+
+def _describe_next(limit: int, position: str, tenant: str | None) -> str:
+    more = build_command("calls", "list", "--limit", str(limit), "--cursor", position, tenant=tenant or DEFAULT_TENANT)
+    return f"there are more calls: `{more}`"
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

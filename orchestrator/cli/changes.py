@@ -8,7 +8,7 @@ import typer
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from orchestrator.settings import load_settings
 from store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
 
@@ -33,12 +33,16 @@ def changes() -> None:
 @changes_app.command("list")
 @as_command
 async def changes_list(
-    tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False
+    tenant: Tenants = None,
+    action: Actions = None,
+    number: Number = 50,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
+    as_json: Json = False,
 ) -> Output:
     """List changes of tools, tenants, keys, approvals, hosts and calls, newest first. Needs an operator's key."""
     if load_settings().redis_url is None:
         raise ConfigError("TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read")
-    actions, entries, cursor = _parse_actions(action or []), list[AuditEntry](), None
+    actions, entries = _parse_actions(action or []), list[AuditEntry]()
     async with open_client(needs_workers=False) as client:
         log = await client.audit()
         while len(entries) < number:
@@ -46,7 +50,7 @@ async def changes_list(
             entries += page.entries
             if (cursor := page.cursor) is None:
                 break
-    data = [entry.model_dump(mode="json") for entry in entries]
+    data = list_json("changes", [entry.model_dump(mode="json") for entry in entries], cursor)
     columns = ("at", "actor", "role", "action", "tenant", "target", "details")
     return list_output(data, [_row(entry) for entry in entries], columns, empty="no change matches")
 

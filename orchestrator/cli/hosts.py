@@ -10,7 +10,7 @@ from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
 from contract.plurals import count
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from orchestrator.operations.views import view_host
 from orchestrator.terminal.output import escape_controls
@@ -43,10 +43,12 @@ async def hosts_list(
             for row in rows
             for line in (row["queue"], *(f"  {name:<18} {_format_value(row[name])}" for name in row if name != "queue"))
         ]
-        return Output(rows, lines)
+        return Output(list_json("hosts", rows), lines)
     columns = ("host", "kind", "state", "busy", "sessions", "waiting", "memory-free-mib", "reported-at", "queue")
     shown = [_row(report, sum(row["waiting"].values())) for report, row in zip(found, rows, strict=True)]
-    return list_output(rows, shown, columns, empty="no worker reports: start one (toolcrew serve worker)")
+    return list_output(
+        list_json("hosts", rows), shown, columns, empty="no worker reports: start one (toolcrew serve worker)"
+    )
 
 
 @hosts_app.command("drain")

@@ -7,7 +7,7 @@ import typer
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from orchestrator.operations.views import view_key
 from store.api_keys import ApiKeyRecord, Role
 
@@ -30,7 +30,9 @@ async def keys_list(
         if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)
     ]
     shown = [{name: value or "-" for name, value in row.items()} for row in rows]
-    return list_output(rows, shown, ("id", "tenant", "role", "name", "tail", "created_at", "expires_at", "state"))
+    return list_output(
+        list_json("keys", rows), shown, ("id", "tenant", "role", "name", "tail", "created_at", "expires_at", "state")
+    )
 
 
 @keys_app.command("create")

@@ -9,7 +9,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.invalid_input import find_invalid
 from contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 
 models_app = typer.Typer(no_args_is_help=True)
 
@@ -40,7 +40,9 @@ async def models_list(
         policy = await deployment.tenants.policy(of_tenant) if of_tenant is not None else None
         views = await deployment.models.views(of_tenant, policy, shows_addresses=not is_tenant)
     columns = ("name", "tenant", "model", "url", "secret", "prices", "requests", "fallback", "state")
-    return list_output([view.model_dump() for view in views], [_row(view) for view in views], columns)
+    return list_output(
+        list_json("models", [view.model_dump() for view in views]), [_row(view) for view in views], columns
+    )
 
 
 @models_app.command("set")

@@ -232,4 +232,4 @@ def _exit_code(reason: StopReason, *, is_refused: bool) -> int:
 
 def _run_json(run: str, end: RunEnd, transcript: Sequence[dict[str, Any]]) -> dict[str, Any]:
     fields = end.model_dump(include={"answer", "stop_reason", "steps", "usage", "clocks", "call_usage", "sandbox_s"})
-    return {"run": run, **fields, "transcript": list(transcript)}
+    return {"id": run, **fields, "transcript": list(transcript)}

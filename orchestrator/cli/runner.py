@@ -72,10 +72,22 @@ class Output:
     exit_code: int = 0
 
 
+def list_json(name: str, items: Sequence[Any], next_cursor: str | None = None) -> dict[str, Any]:
+    """Return the JSON object of a list: the items below `name`, and the cursor of the next page or None."""
+    return {name: list(items), "next_cursor": next_cursor}
+
+
 def list_output(
-    data: Any, rows: list[dict[str, Any]], columns: Sequence[str], *, empty: str = "", notes: Sequence[str] = ()
+    data: dict[str, Any],
+    rows: list[dict[str, Any]],
+    columns: Sequence[str],
+    *,
+    empty: str = "",
+    notes: Sequence[str] = (),
 ) -> Output:
-    """Return rows as a table. `empty`: the line to print if there are no rows; "": only the header is printed."""
+    """Return rows as a table. `data`: the result of list_json. `empty`: the line to print if there are no rows; "":
+    only the header is printed.
+    """
     return Output(data, [empty] if empty and not rows else table_rows(rows, tuple(columns)), notes)
 
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.clock import format_instant
+from contract.clock import with_instants
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import find_tenants, open_running
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
+from orchestrator.operations.views import view_run
 from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls
@@ -45,10 +46,7 @@ async def runs_list(
         pages = [await client.runs.list(cursor=cursor, limit=limit, state=state, tenant=name) for name in tenants]
     page = pages[0] if len(pages) == 1 else merge_pages(pages, limit)
     views = [_view(run) for run in page.runs]
-    rows = [
-        {**view, "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
-        for view, run in zip(views, page.runs, strict=True)
-    ]
+    rows = [{**view, "created": view["created_at"], "instruction": _first_line(view["instruction"])} for view in views]
     notes = []
     if page.next_cursor is None and len(page.runs) == limit:
         notes = ["there may be more runs: raise --limit, or choose a tenant with --tenant"]
@@ -57,8 +55,13 @@ async def runs_list(
         options += ["--cursor", page.next_cursor]
         more = build_command("runs", "list", *options, "--tenant", tenants[0])
         notes = [f"there may be more runs: `{more}`"]
-    data = {"runs": views, "next_cursor": page.next_cursor}
-    return list_output(data, rows, _COLUMNS, empty="no run of the last 30 days matches", notes=notes)
+    return list_output(
+        list_json("runs", views, page.next_cursor),
+        rows,
+        _COLUMNS,
+        empty="no run of the last 30 days matches",
+        notes=notes,
+    )
 
 
 def merge_pages(pages: Sequence[RunPage], limit: int) -> RunPage:
@@ -104,7 +107,9 @@ async def runs_show(
             async for event, text in runs.follow(run, after) if follow else runs.stored_events(run, after):
                 fields = json.loads(text)
                 typer.echo(
-                    json.dumps({"id": event, **fields}) if as_json else escape_controls(_describe_event(event, fields))
+                    json.dumps({"id": event, **with_instants(fields)})
+                    if as_json
+                    else escape_controls(_describe_event(event, fields))
                 )
             return None
         found = await runs.get(run)
@@ -128,7 +133,7 @@ async def runs_fork(
     """
     async with open_runs(tenant) as runs:
         forks = await runs.fork(run, step=step, n=count)
-    return Output({"runs": [_view(fork) for fork in forks]}, [fork.id for fork in forks])
+    return Output(list_json("runs", [_view(fork) for fork in forks]), [fork.id for fork in forks])
 
 
 @runs_app.command("cancel")
@@ -142,19 +147,17 @@ async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False
 
 
 def _view(run: HostedRun) -> dict[str, Any]:
-    return run.model_dump(mode="json")
+    return view_run(run).model_dump(mode="json")
 
 
 def describe_run(run: HostedRun) -> list[str]:
     """Return the fields of the run and of its end that have a value, one per line."""
-    view = _view(run)
-    fields = {name: value for name, value in view.items() if name != "end"} | (view["end"] or {})
     lines = []
-    for name, value in fields.items():
+    for name, value in _view(run).items():
         if value is None or value in ("", [], {}):
             continue
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
-        lines.append(f"{name:<18}{format_instant(value) if name.endswith('_at') else text}")
+        lines.append(f"{name:<18}{text}")
     return lines
 
 

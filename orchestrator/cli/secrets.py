@@ -10,7 +10,7 @@ import typer
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.access import Deployment, open_deployment
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
 from orchestrator.operations.views import view_secret
 from store.audit import Role
 
@@ -68,7 +68,7 @@ async def secrets_list(
         found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))
     rows = [view_secret(name, info).model_dump(mode="json") for name, info in found.items()]
     shown = [{**row, "hosts": ", ".join(row["hosts"]) or "-"} for row in rows]
-    return list_output(rows, shown, ("name", "hosts", "place", "revision", "changed_at", "state"))
+    return list_output(list_json("secrets", rows), shown, ("name", "hosts", "place", "revision", "changed_at", "state"))
 
 
 @secrets_app.command("revoke")

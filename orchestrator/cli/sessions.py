@@ -15,7 +15,17 @@ from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
+from orchestrator.cli.runner import (
+    EXIT_ERROR,
+    Json,
+    OnlyTenant,
+    Output,
+    Tenant,
+    as_command,
+    list_json,
+    list_output,
+    run_work,
+)
 from orchestrator.cli.session_options import NewSession, with_session_options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
@@ -28,7 +38,7 @@ EXIT_NOT_RUN = 125
 """Exit code if the program was not run; `docker run` uses the same code."""
 EXIT_SIGNAL = 128
 Id = Annotated[str, typer.Argument(help="The id of the session.")]
-Cursor = Annotated[str | None, typer.Option("--cursor", help="The `cursor` of the previous page.")]
+Cursor = Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Largest number of sessions to list.")]
 _REMOTE = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoint", "fence")
@@ -47,7 +57,7 @@ async def sessions_list(
         options = ["--limit", str(limit), "--cursor", page.cursor]
         more = build_command("sessions", "list", *options, tenant=tenant or DEFAULT_TENANT)
         notes = [f"there are more sessions: `{more}`"]
-    data = {"sessions": [session.model_dump(mode="json") for session in page.sessions], "cursor": page.cursor}
+    data = list_json("sessions", [session.model_dump(mode="json") for session in page.sessions], page.cursor)
     rows = [_row(session) for session in page.sessions]
     return list_output(data, rows, _COLUMNS, empty="no session is open", notes=notes)
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from contract.clock import with_instants
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.plurals import count
 from contract.schema import find_nearest
@@ -12,7 +13,7 @@ from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
 from store.skills import InstalledSkill
@@ -37,12 +38,12 @@ async def skills_list(
         skills = list(offer.skills) if name is None else [await client.skill(name)]
     rows = [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in skills]
     if name is not None:
-        return Output(rows, _describe_skill(skills[0]))
+        return Output(list_json("skills", rows), _describe_skill(skills[0]))
     short = [
         {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
         for row in rows
     ]
-    return list_output(rows, short, ("name", "source", "tool", "files", "scripts", "description"))
+    return list_output(list_json("skills", rows), short, ("name", "source", "tool", "files", "scripts", "description"))
 
 
 def _describe_skill(skill: SkillSummary) -> list[str]:
@@ -84,7 +85,7 @@ async def skills_install(
             done = f"is installed ({count(skill.files, 'file')}, digest {skill.digest})"
     except SkillBroken as broken:
         raise ConfigError(f"{source}: {broken}") from broken
-    return Output(stored.model_dump(mode="json"), [*_warn(skill), f"{skill.name} {done}"])
+    return Output(with_instants(stored.model_dump(mode="json")), [*_warn(skill), f"{skill.name} {done}"])
 
 
 @skills_app.command("remove")

@@ -11,7 +11,7 @@ from contract.plurals import count
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.cli.access import Deployment, open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
-from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from orchestrator.cli.usage import tenants_usage
 from orchestrator.terminal.output import escape_controls
 from store.hosts import check_tenant_class
@@ -41,7 +41,8 @@ async def tenants_list(as_json: Json = False) -> Output:
         summaries = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
     columns = ("name", "weight", "in-flight", "waiting", "rate", "sandboxes", "class", "state", "tools")
     rows = [_row(name, policy, summaries.get(name)) for name, policy in policies.items()]
-    return list_output([_tenant_json(name, policy) for name, policy in policies.items()], rows, columns)
+    data = list_json("tenants", [_tenant_json(name, policy) for name, policy in policies.items()])
+    return list_output(data, rows, columns)
 
 
 @tenants_app.command("add")

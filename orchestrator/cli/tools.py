@@ -12,7 +12,7 @@ from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 from orchestrator.models.weights import load_weights
 from orchestrator.settings import load_settings
@@ -47,7 +47,7 @@ async def tools_list(
     short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
     table = table_rows(short, ("name", "state", "pool", *(("tokens",) if tokens else ()), "description"))
     total = [f"{sum(row['tokens'] for row in rows)} tokens together"] if tokens else []
-    return Output(rows, [*table, *total])
+    return Output(list_json("tools", rows), [*table, *total])
 
 
 async def _count_tokens(states: Sequence[ToolState]) -> list[int]:

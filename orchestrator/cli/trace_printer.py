@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from contract.clock import with_instants
 from contract.plurals import count
 from contract.run_events import (
     ApprovalAsked,
@@ -79,11 +80,11 @@ class TracePrinter(RunPrinter):
 def build_json(trace: Trace) -> dict[str, Any]:
     """Return the events of the last attempt, and the faults of the trace file."""
     return {
-        "run": trace.run,
+        "id": trace.run,
         "path": str(trace.path),
         "attempts": trace.attempts,
         "faults": trace.faults(),
-        "events": [event.to_trace() for event in trace.attempt],
+        "events": [with_instants(event.to_trace()) for event in trace.attempt],
     }
 
 

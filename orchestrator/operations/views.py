@@ -6,13 +6,18 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from contract.calls import CallUsage
 from contract.clock import Instant
 from contract.errors import ConfigError
 from contract.hosts import HostReport
+from contract.run_events import Failure
 from contract.sandboxes import LargestOptions
 from contract.secrets import SecretInfo
+from contract.webhooks import WebhookDelivery
 from store.api_keys import ApiKeyRecord
 from store.approvals import PendingQuestion
+from store.batches import ForkPoint
+from store.run_records import HostedRun, HostedState
 
 
 class SecretView(BaseModel):
@@ -105,6 +110,49 @@ class ApprovalView(BaseModel):
     expires_at: Instant
 
 
+class RunView(BaseModel):
+    """A run. `attempt`: 1, and one more after each failure of the infrastructure. `stop_reason`: why the run ended.
+    `steps`: model replies. `clocks`: durations of its phases, in seconds. `cost` is null if the model has no prices.
+    The fields from `answer` on are set at the end of the run.
+
+    `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
+    its own session. `forked_from`: null if the run is no fork. For a fork, all sums exclude the shared steps; only
+    `steps` includes them.
+
+    `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
+    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. `webhook`: null if
+    the run has none. Times are in ISO 8601.
+    """
+
+    id: str
+    tenant: str
+    state: HostedState
+    instruction: str
+    model: str | None
+    session: str | None
+    metadata: dict[str, str]
+    priority: int
+    attempt: int
+    created_at: Instant
+    started_at: Instant | None
+    ended_at: Instant | None
+    forked_from: ForkPoint | None
+    webhook: WebhookDelivery | None = None
+    answer: str | None = None
+    is_cut: bool = False
+    stop_reason: str | None = None
+    steps: int | None = None
+    usage: dict[str, int] | None = None
+    cost: float | None = None
+    clocks: dict[str, float] | None = None
+    call_usage: CallUsage | None = None
+    sandbox_s: float | None = None
+    failure: Failure | None = None
+    artifacts: tuple[str, ...] = ()
+    artifacts_missing: tuple[str, ...] = ()
+    artifacts_file: str | None = None
+
+
 def view_secret(name: str, info: SecretInfo | ConfigError) -> SecretView:
     """Return the view of a secret, or of a record that cannot be read."""
     if isinstance(info, ConfigError):
@@ -140,3 +188,10 @@ def view_approval(pending: PendingQuestion) -> ApprovalView:
         created_at=pending.created_at,
         expires_at=pending.expires_at,
     )
+
+
+def view_run(run: HostedRun) -> RunView:
+    """Build the view of a run for clients."""
+    fields = run.model_dump(include=set(RunView.model_fields))
+    end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}}) if run.end is not None else {}
+    return RunView(**fields, **end, failure=run.end.failure if run.end is not None else None)

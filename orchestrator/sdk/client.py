@@ -254,13 +254,14 @@ class ToolClient:
         """
         return await self._pool.calls.find(call, await self._scope(tenant))
 
-    async def list_calls(self, tenant: str | None = None, limit: int = 100) -> CallPage:
+    async def list_calls(self, tenant: str | None = None, limit: int = 100, position: str | None = None) -> CallPage:
         """Return the calls that wait, run, or ended recently. `tenant` None: all tenants, or with a tenant's key only
-        that tenant. Raises BrokerUnavailable.
+        that tenant. `position`: `next_position` of the previous page. Raises BrokerUnavailable,
+        ToolFailure(INVALID_ARGUMENTS): the position is invalid.
         """
         owner = await self._scope(tenant)
         tenants = [owner] if owner is not None else await self._pool.calls.tenants()
-        return await self._pool.calls.read_page(tenants, limit)
+        return await self._pool.calls.read_page(tenants, limit, position)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """Kill a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and

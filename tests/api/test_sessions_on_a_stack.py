@@ -181,7 +181,7 @@ async def test_a_repeated_streamed_call_runs_once_and_its_state_is_found_by_its_
     assert call_record.json()["state"] == "done"
     listed = (await client.get("/v1/calls?limit=200")).json()["data"]
     assert {"call": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
-        one for one in listed if one["call"] == results[1]["call_id"]
+        one for one in listed if one["id"] == results[1]["call_id"]
     ).items()
 
 

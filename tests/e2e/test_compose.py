@@ -518,7 +518,7 @@ def test_a_crashed_worker_restarts_and_a_drained_worker_stays_stopped(compose_st
         result = compose_stack.execute("orchestrator", "toolcrew", "hosts", "list", "--json")
         queues = [
             report["queue"]
-            for report in json.loads(result.out or "[]")
+            for report in json.loads(result.out or '{"hosts": []}')["hosts"]
             if report["kind"] == "sandbox" and report["state"] == "serving"
         ]
         orders = [

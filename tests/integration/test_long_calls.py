@@ -62,7 +62,7 @@ async def test_the_records_of_a_day_long_call_live_longer_and_the_call_can_be_ki
             assert redis.ttl(call_key("default", "default", "of-a-day")) > CALL_TTL_S + MORE_S - 60
             assert redis.ttl(location_key("default", "default", session.id)) > LOCATION_MARGIN_S + MORE_S
         listed = (await client.list_calls()).data
-        assert ("of-a-day", "running") in {(row.call, row.state) for row in listed}
+        assert ("of-a-day", "running") in {(row.id, row.state) for row in listed}
 
         await client.kill_call("of-a-day", reason="enough")
         result = await asyncio.wait_for(call, SOON_S)

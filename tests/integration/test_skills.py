@@ -120,7 +120,7 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system_folder
     listed = run_toolcrew(
         stack.footprint, "skills", "list", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
     )
-    assert [row["name"] for row in json.loads(listed.stdout)] == NAMES
+    assert [row["name"] for row in json.loads(listed.stdout)["skills"]] == NAMES
     async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
         assert [skill.name for skill in await client.skills()] == NAMES
         assert (
@@ -276,7 +276,7 @@ async def test_a_tenant_skill_is_a_tool_and_is_disabled_with_bash(stack: Stack, 
         path = str(write_shout_skill(tmp_path, name, "ours"))
         run_toolcrew(stack.footprint, "skills", "install", path, "--tenant", "bolt", environment=environment)
     listed = run_toolcrew(stack.footprint, "skills", "list", "--tenant", "bolt", "--json", environment=environment)
-    rows = [row for row in json.loads(listed.stdout) if row["source"] == "tenant"]
+    rows = [row for row in json.loads(listed.stdout)["skills"] if row["source"] == "tenant"]
     assert [(row["name"], row["tool"], row["hides_system"]) for row in rows] == [
         ("loud", "yes", True),
         ("read_tool", "name taken", False),

@@ -48,8 +48,7 @@ def open_sessions(mcp_stack: McpStack) -> list[dict[str, Any]]:
         environment={"TOOLCREW_REDIS_URL": stack.redis_url},
     )
     assert done.returncode == 0, done.stderr
-    reply = json.loads(done.stdout)
-    return list(reply["sessions"] if isinstance(reply, dict) else reply)
+    return list(json.loads(done.stdout)["sessions"])
 
 
 async def test_a_named_session_is_used_and_stays_open(mcp_stack: McpStack) -> None:

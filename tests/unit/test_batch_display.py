@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from contract.clock import with_instants
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSnapshot
 from orchestrator.batches.summary import build_summary, build_summary_lines
 from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
-from store.batches import parse_batch_event
 from tests.batch_events import (
     STARTED_AT,
     Attempt,
@@ -168,7 +168,9 @@ def test_the_live_display_fits_any_terminal_size(width: int, height: int, text: 
 def test_the_json_display_prints_every_event_and_one_summary() -> None:
     events = build_batch_events((Attempt(),), (failed_attempt(),))
     *lines, last = show_events(DisplayHarness("json"), [*events, events[0]]).splitlines()
-    assert [parse_batch_event(line) for line in lines] == [*events, events[0]]
+    shown = [json.loads(line) for line in lines]
+    assert shown == [with_instants(event.to_json()) for event in [*events, events[0]]]
+    assert all(line["at"].endswith("Z") for line in shown)
     summary = json.loads(last)
     assert (summary["type"], summary["batch"], summary["done"]) == ("summary", "b-1", 1)
     assert summary["failures"] == {"infrastructure": 1}

@@ -202,7 +202,7 @@ async def test_a_call_of_a_run_reports_its_run_and_batch(
 
 async def test_a_call_is_found_by_its_task_id(harness: Harness) -> None:
     await harness.note(state="done")
-    assert (await harness.reader.find(TASK, None)).call == "c1"
+    assert (await harness.reader.find(TASK, None)).id == "c1"
     assert parse_task_id(TASK) == ("acme", "c1")
     assert [parse_task_id(text) for text in ("c1", "", "x-c1.1.acme", f"{TASK}\n", "0123456789ab-c:1.1.acme")] == [
         None

@@ -46,7 +46,7 @@ class Calls:
 
     async def read(self, *tenants: str, limit: int = 100) -> list[tuple[str, str]]:
         page = await self.list.read_page(tenants or ["acme"], limit)
-        return [(one.call, one.state) for one in page.data]
+        return [(one.id, one.state) for one in page.data]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_waiting_calls_are_listed_before_running_and_ended_calls(calls: Ca
         *(("lies", "queued"), ("works", "running"), ("late", "done"), ("old", "done")),
     ]
     page = await calls.list.read_page(["acme"], 100)
-    by_name = {one.call: one for one in page.data}
+    by_name = {one.id: one for one in page.data}
     assert not page.has_more
     assert by_name["w1"].reason is WaitReason.IN_FLIGHT
     assert (by_name["works"].since, by_name["works"].host) == (300.0, "h1")
@@ -123,7 +123,7 @@ async def test_the_call_list_is_bounded_and_reports_more_entries(calls: Calls, m
 
     page = await calls.list.read_page(["acme"], 3)
 
-    assert [one.call for one in page.data] == ["c3", "c2", "c1"]
+    assert [one.id for one in page.data] == ["c3", "c2", "c1"]
     assert page.has_more
 
 
@@ -138,7 +138,7 @@ async def test_pages_list_every_call_once_in_order(calls: Calls, limit: int) -> 
     listed, position = list[str](), None
     while True:
         page = await calls.list.read_page(["acme"], limit, position)
-        listed += [call.call for call in page.data]
+        listed += [call.id for call in page.data]
         if (position := page.next_position) is None:
             break
     assert listed == ["w1", "w2", "d1", "d3", "d4", "d2"]
@@ -161,5 +161,5 @@ async def test_the_newest_thousand_calls_are_listed_and_unknown_records_skipped(
     page = await calls.list.read_page(["acme"], 2000)
 
     assert len(page.data) == 999
-    assert "c1004" not in {one.call for one in page.data}
-    assert "c4" not in {one.call for one in page.data}
+    assert "c1004" not in {one.id for one in page.data}
+    assert "c4" not in {one.id for one in page.data}

@@ -108,7 +108,9 @@ def test_a_tenant_key_reaches_only_own_questions_and_no_audit(
 ) -> None:
     (own_question,), (other_question,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
     monkeypatch.setenv("TOOLCREW_API_KEY", make_key(redis_server, "tenant"))
-    assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)] == [own_question.id]
+    assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)["approvals"]] == [
+        own_question.id
+    ]
     assert (
         "does not exist: list the open questions" in toolcrew("approvals", "decide", other_question.id, "allow").stderr
     )
@@ -131,12 +133,14 @@ def test_changes_list_prints_one_line_per_entry_and_filters(toolcrew: Toolcrew, 
     assert "key.add" in newest
     assert "\x1b" not in newest
     assert "weight=2.0" in oldest
-    assert len(json.loads(toolcrew("changes", "list", "--json", "-n", "1").stdout)) == 1
+    assert len(json.loads(toolcrew("changes", "list", "--json", "-n", "1").stdout)["changes"]) == 1
     assert [
         row["action"]
-        for row in json.loads(toolcrew("changes", "list", "--json", "--action", "tenant.add,tool.disable").stdout)
+        for row in json.loads(toolcrew("changes", "list", "--json", "--action", "tenant.add,tool.disable").stdout)[
+            "changes"
+        ]
     ] == ["tenant.add"]
-    assert json.loads(toolcrew("changes", "list", "--json", "--tenant", "other").stdout) == []
+    assert json.loads(toolcrew("changes", "list", "--json", "--tenant", "other").stdout)["changes"] == []
     unknown_action = toolcrew("changes", "list", "--action", "moon.land")
     assert unknown_action.exit_code == 1
     assert "tool.disable" in unknown_action.stderr

@@ -116,14 +116,16 @@ def test_batches_are_listed_newest_first_and_shown(toolcrew: Toolcrew, lines: Pa
     assert toolcrew("list").stdout == "no batch was submitted in the last 30 days\n"
     for name in ("first", "second"):
         assert toolcrew("submit", lines, "--detach", "--id", name, "--concurrency", 3).stdout == f"{name}\n"
-    reply = as_json(toolcrew("list", "--json"))
+    listed = as_json(toolcrew("list", "--json"))
+    assert listed["next_cursor"] is None
+    reply = listed["batches"]
     assert [one["id"] for one in reply] == ["second", "first"]
     assert reply[0] == {"tenant": "default", **as_json(toolcrew("show", "second", "--json"))}
     assert reply[0]["request_counts"] == {"total": 3, "completed": 0, "failed": 0, "waiting": 3, "running": 0}
     assert (reply[0]["concurrency"], reply[0]["rows"], reply[0]["name"]) == (3, None, "in.jsonl")
     assert [line.split()[1] for line in toolcrew("list").stdout.splitlines()] == ["id", "second", "first"]
     assert "items       3 total, 0 completed, 0 failed, 3 waiting, 0 running" in toolcrew("show", "first").stdout
-    assert as_json(toolcrew("list", "--tenant", "other", "--json")) == []
+    assert as_json(toolcrew("list", "--tenant", "other", "--json"))["batches"] == []
 
 
 def test_submit_stores_a_sealed_webhook(
@@ -145,19 +147,19 @@ def test_a_batch_that_redis_lost_is_not_listed(toolcrew: Toolcrew, lines: Path, 
     toolcrew("submit", lines, "--detach", "--id", "old")
     with redis_server.client() as client:
         client.delete(batch_key("default", "default", "old"))
-        assert as_json(toolcrew("list", "--json")) == []
+        assert as_json(toolcrew("list", "--json"))["batches"] == []
         assert client.exists("toolcrew:default:t:default:batch-ids") == 0
 
 
 def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: Path) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
-    assert as_json(toolcrew("cancel", "b", "--json")) == {"batch": "b", "not_begun": 3}
+    assert as_json(toolcrew("cancel", "b", "--json")) == {"id": "b", "not_begun": 3}
     rows = [json.loads(line) for line in toolcrew("export", "b").stdout.splitlines()]
     assert {(one["custom_id"], one["error"]["kind"]) for one in rows} == {
         (f"i{number}", "cancelled") for number in range(3)
     }
     out = lines.with_name("o.jsonl")
-    assert as_json(toolcrew("export", "b", "--output", out, "--json")) == {"batch": "b", "rows": 3}
+    assert as_json(toolcrew("export", "b", "--output", out, "--json")) == {"id": "b", "rows": 3}
     assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
 
 

@@ -36,11 +36,11 @@ def test_a_skill_is_checked_installed_listed_replaced_and_removed(tmp_path: Path
     packed = shutil.make_archive(str(tmp_path / "beta"), "zip", tmp_path / "own", "beta")
     assert toolcrew("install", packed, "--check").stdout == "beta is a valid skill\n"
     assert "beta" not in {
-        row["name"] for row in json.loads(toolcrew("list", "--json").stdout) if row["source"] == "tenant"
+        row["name"] for row in json.loads(toolcrew("list", "--json").stdout)["skills"] if row["source"] == "tenant"
     }
 
     installed = json.loads(toolcrew("install", packed, "--json").stdout)["skill"]
-    rows = {row["name"]: row for row in json.loads(toolcrew("list", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(toolcrew("list", "--json").stdout)["skills"]}
     assert {name: row["source"] for name, row in rows.items()} == {"alpha": "system", "beta": "tenant"}
     assert rows["beta"]["digest"] == installed["digest"]
     repeated = toolcrew("install", str(folder))
@@ -50,7 +50,7 @@ def test_a_skill_is_checked_installed_listed_replaced_and_removed(tmp_path: Path
     assert "source" not in toolcrew("list", "beta").stdout
 
     assert toolcrew("remove", "beta").stdout == "beta is removed\n"
-    assert [row["source"] for row in json.loads(toolcrew("list", "--json").stdout)] == ["system", "system"]
+    assert [row["source"] for row in json.loads(toolcrew("list", "--json").stdout)["skills"]] == ["system", "system"]
     missing = toolcrew("remove", "beta")
     assert (missing.exit_code, "has no installed skill beta" in missing.stderr) == (1, True)
 
@@ -61,7 +61,7 @@ def test_list_with_a_name_prints_one_skill_escaped() -> None:
     assert text.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 file, ")
     assert "license: MIT\n" in text
     assert text.endswith("warning: keys that are not in the standard are ignored: extra\n")
-    assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)] == ["MIT"]
+    assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)["skills"]] == ["MIT"]
 
 
 def test_a_check_imports_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

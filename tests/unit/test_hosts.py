@@ -217,7 +217,7 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(harness: HostHarne
     harness.hosts().leave("restarting", build_report("host.c.b1"))
 
     result = CliRunner().invoke(app, ["hosts", "list"])
-    rows = json.loads(CliRunner().invoke(app, ["hosts", "list", "--json"]).stdout)
+    rows = json.loads(CliRunner().invoke(app, ["hosts", "list", "--json"]).stdout)["hosts"]
 
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]

@@ -131,7 +131,7 @@ def test_documented_model_endpoint_commands_work(
     commands = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
     outputs = [CliRunner().invoke(app, shlex.split(command)[1:]) for command in commands]
     assert [(done.exit_code, done.output) for done in outputs if done.exit_code != 0] == []
-    listed = json.loads(CliRunner().invoke(app, ["models", "list", "--json"]).stdout)
+    listed = json.loads(CliRunner().invoke(app, ["models", "list", "--json"]).stdout)["models"]
     assert [(row["name"], row["secret"], row["concurrency"], row["fallback"]) for row in listed] == [
         ("fast", "FAST_KEY", 40, "slow"),
         ("slow", None, None, None),

@@ -113,7 +113,7 @@ def test_commands_pause_and_resume_a_tenant(redis_server: RedisProcess, monkeypa
 
     paused = run("tenants", "pause", "default", "--reason", "the bill is open")
     assert (paused.exit_code, "is paused" in paused.stderr) == (0, True)
-    [row] = json.loads(run("tenants", "list", "--json").stdout)
+    [row] = json.loads(run("tenants", "list", "--json").stdout)["tenants"]
     assert (row["policy"]["is_paused"], row["policy"]["pause_reason"]) == (True, "the bill is open")
     assert "paused" in run("tenants", "list").stdout
     assert json.loads(run("tenants", "resume", "default", "--json").stdout) == {"name": "default", "is_paused": False}

@@ -155,10 +155,10 @@ def test_secrets_command_reads_stdin_or_a_file_and_prints_no_value(redis_server:
     ]
     assert [done.exit_code for done in outputs] == [0] * len(outputs), [done.output for done in outputs]
     assert VALUE not in "".join(done.output for done in outputs)
-    rows = json.loads(outputs[2].stdout)
+    rows = json.loads(outputs[2].stdout)["secrets"]
     assert [(row["name"], row["hosts"], row["state"]) for row in rows] == [("TOKEN", ["api.example"], "valid")]
     assert "KEY" in outputs[3].stdout
-    assert json.loads(outputs[5].stdout) == []
+    assert json.loads(outputs[5].stdout) == {"secrets": [], "next_cursor": None}
     assert invoke(redis_server, "revoke", "TOKEN").exit_code != 0
 
 

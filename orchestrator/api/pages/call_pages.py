@@ -70,7 +70,7 @@ async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     return render(
         "call.html",
         await person.viewer(),
-        title=f"Call {state.call}",
+        title=f"Call {state.id}",
         page="calls",
         call=state if person.is_operator else state.model_copy(update={"flower_url": None}),
         fields=state.model_dump(mode="json"),

@@ -62,7 +62,7 @@ class Harness:
         """
         result = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
         assert result.exit_code == 0, result.output
-        questions = {question["run"]: question for question in json.loads(result.stdout)}
+        questions = {question["run"]: question for question in json.loads(result.stdout)["approvals"]}
         runs = {run_id("default", "asking", item): item for item in ITEMS}
         return {runs[run]: question for run, question in questions.items() if run in runs}
 
@@ -120,7 +120,7 @@ def test_approvals_decided_by_other_processes_apply_after_the_batch_resumes(harn
     assert harness.pending_questions() == {}
     late = harness.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "the question has been closed since" in late.stderr) == (1, True)
-    reply = json.loads(harness.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
+    reply = json.loads(harness.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)["changes"]
     mine = {question["id"] for question in waiting.values()}
     assert [entry["action"] for entry in reply if entry["target"] in mine] == [
         "approval.allow",

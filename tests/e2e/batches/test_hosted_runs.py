@@ -108,7 +108,7 @@ def test_runs_are_followed_share_sessions_and_are_cancelled(environment: None) -
     assert stopped in toolcrew("list", "--state", "cancelled")
     assert own not in toolcrew("list", "--state", "cancelled")
     shown = json.loads(toolcrew("show", own, "--transcript", "--json"))
-    assert (shown["end"]["answer"], shown["metadata"]) == ("it said more", {"for": "a test"})
+    assert (shown["answer"], shown["metadata"]) == ("it said more", {"for": "a test"})
     assert [message["role"] for message in shown["transcript"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert "it said more" in toolcrew("show", own, "--transcript")
     lines = toolcrew("show", own, "-f").splitlines()
