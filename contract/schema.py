@@ -20,7 +20,7 @@ from referencing.exceptions import Unresolvable
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
-from contract.schema_fitting import MAX_NESTED_FORMS, STRICT_VALIDATOR, fit, properties_of
+from contract.schema_fitting import MAX_NESTED_FORMS, STRICT_VALIDATOR, TooManyReferences, fit, properties_of
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
@@ -244,6 +244,12 @@ def _fit(spec: ToolSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     except RecursionError as error:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep: send a flatter value"
+        ) from error
+    except TooManyReferences as error:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"{spec.name}: the arguments nest too deep to be compared with all forms that the schema allows: send a "
+            "flatter value",
         ) from error
     except Unresolvable as error:
         raise ToolFailure(

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -28,9 +29,21 @@ MAX_ROUNDS = 3
 MAX_NESTED_FORMS = 3
 """Depth of `anyOf` and `oneOf` up to which values inside are changed. Each level validates the value once more."""
 
+MAX_REFERENCES = 20_000
+"""Limit of the references that the validations of one value follow: about 2 seconds. Where several forms refer to the
+whole schema, each level of the value multiplies their number.
+"""
+
 Path = tuple[Any, ...]
 Take = Callable[[Any], Any]
 _ABSENT = object()
+
+
+class TooManyReferences(Exception):
+    """Raised when a validation follows more than MAX_REFERENCES references."""
+
+
+_followed: ContextVar[list[int] | None] = ContextVar("followed_references", default=None)
 
 
 def fit(
@@ -38,8 +51,18 @@ def fit(
 ) -> tuple[dict[str, Any], list[ValidationError]]:
     """Return `values` with defaults and with the changes above, and the errors that remain, at most MAX_ERRORS.
 
-    `open_budget` returns, for each round, the function that counts the values.
+    `open_budget` returns, for each round, the function that counts the values. Raises TooManyReferences.
     """
+    token = _followed.set([0])
+    try:
+        return _fit(validator, schema, values, open_budget)
+    finally:
+        _followed.reset(token)
+
+
+def _fit(
+    validator: Any, schema: Mapping[str, Any], values: Mapping[str, Any], open_budget: Callable[[], Take]
+) -> tuple[dict[str, Any], list[ValidationError]]:
     defaults, value = _Defaults(schema), dict(values)
     for _ in range(MAX_ROUNDS):
         take = open_budget()
@@ -242,6 +265,19 @@ def _as_written(number: float) -> Fraction:
     return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
 
 
+def _count_references(follow: Any) -> Any:
+    """Return the rule of the library for a reference, which counts what it follows."""
+
+    def check(validator: Any, reference: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if (followed := _followed.get()) is not None:
+            followed[0] += 1
+            if followed[0] > MAX_REFERENCES:
+                raise TooManyReferences
+        yield from follow(validator, reference, instance, schema) or ()
+
+    return check
+
+
 STRICT_VALIDATOR = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
     {
@@ -250,6 +286,7 @@ STRICT_VALIDATOR = extend(  # type: ignore[no-untyped-call]
         "oneOf": _check_one,
         "properties": _check_properties,
         "multipleOf": _check_multiple,
+        **{name: _count_references(Draft202012Validator.VALIDATORS[name]) for name in ("$ref", "$dynamicRef")},
     },
     # 5.0 for an integer is a type error that `fit` removes: tools receive int and not float.
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_whole),

@@ -164,6 +164,29 @@ def test_a_foreign_schema_is_checked_in_bounded_time(name: str) -> None:
             prepare_arguments(spec, {} if value is None else {"a": value})
 
 
+def test_forms_that_refer_to_themselves_are_compared_in_bounded_time() -> None:
+    """A tool may describe a tree. Each level of a value multiplies the forms that the check compares."""
+    forms = [
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/node"}, "kind": {"const": kind}}, "required": ["kind"]}
+        for kind in ("add", "multiply", "negate")
+    ]
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/node"}},
+        "$defs": {"node": {"anyOf": [{"type": "integer"}, *forms]}},
+    }
+    spec, value = build_spec("t").model_copy(update={"parameters": parameters}), 1
+    for _ in range(5):
+        value = {"x": value, "kind": "negate"}  # type: ignore[assignment]
+    assert prepare_arguments(spec, {"a": value})[0]["a"] == value
+    for _ in range(60):
+        value = {"x": value, "kind": "negate"}  # type: ignore[assignment]
+    # Without a limit, the check follows 3^65 references. The time is that of the references, so it is not measured.
+    with pytest.raises(ToolFailure, match="flatter") as refused:
+        prepare_arguments(spec, {"a": value})
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
 BIG_SCHEMAS: dict[str, dict[str, Any]] = {
     "a long list that is referred to often": {"required": [f"n{n}" for n in range(20_000)]},
     "a long description that is referred to often": {"description": "x" * 200_000},
