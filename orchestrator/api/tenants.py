@@ -1,5 +1,7 @@
 """Tenants and their API keys over HTTP, for operators and administrators."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
@@ -89,7 +91,13 @@ async def add_tenant(body: NewTenant, caller: AdminCaller) -> TenantView:
     After the first registration, only registered tenants and the default tenant are served.
     """
     await _check_policy(caller, body.name, body.policy)
-    await caller.tenants.add(body.name, body.policy)
+    try:
+        await caller.tenants.add(body.name, body.policy)
+    except ToolFailure as failure:
+        if body.name not in await caller.tenants.all():
+            raise
+        advice = f"change its policy with PUT /v1/tenants/{body.name}"
+        raise ToolFailure(failure.code, f"tenant {body.name} already exists: {advice}") from failure
     return _view(body.name, body.policy)
 
 
@@ -98,7 +106,7 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """Return one tenant with its policy."""
     policies = await caller.app_state.parts.pool.tenants.all()
     if name not in policies:
-        raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {name} does not exist: GET /v1/tenants lists the tenants")
+        raise _build_unknown_error(name)
     return _view(name, policies[name])
 
 
@@ -106,7 +114,8 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> TenantView:
     """Replace the policy of a tenant. Missing fields get their default values."""
     await _check_policy(caller, name, policy)
-    await caller.tenants.replace(name, policy)
+    with _naming_addresses(name):
+        await caller.tenants.replace(name, policy)
     return _view(name, policy)
 
 
@@ -116,19 +125,22 @@ async def remove_tenant(name: Name, caller: AdminCaller) -> RemovedTenant:
 
     The name cannot be registered again, because data of the tenant may still be stored.
     """
-    return RemovedTenant(keys=await caller.tenants.remove(name))
+    with _naming_addresses(name):
+        return RemovedTenant(keys=await caller.tenants.remove(name))
 
 
 @router.post("/{name}/pause", responses=responses(404))
 async def pause_tenant(name: Name, body: Pause, caller: OperatorCaller) -> TenantView:
     """Pause a tenant: no call and no run starts, within 2 seconds. Running calls continue to their end."""
-    return _view(name, await caller.tenants.pause(name, body.reason))
+    with _naming_addresses(name):
+        return _view(name, await caller.tenants.pause(name, body.reason))
 
 
 @router.post("/{name}/resume", responses=responses(404))
 async def resume_tenant(name: Name, caller: OperatorCaller) -> TenantView:
     """Resume a paused tenant."""
-    return _view(name, await caller.tenants.resume(name))
+    with _naming_addresses(name):
+        return _view(name, await caller.tenants.resume(name))
 
 
 @router.get("/{name}/keys", responses=responses(404))
@@ -144,7 +156,8 @@ async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limi
 @router.post("/{name}/keys", status_code=201, responses=responses(404))
 async def add_key(name: Name, body: NewKeyRequest, caller: AdminCaller, response: Response) -> CreatedKey:
     """Create an API key. Only this response contains the key."""
-    created = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
+    with _naming_addresses(name):
+        created = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
     response.headers["Cache-Control"] = "no-store"
     return CreatedKey(id=created.id, key=created.text, info=view_key(created.id, created.record))
 
@@ -159,6 +172,22 @@ async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]
         raise ApiProblem(
             ApiCode.NOT_FOUND, f"tenant {name} has no API key {key_id}: GET /v1/tenants/{name}/keys lists them"
         )
+
+
+@contextmanager
+def _naming_addresses(name: str) -> Iterator[None]:
+    """Context manager that replaces the advice for an unknown tenant, which names commands, by addresses."""
+    try:
+        yield
+    except ToolFailure as failure:
+        if failure.code is not ErrorCode.UNKNOWN_TENANT:
+            raise
+        raise _build_unknown_error(name) from failure
+
+
+def _build_unknown_error(name: str) -> ToolFailure:
+    message = f"tenant {name} does not exist: GET /v1/tenants lists the tenants, POST /v1/tenants registers one"
+    return ToolFailure(ErrorCode.UNKNOWN_TENANT, message)
 
 
 async def _check_policy(caller: Caller, name: str, policy: TenantPolicy) -> None:

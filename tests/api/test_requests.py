@@ -50,6 +50,29 @@ async def test_a_failed_request_is_a_problem_with_status_and_code(
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/runs/nope", None),
+        ("GET", "/v1/tenants/nope", None),
+        ("PUT", "/v1/tenants/nope", {}),
+        ("DELETE", "/v1/tenants/nope", None),
+        ("POST", "/v1/tenants/nope/pause", {}),
+        ("POST", "/v1/tenants/nope/resume", None),
+        ("POST", "/v1/tenants/nope/keys", {}),
+        ("POST", "/v1/tenants", {"name": "acme"}),
+        ("POST", "/v1/tenants", {"name": "default"}),
+    ],
+)
+async def test_advice_names_addresses_and_no_commands(
+    api: ApiHarness, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    response = await api["admin"].request(method, path, json=body)
+    assert response.status_code >= 400
+    detail = response.json()["detail"]
+    assert ("/v1/" in detail, "toolcrew" in detail) == (True, False)
+
+
+@pytest.mark.parametrize(
     ("method", "path", "nearest"),
     [
         ("GET", "/v1/calls?curser=x", "cursor"),
