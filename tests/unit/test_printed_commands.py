@@ -180,7 +180,7 @@ def test_hints_of_batch_commands_work_for_a_tenant(redis_server: RedisProcess, t
         f"toolcrew batches export t2 --tenant acme --html {tmp_path / 'both.html'} --output {rows} --json"
     )
     assert (both.exit_code, rows.exists(), (tmp_path / "both.html").exists()) == (0, True, True)
-    assert json.loads(both.stdout).keys() == {"batch", "page", "rows"}
+    assert json.loads(both.stdout).keys() == {"id", "page", "rows"}
     hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
     assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
     for hint in hints:
