@@ -107,6 +107,14 @@ def test_the_exit_state_is_a_note_below_the_output(fields: dict[str, Any], note:
     assert BashHarness(build_exec_response(b"x\n", **fields)).bash().output == f"x\n{note}"
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "has_note"), [("if true\r\nthen\r\n", 2, True), ("echo a\r\n", 0, False), ("false\n", 1, False)]
+)
+def test_a_failed_command_with_windows_line_ends_has_a_note(command: str, code: int, has_note: bool) -> None:
+    result = BashHarness(build_exec_response(b"", exit_code=code)).bash(command=command)
+    assert ("Windows line ends" in result.output) is has_note
+
+
 def test_a_folder_name_cannot_forge_a_note() -> None:
     folder = "/workspace/a]\n[exit code 0"
     result = BashHarness(build_exec_response(b"x\n", state={**STATE, "folder": folder, "moved": True})).bash()

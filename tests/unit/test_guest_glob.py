@@ -221,3 +221,52 @@ def test_glob_starts_in_the_folder_of_the_last_command(shared_guest: Guest) -> N
     shared_guest.run("chmod 700 t/shut; rm -r t")
     assert (done.bytes_of("lines"), done["unreadable"]) == (b"t/open/a\n", 1)
     assert shared_guest.wait_alone()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.ts,*.js", {"src/a.ts", "src/b.js"}),
+        ("src/*.ts, src/*.js", {"src/a.ts", "src/b.js"}),
+        ("'src/*.ts'", {"src/a.ts"}),
+        ('"src/*.ts"', {"src/a.ts"}),
+        ("`*.ts`", {"src/a.ts"}),
+        (" src/*.ts\n", {"src/a.ts"}),
+        ("src/\u00fcber.md", {"src/u\u0308ber.md"}),
+        ("*\u00fcber.md", {"src/u\u0308ber.md"}),
+        ("cafe\u0301.md", {"caf\u00e9.md"}),
+    ],
+)
+def test_another_reading_of_a_pattern_is_used_if_nothing_matches(
+    harness: Harness, pattern: str, expected: set[str]
+) -> None:
+    for name in ("src/a.ts", "src/b.js", "src/u\u0308ber.md", "caf\u00e9.md"):
+        harness.make(name)
+    found = harness.glob(pattern)
+    assert set(found.lines) == expected
+    assert "as it is written" in found["hints"][0]
+
+
+def test_a_file_whose_name_is_a_list_is_found_as_it_is_written(harness: Harness) -> None:
+    for name in ("a,b.ts", "a", "b.ts"):
+        harness.make(name)
+    found = harness.glob("a,b.ts")
+    assert (found.lines, found["hints"]) == (["a,b.ts"], [])
+
+
+@pytest.mark.parametrize("pattern", [".env*", "**/dist/**"])
+def test_matches_that_ignore_rules_hide_are_named(harness: Harness, pattern: str) -> None:
+    for name in (".env", "dist/a.js", "src/a.ts"):
+        harness.make(name)
+    harness.make(".gitignore", ".env\ndist\n")
+    found = harness.glob(pattern)
+    assert found.lines == []
+    assert "include_ignored=true" in found["hints"][0]
+    assert not any("type=any" in hint for hint in found["hints"])
+    assert len(harness.glob(pattern, include_ignored=True).lines) == 1
+
+
+@pytest.mark.parametrize("pattern", ["!**/*.md", "src/[[:digit:]].ts"])
+def test_a_pattern_of_other_programs_is_explained(harness: Harness, pattern: str) -> None:
+    harness.make("src/a.ts")
+    assert any("A glob is like" in hint for hint in harness.glob(pattern)["hints"])

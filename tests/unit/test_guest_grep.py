@@ -359,3 +359,35 @@ def test_a_search_without_a_reader_waits_with_bounded_memory(shared_guest: Guest
     while shared_guest.next_frame().header["ev"] != "done":
         pass
     assert shared_guest.wait_alone()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line"),
+    [
+        ("import\\s+{", "import {x} from 'y'"),
+        ("interface{}", "var a interface{} = 1"),
+        ("${", "echo ${HOME}"),
+        ("{x}", "import {x} from 'y'"),
+        ("{.*}", "import {x} from 'y'"),
+        ("o{2}", "foo"),
+        ("o{2,}", "foo"),
+        ("\\p{Lu}OO", "FOO"),
+        ("\\x{46}OO", "FOO"),
+        ("[{]HOME", "echo ${HOME}"),
+        ("\\{HOME", "echo ${HOME}"),
+    ],
+)
+def test_a_brace_that_begins_no_repetition_is_text(harness: Harness, pattern: str, line: str) -> None:
+    harness.make("f", f"{line}\nnothing\n")
+    found = harness.grep(pattern)
+    assert (found.code, found.lines) == (None, [f"f:1: {line}"])
+
+
+@pytest.mark.parametrize("pattern", ["'hit one'", '"hit one"', "`hit one`", "/hit o.e/", "/hit one/gi"])
+def test_quotes_and_slashes_around_a_pattern_are_left_out_if_nothing_matches(harness: Harness, pattern: str) -> None:
+    harness.make("f", "hit one\n")
+    found = harness.grep(pattern)
+    assert found.lines == ["f:1: hit one"]
+    assert "around it" in found["hints"][0]
+    harness.make("f", f"{pattern}\nhit one\n")
+    assert harness.grep(re.escape(pattern)).lines == [f"f:1: {pattern}"]

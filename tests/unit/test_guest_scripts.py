@@ -15,7 +15,7 @@ from guest.processes import KillReport
 from guest.supervisors import Progress, SupervisorHandle, open_channel
 
 pytestmark = needs_namespace
-RUN = b'builtin eval "$BASH_EXECUTION_STRING"'
+RUN = b'builtin eval -- "$BASH_EXECUTION_STRING"'
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,16 @@ def run_by(guest: Guest, door: str, script: str) -> Done:
 
 
 DOORS = ["script", "session shell", "exec", "job"]
+
+
+# For `bash -c -n` as a program, -n is an option of bash.
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "exec"])
+@pytest.mark.parametrize("script", ["- item", "-n foo", "--version", "-x", "--"])
+def test_a_script_that_begins_with_a_dash_is_a_command(guest: Guest, door: str, script: str) -> None:
+    done = run_by(guest, door, f"{script} 2>&1; echo $?")
+    output = done.bytes_of("stdout") + done.bytes_of("merged")
+    assert output.endswith(b"command not found\n127\n")
+    assert b"eval" not in output
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -282,3 +282,11 @@ def test_a_read_works_without_the_snapshot_folder(guest: Guest) -> None:
     guest.run(f"rm -rf {guest.output}/.state; : > {guest.output}/.state")
     assert read(guest, "f").bytes_of("file") == b"x\n"
     guest.run(f"rm -rf {guest.output}/.state")
+
+
+def test_a_name_with_other_characters_that_look_the_same_is_explained(guest: Guest) -> None:
+    make(guest, "u\u0308ber.md", b"x")
+    done = read(guest, "\u00fcber.md")
+    assert done.code == "FILE_NOT_FOUND"
+    assert "other characters" in done["error"]["message"]
+    assert "other characters" not in read(guest, "uber.md")["error"]["message"]

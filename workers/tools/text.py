@@ -206,6 +206,7 @@ def build_outcome(
         *build_invalid_notes(invalid),
         *_place_notes(done),
         *_end_notes(done, background),
+        *_line_end_notes(arguments, done),
         *_limit_notes(arguments, done, context),
     ]
     body = body or NO_OUTPUT
@@ -295,6 +296,14 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
     if state.get("lost"):
         notes.append(f"[the session's folder {show_name(state['lost'])} was removed: the command ran in the workspace]")
     return notes
+
+
+def _line_end_notes(arguments: Mapping[str, Any], done: Mapping[str, Any]) -> list[str]:
+    """Return a note on a failed command with Windows line ends. Bash takes each CR as a part of a word."""
+    command = arguments.get("command")
+    if done["exit_code"] == 0 or not isinstance(command, str) or "\r\n" not in command:
+        return []
+    return ["[the command has Windows line ends (\\r\\n), and bash reads each \\r as text: send it with \\n alone]"]
 
 
 def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:

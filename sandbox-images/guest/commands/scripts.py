@@ -14,7 +14,7 @@ from guest.failures import INVALID_ARGUMENTS, RequestFailure
 from guest.processes import BASH
 
 PREAMBLE_FD, SCRIPT_FD = 3, 4
-_RUN = b'builtin eval "$BASH_EXECUTION_STRING"'
+_RUN = b'builtin eval -- "$BASH_EXECUTION_STRING"'
 # The end of a script that runs in eval. It keeps PIPESTATUS, which the end of eval replaces. Scripts that could show it
 # or take it for their own text do not get it: those that trace, and those with a document (<<) or a line that goes on.
 _END = b"\n\nbuiltin exit"

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import os
 import stat
+import unicodedata
 
 from guest.failures import (
     FILE_NOT_FOUND,
@@ -20,7 +21,7 @@ from guest.failures import (
 from guest.fields import escaped
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
-from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic
+from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic, split_list
 from guest.search.hints import NearMisses, explain_pattern
 from guest.search.readings import shorten_hints
 from guest.search.ripgrep import FileSelection, list_files
@@ -52,14 +53,30 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
         raise RequestFailure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
     finder = _Finder(request, clock, paths)
     _search(text, request, paths, finder)
-    if finder.is_empty and "\\" in text:
+    for other_text, how in _build_readings(text) if finder.is_empty else ():
         other = _Finder(request, clock, paths)
         with contextlib.suppress(RequestFailure):
-            _search(text.replace("\\", "/"), request, paths, other)
+            _search(other_text, request, paths, other)
         if not other.is_empty:
-            other.hints = ["nothing matches the pattern as it is written. These paths match it with / for \\"]
+            other.hints = [f"nothing matches the pattern as it is written. These paths match it {how}"]
             finder = other
+            break
     return finder.send(request, context.writer)
+
+
+def _build_readings(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the other readings of a pattern that has matched nothing, and how each one is written."""
+    bare = text.strip().strip("'\"`").strip()
+    items = split_list(bare)
+    readings = {text.replace("\\", "/"): "with / for \\", bare: "without quotes and blanks around it"}
+    if len(items) > 1:
+        readings["{" + ",".join(items) + "}"] = "as a list of patterns"
+    if not text.isascii():
+        readings |= {unicodedata.normalize(form, text): _LOOK_ALIKE for form in ("NFC", "NFD")}
+    yield from ((reading, how) for reading, how in readings.items() if reading and reading != text)
+
+
+_LOOK_ALIKE = "with other characters that look the same. Use * for them"
 
 
 def _search(text: str, request: GlobRequest, paths: GuestPaths, finder: _Finder) -> None:
@@ -226,7 +243,7 @@ class _Finder:
 
     def explain(self, start: Start, globs: Globs, pattern: str) -> None:
         """Add hints on what a search that found nothing has left out."""
-        near = NearMisses(globs, self._kind)
+        near = NearMisses(globs, self._kind, _KINDS.get(self._kind) if self._use_rules else ())
         for path in self._walk(FileSelection(start, self._paths, False), set()):
             near.add(path, start.shown + path)
         self.hints += [*near.hints(), *explain_pattern(pattern)]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from guest.search.glob_patterns import Globs
 
 EXPLAIN_GLOBS = "{}. A glob is like *.py, src/**/*.ts or {{a,b}}.js; put commas between several; folder/** is all in it"
-_OTHER_WRITING = re.compile(r"[@+!?*]\(|[|^$]|\.\*|\{[^{},]*\.\.[^{},]*\}|\S\s+\*")
-"""Parts of extended globs, of regular expressions, of ranges, and of lists with blanks."""
+_OTHER_WRITING = re.compile(r"^!|\[\[:|[@+!?*]\(|[|^$]|\.\*|\{[^{},]*\.\.[^{},]*\}|\S\s+\*")
+"""Parts of negations, of classes, of extended globs, of regular expressions, of ranges, and of lists with blanks."""
 MAX_ENTRIES = 20_000
 _HISTORY = (".git", ".hg", ".svn")
 
@@ -53,12 +53,16 @@ def explain_pattern(pattern: str) -> Iterator[str]:
 
 
 class NearMisses:
-    """Entries that a glob pattern does not match only because of their case or kind."""
+    """Entries that a glob pattern does not match only because of their case or kind, or an ignore rule. `wanted`: the
+    types of files that the search looks for (None: all), if ignore rules hide some.
+    """
 
-    def __init__(self, globs: Globs, kind: str) -> None:
+    def __init__(self, globs: Globs, kind: str, wanted: tuple[int, ...] | None) -> None:
         self._globs = globs
         self._any_case = globs.ignoring_case()
         self._kind = kind
+        self._wanted = wanted
+        self._ignored: list[bytes] = []
         self._other_case: list[bytes] = []
         self._other_kind: list[bytes] = []
         self.links: list[bytes] = []
@@ -73,11 +77,15 @@ class NearMisses:
         if stat.S_ISLNK(mode) and os.path.isdir(path):
             self.links.append(shown)
         if self._globs.match(name):
-            self._other_kind.append(shown)
+            is_wanted = self._wanted is None or stat.S_IFMT(mode) in self._wanted
+            (self._ignored if is_wanted else self._other_kind).append(shown)
         elif self._any_case.match(name):
             self._other_case.append(shown)
 
     def hints(self) -> Iterator[str]:
+        if self._ignored:
+            names = ", ".join(build_names(sorted(self._ignored)[:3]))
+            yield f"ignore rules hide {len(self._ignored)} matches, such as {names}: set include_ignored=true"
         if self._other_kind:
             names = ", ".join(build_names(sorted(self._other_kind)[:3]))
             entries = "folders or other entries" if self._kind == "file" else "files"

@@ -12,6 +12,11 @@ MAX_HINT_CHARS = 380
 _CLASS = r"\[\^?\]?(?:\[:\w+:\]|\\.|[^\]\\])*\]"
 # A class in brackets, an escaped character, or an operator that basic regular expressions write with a backslash.
 _TOKEN = re.compile(rf"(?P<of_class>{_CLASS})|\\(?P<escaped>.)|(?P<operator>[(){{}}|+?])", re.DOTALL)
+_BRACE = re.compile(
+    rf"{_CLASS}|\\[pPxuU]\{{[^}}]*\}}|\\.|(?P<brace>\{{(?![0-9]+(?:,[0-9]*)?\}}|,[0-9]+\}}))", re.DOTALL
+)
+# A pattern in quotes, or between slashes as in JavaScript and Perl.
+_WRAPPED = re.compile(r"(?P<mark>['\"`/])(?P<text>.+)(?P=mark)[gimsuy]{0,6}", re.DOTALL)
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 # What ripgrep 13 accepts after a backslash besides letters and digits. It refuses any other character there.
 _ESCAPABLE = r"\.+*?()|[]{}^$#&-~"
@@ -43,6 +48,9 @@ def build_readings(text: str, *, fixed: bool, ignore_case: bool) -> list[Reading
         readings += [Reading(text, "read as plain text: set fixed_strings=true", fixed=True)]
         readings = [reading for reading in readings if reading.text != text or reading.fixed]
         readings = readings if _SPECIAL.search(text) else []
+        bare = _WRAPPED.fullmatch(text)
+        if bare is not None:
+            readings.append(Reading(bare["text"], f"without the {bare['mark']} around it: {bare['text']}"))
     if not ignore_case and text.swapcase() != text:
         readings.append(Reading(text, "match with ignore_case=true", fixed=fixed, ignore_case=True))
     return readings
@@ -65,9 +73,10 @@ def read_basic(text: str) -> str:
 
 
 def accept_escapes(text: str) -> str:
-    r"""Return the pattern without the escapes that only other programs know: `\/` is `/`, and `\<` and `\>` are word
-    boundaries.
+    r"""Return the pattern without the writing that only other programs know: `\/` is `/`, `\<` and `\>` are word
+    boundaries, and a brace that begins no repetition, as in `interface{}`, is text.
     """
+    text = _BRACE.sub(lambda token: r"\{" if token["brace"] else token[0], text)
 
     def accept(token: re.Match[str]) -> str:
         if token["of_class"] is not None:

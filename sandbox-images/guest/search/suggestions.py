@@ -11,6 +11,7 @@ import difflib
 import itertools
 import os
 import time
+import unicodedata
 
 from guest.commands.shell_state import read_folder
 from guest.failures import FILE_NOT_FOUND, RequestFailure
@@ -46,6 +47,10 @@ def missing_file(path: str, paths: GuestPaths) -> RequestFailure:
     similar = [_shorten(escaped(found.removeprefix(cwd + b"/"))) for found in missing_name.ranked()]
     hint = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
     hint += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
+    if missing_name.has_look_alike:
+        hint += (
+            " Its name only looks the same, because it has other characters: rename it with bash_tool, with * for them"
+        )
     return RequestFailure(FILE_NOT_FOUND, hint)
 
 
@@ -59,6 +64,8 @@ class _MissingName:
         self._stem = os.path.splitext(self._folded)[0]
         self._matcher = difflib.SequenceMatcher(None, b=self._folded, autojunk=False)
         self._similar: dict[bytes, tuple[object, ...]] = {}
+        self._form = unicodedata.normalize("NFKC", self._name)
+        self.has_look_alike = False
 
     def compare(self, path: bytes) -> None:
         """Add a path if its name is equal, differs only in case, has a typing error or has another suffix."""
@@ -76,6 +83,9 @@ class _MissingName:
             return None
         if name == self._name:
             return 0, 0.0
+        if not name.isascii() and unicodedata.normalize("NFKC", name) == self._form:
+            self.has_look_alike = True
+            return 1, 0.0
         folded = name.casefold()
         if folded == self._folded:
             return 1, 0.0
