@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from contract.names import catalog_key
 from contract.registry import ToolRegistry
+from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
@@ -81,7 +82,7 @@ class SwitchedPool:
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEventListener(redis, "default", KEY)
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
-        await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
+        await hosts.sessions.open("acme", SESSION, "q", start=seal_start(KEY, "acme", SESSION, {}), ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
         admission = (
             PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else UnlimitedAdmission()

@@ -71,9 +71,9 @@ def check_pages(overview: Overview) -> None:
     assert re.search(r"<dt>Slots in use</dt><dd>5 <small>of 6</small>", page)
     assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"Slots in use\" class=\"number\">3 of 4</td>", page)
     assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"Slots in use\" class=\"number\">2 of 2</td>", page)
-    rows = build(
-        "tenants.part.html", viewer, tenants=[{"summary": overview.tenants[0], "sessions": 0}], keys=None, left=0
-    )
+    (summary,) = (tenant for tenant in overview.tenants if tenant.held)
+    values = {"keys": None, "left": 0, "is_open": False}
+    rows = build("tenants.part.html", viewer, tenants=[{"summary": summary, "sessions": 0}], **values)
     assert '<td data-label="In flight" class="number">6 of 100</td>' in rows
 
 
