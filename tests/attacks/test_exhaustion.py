@@ -290,3 +290,17 @@ def test_the_oom_killer_ends_the_process_that_uses_the_memory(sandboxd: OwnSandb
             lambda: f"{sorted(session.programs().values())}\n{sandboxd.log()[-4000:]}",
         )
         assert session.is_usable()
+
+
+LIMIT_NAMES = ["cpu=1:1", "nofile=0:0", "data=1:1", "as=1:1", "nproc=1:1", "fsize=0:0"]
+
+
+def test_programs_cannot_change_the_limits_of_the_guest(sandboxd: OwnSandboxd) -> None:
+    """Aim: end the sandbox at a chosen moment, as if its host had failed. PID 1 has the same user."""
+    with sandboxd.session("first", "limits") as session:
+        tries = "; ".join(f"prlimit --pid 1 --{limit} || echo refused" for limit in LIMIT_NAMES)
+        answer = session.bash(f"{tries}; prlimit --pid 1 --nofile --noheadings | wc -l; ulimit -n 100 && ulimit -n")
+        words = answer.streams["merged"].decode().split()
+        assert words.count("refused") == len(LIMIT_NAMES), words
+        assert words[-2:] == ["1", "100"], "a program may read the limits of others, and set its own"
+        assert session.bash("echo works").streams["merged"] == b"works\n"
