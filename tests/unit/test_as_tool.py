@@ -90,9 +90,9 @@ def test_an_invalid_tool_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
-        ({"description": "x" * 9000}, "tool 't': description: String should have at most 8192"),
-        ({"description": 5}, "tool 't': description"),
-        ({"timeout_s": -1}, "tool 't': timeout_s"),
+        ({"description": "x" * 9000}, "tool 't': `description` must have at most 8192 characters"),
+        ({"description": 5}, "tool 't': `description`"),
+        ({"timeout_s": -1}, "tool 't': `timeout_s`"),
     ],
 )
 def test_an_invalid_tool_field_is_named_in_the_error(part: dict[str, Any], expected: str) -> None:
