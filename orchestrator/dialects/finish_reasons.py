@@ -30,7 +30,7 @@ _WORDS = {
     ReplyEnding.NORMAL: (
         f"{_CALLS} stop eos eos_token eos_id end_turn end"
         " end_of_turn end_of_text stop_sequence stop_sequences stop_str stop_token stop_word complete completed finish"
-        " finished done success null none"
+        " eos_found stopped eot eot_id eom im_end finished done success null none"
     ),
     ReplyEnding.CUT: (
         "length max_tokens max_token max_length max_output_tokens max_completion_tokens max_new_tokens token_limit"
@@ -46,7 +46,7 @@ _WORDS = {
     ReplyEnding.FAILED: (
         "error errored server_error internal_error abort aborted cancel cancelled canceled failed failure network_error"
         " insufficient_system_resource overloaded engine_overloaded timeout time_limit interrupted rate_limit"
-        " error_limit no_image image_other other"
+        " error_limit user_cancelled deadline_exceeded no_image image_other other"
     ),
     ReplyEnding.BAD_CALL: (
         "malformed_function_call malformed_tool_call unexpected_tool_call invalid_tool_call invalid_function_call"

@@ -147,10 +147,23 @@ def _merge_entries(entries: _Entries, values: Sequence[Any], budget: _Budget, de
             position = entries.places[place]
             entries[position] = _merge_value("", entries[position], value, budget, depth + 1)
             continue
+        if place is None and value is values[0] and _continues(entries, value):
+            entries[-1] = _merge_value("", entries[-1], value, budget, depth + 1)
+            continue
         budget.spend(0, depth)
         if place is not None:
             entries.places[place] = len(entries)
         entries.append(_merge_value("", None, value, budget, depth + 1))
+
+
+def _continues(entries: _Entries, value: Any) -> bool:
+    """Return whether an entry without index is the next piece of the last entry: a block of thinking that has no
+    signature yet. Blocks of one delta are whole.
+    """
+    last = entries[-1] if entries else None
+    if not isinstance(last, dict) or not isinstance(value, dict) or value.get("type") != "thinking":
+        return False
+    return _build(last.get("type")) == "thinking" and not _build(last.get("signature"))
 
 
 def _build(value: Any) -> Any:

@@ -191,6 +191,7 @@ class CallRunner:
 
 
 def _is_similar(name: str, other: str) -> bool:
+    name, other = name.casefold(), other.casefold()
     is_part = min(len(name), len(other)) >= 3 and (name in other or other in name)
     return is_part or difflib.SequenceMatcher(None, name, other).ratio() >= 0.8
 

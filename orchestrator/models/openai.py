@@ -352,7 +352,7 @@ class OpenAIModel:
         if not self._streaming:
             return await self._client.post("/chat/completions", cast_to=object, body=body)
         return await self._client.post(
-            "/chat/completions", cast_to=object, body=body, stream=True, stream_cls=AsyncStream[object]
+            "/chat/completions", cast_to=object, body=body, stream=True, stream_cls=_EventStream
         )
 
     def _shorten(self, form: "_Form", error: openai.APIStatusError, request: ModelRequest) -> "_Form | None":
@@ -388,6 +388,15 @@ class OpenAIModel:
         if form.limit_name != "max_tokens" and "max_tokens" in body:
             body[form.limit_name] = body.pop("max_tokens")
         return body
+
+
+class _EventStream(AsyncStream[object]):
+    """A stream that skips events without data, which gateways send to keep a connection open."""
+
+    async def _iter_events(self) -> AsyncIterator[Any]:
+        async for event in super()._iter_events():
+            if event.data.strip():
+                yield event
 
 
 @dataclass(frozen=True)

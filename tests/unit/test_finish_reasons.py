@@ -26,7 +26,7 @@ from tests.model_endpoint import END, answer, serving, stream
 
 HALF = "The first step is to"
 WORDS = {
-    ReplyEnding.NORMAL: ["stop", "tool_calls", "function_call", "end_turn", "eos", "stop_sequence", "STOP", "COMPLETE"],
+    ReplyEnding.NORMAL: ["stop", "tool_calls", "function_call", "end_turn", "eos", "stop_sequence", "STOP", "COMPLETE", "eos_found", "<|im_end|>"],
     ReplyEnding.CUT: ["length", "max_tokens", "MAX_TOKENS", "model_length", "model_context_window_exceeded"],
     ReplyEnding.FILTERED: [
         "content_filter", "SAFETY", "safety", "recitation", "RECITATION", "prohibited_content", "blocklist", "SPII",
@@ -234,3 +234,20 @@ async def test_an_error_next_to_a_normal_end_is_ignored(extra: dict[str, Any]) -
 async def test_a_whole_reply_without_a_word_is_an_answer() -> None:
     result, _ = await run(answer(200, {"choices": [{"message": {"content": "done"}}]}), streaming=False)
     assert result.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        ": keep-alive",
+        "data:",
+        "data: ",
+        "event: ping\ndata:",
+        "id: 7\nretry: 1000",
+        'event: ping\ndata: {"type": "ping"}',
+    ],
+)
+async def test_events_that_only_keep_the_connection_open_are_skipped(noise: str) -> None:
+    reply = stream(delta(content="do"), delta(content="ne"), END).replace(b"\n\n", f"\n\n{noise}\n\n".encode())
+    result, _ = await run(reply)
+    assert (result.stop_reason, result.answer) == (StopReason.ANSWERED, "done")

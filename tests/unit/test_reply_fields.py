@@ -47,6 +47,33 @@ REPLIES: list[tuple[str, list[Chunk], dict[str, Any]]] = [
     ("an empty reasoning stays", [delta(reasoning_content=""), of_call()], {"reasoning_content": ""}),
     ("Groq, OpenRouter, vLLM: reasoning", [delta(reasoning="a"), delta(reasoning="b"), of_call()], {"reasoning": "ab"}),
     (
+        "LiteLLM: blocks of thinking without an index",
+        [
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "a", "signature": None}]),
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "b", "signature": ""}]),
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "", "signature": "S1"}]),
+            delta(thinking_blocks=[{"type": "redacted_thinking", "data": "X"}]),
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "c"}]),
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "", "signature": "S2"}]),
+            of_call(),
+        ],
+        {
+            "thinking_blocks": [
+                {"type": "thinking", "thinking": "ab", "signature": "S1"},
+                {"type": "redacted_thinking", "data": "X"},
+                {"type": "thinking", "thinking": "c", "signature": "S2"},
+            ]
+        },
+    ),
+    (
+        "whole blocks of thinking in one delta",
+        [
+            delta(thinking_blocks=[{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": "b"}]),
+            of_call(),
+        ],
+        {"thinking_blocks": [{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": "b"}]},
+    ),
+    (
         "equal pieces are two pieces",
         [delta(reasoning=" the"), delta(reasoning=" the"), of_call()],
         {"reasoning": " the the"},

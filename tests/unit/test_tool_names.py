@@ -92,12 +92,13 @@ async def test_the_meant_tool_runs_and_the_history_has_the_name_of_the_model() -
     assert entry["function"]["name"] == "functions_bash_tool"
 
 
-async def test_an_unknown_name_is_answered_with_the_nearest_tools() -> None:
-    model = ScriptedModel([Calls([("bash", {})]), "done"])
+@pytest.mark.parametrize("name", ["bash", "Bash", "BashTool", "Bash_Tool", "<tool_call>bash_tool", "repo.bash_tool"])
+async def test_an_unknown_name_is_answered_with_the_nearest_tools(name: str) -> None:
+    model = ScriptedModel([Calls([(name, {})]), "done"])
     await run(model)
     content = model.requests[1].messages[-1]["content"]
     assert content.startswith(f"Error [{ErrorCode.TOOL_NOT_FOUND}]")
-    assert "bash_tool" in content
+    assert "similar name: bash_tool" in content
 
 
 @pytest.mark.parametrize("output", ["", "\n", "  ", "\t\n ", None, "\u00a0"])
