@@ -121,7 +121,13 @@ def _list_routers() -> Sequence[APIRouter]:
 @cache
 def _build_routes() -> Sequence[BaseRoute]:
     """Return the routes of all applications. Building them takes 0.4 s of processor time, so tests do it once."""
-    app = FastAPI(default_response_class=ExactJson, responses=problem_handlers.responses(), openapi_url=None)
+    app = FastAPI(
+        default_response_class=ExactJson,
+        responses=problem_handlers.responses(),
+        openapi_url=None,
+        # Generated clients name their functions after it. FastAPI's default also contains the path and the method.
+        generate_unique_id_function=lambda route: route.name,
+    )
     built_in = len(app.routes)
     for router in _list_routers():
         app.include_router(router)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
@@ -15,6 +16,7 @@ from contract.calls import pick_fields
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
 from contract.sandboxes import SandboxOptions, pick_options
+from contract.strict_json import InvalidJson, parse_object
 from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.idempotency import IdempotencyKey
@@ -45,11 +47,22 @@ _SENDING: set[str] = set()
 _LARGE = asyncio.Lock()
 ROWS_TYPE = "application/jsonl"
 BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+JSON_TYPE, JSON_FORM_BYTES, JSON_FORM_VALUES = "application/json", 2 * 1024 * 1024, 100_000
+"""Media type and limits of a body that is one JSON object instead of JSON lines."""
 _LINES = {"schema": {"type": "string"}, "example": '{"id": "first", "instruction": "Count the files."}\n'}
+_OBJECT = {
+    "schema": {
+        "title": "BatchLines",
+        "type": "object",
+        "required": ["lines"],
+        "properties": {"lines": {"type": "array", "items": {"type": "object", "additionalProperties": True}}},
+    },
+    "example": {"lines": [{"id": "first", "instruction": "Count the files."}]},
+}
 _BODY = {
     "requestBody": {
         "required": True,
-        "content": {ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES},
+        "content": {JSON_TYPE: _OBJECT, ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES},
     }
 }
 
@@ -125,7 +138,8 @@ async def submit_batch(
     """Submit a batch: queue every line of the body.
 
     Each line is one JSON object, in the short form (`id`, `instruction`) or in the form of OpenAI's batches. All lines
-    are validated first, including the names of tools and the arguments of calls.
+    are validated first, including the names of tools and the arguments of calls. With the type application/json, a body
+    of at most 2 MiB may be one object instead: `{"lines": [...]}`.
     """
     webhook = _build_webhook(options.webhook_url, webhook_secret)
     runs, errors = _runs(caller), ErrorCollector()
@@ -324,7 +338,7 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
         if body.tell() > SMALL_BYTES:
             break
     else:
-        return await _parsed(body, store)
+        return await _parsed(body, store, request)
     # One large body per key, because each body occupies memory while a slow client sends it.
     if key in _SENDING:
         raise ApiProblem(
@@ -340,9 +354,26 @@ async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:
         _SENDING.discard(key)
     # The lock is taken after the body is complete. Otherwise a slow client would block all other clients.
     async with _LARGE:
-        return await _parsed(body, store)
+        return await _parsed(body, store, request)
 
 
-async def _parsed(body: io.BytesIO, store: TenantStore) -> BatchFile:
+async def _parsed(body: io.BytesIO, store: TenantStore, request: Request) -> BatchFile:
+    is_json = request.headers.get("content-type", "").lower().startswith(JSON_TYPE)
+    return await in_tenant_thread(store.tenant, _parse, body, store, is_json and body.tell() <= JSON_FORM_BYTES)
+
+
+def _parse(body: io.BytesIO, store: TenantStore, may_be_object: bool) -> BatchFile:
     body.seek(0)
-    return await in_tenant_thread(store.tenant, read_lines, body, None, "the body", store)
+    lines = _unpack_lines(body.getvalue()) if may_be_object else None
+    return read_lines(body if lines is None else io.BytesIO(lines), None, "the body", store)
+
+
+def _unpack_lines(body: bytes) -> bytes | None:
+    """Return the JSON lines of a body that is an object with `lines`; None for a body that has lines itself."""
+    try:
+        fields = parse_object(body.decode(), JSON_FORM_VALUES)
+    except (InvalidJson, UnicodeDecodeError):
+        return None
+    if fields.keys() != {"lines"} or not isinstance(fields["lines"], list):
+        return None
+    return "".join(f"{json.dumps(line)}\n" for line in fields["lines"]).encode()

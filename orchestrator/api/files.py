@@ -51,7 +51,7 @@ async def get_file(file_id: FileId, caller: AnyCaller) -> StoredFile:
     response_class=Response,
     responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
 )
-async def read_file(file_id: FileId, caller: AnyCaller) -> Response:
+async def download_file(file_id: FileId, caller: AnyCaller) -> Response:
     """Return the content of a file. Artifacts are a tar archive with the paths that the row of the item lists."""
     files = _files(caller)
     stored = await files.get(caller.tenant, file_id)

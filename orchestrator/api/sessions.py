@@ -163,7 +163,7 @@ async def fork_session(session_id: SessionId, body: NewForks, caller: AnyCaller)
     response_class=Response,
     responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
 )
-async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) -> Response:
+async def read_session_file(session_id: SessionId, path: FilePath, caller: AnyCaller) -> Response:
     """Return the content of a file."""
     name = quote(path.rsplit("/", 1)[-1].encode("utf-8", "replace"), safe="")
     # A browser must never display a file of a sandbox as a page of this site, because the file could contain scripts.
@@ -191,7 +191,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         }
     },
 )
-async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
+async def write_session_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
     """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
     async with caller.app_state.files.enter(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)

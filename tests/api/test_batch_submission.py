@@ -2,6 +2,7 @@
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,34 @@ async def test_large_batch_items_are_not_parsed_in_the_event_loop(
     # The service runs in the thread of this test.
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_a_batch_is_submitted_as_one_json_object(api: ApiHarness) -> None:
+    lines = [{"id": name, "instruction": "Count the files.", "priority": 1} for name in ("a", "b\u00e9")]
+    made = await api["acme"].post("/v1/batches?id=object", json={"lines": lines})
+    assert (made.status_code, made.json()["request_counts"]["total"]) == (201, 2), made.text
+    # The same lines as JSON lines continue the batch.
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    again = await api["acme"].post("/v1/batches?id=object", content=text)
+    assert (again.status_code, again.json()["id"]) == (201, "object"), again.text
+    single = {"headers": {"content-type": "application/json"}, "content": text.splitlines()[0]}
+    assert (await api["acme"].post("/v1/batches", **single)).json()["request_counts"]["total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"lines": [{"id": "a", "instruction": "x"}, {"id": "b"}]}, "line 2: `instruction` is missing"),
+        ({"lines": [5]}, "line 1, column 1: the line is not one JSON object"),
+        ({"lines": []}, "the file has no lines"),
+        ({"lines": {"id": "a"}}, "line 1: `lines` is an unknown field"),
+        ({"lines": [{"id": "a", "instruction": "\ud800"}]}, "lone surrogate"),
+    ],
+)
+async def test_an_invalid_json_object_of_lines_is_refused_with_the_line(
+    api: ApiHarness, body: dict[str, Any], sentence: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await api["acme"].post("/v1/batches", content=json.dumps(body), headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_ARGUMENTS")
+    assert sentence in answer.json()["detail"]

@@ -5,6 +5,7 @@ dead peers.
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -362,3 +363,12 @@ async def test_a_runner_that_failed_is_started_again(
     monkeypatch.setattr(service, "open_runner", open_broken)
     async with open_api(redis_server.url, concurrency=1), asyncio.timeout(SOON_S):
         await is_again.wait()
+
+
+async def test_operations_have_short_names_of_their_own(api: ApiHarness) -> None:
+    """Generated clients name their functions after the operations."""
+    paths = (await api["admin"].get("/openapi.json")).json()["paths"]
+    names = [operation["operationId"] for methods in paths.values() for operation in methods.values()]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+){0,3}", name) for name in names), names
+    assert {"call_tool", "start_run", "read_session_file", "submit_batch"} <= set(names)
