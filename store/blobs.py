@@ -163,9 +163,9 @@ class Blobs:
             pipe.getrange(key, start, start + PIECE_BYTES - 1)
         with broker_errors("the result's content was not read"):
             pieces = deque[bytes](await pipe.execute())
-        # A result without bytes has no blob.
-        if not any(pieces):
-            raise _build_expired_error()
+            # The length of a missing blob is 0, as that of an empty file.
+            if not any(pieces) and not await self._client.exists(key):
+                raise _build_expired_error()
         check_blob(key, *pieces)
         return pieces
 
