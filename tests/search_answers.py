@@ -40,7 +40,13 @@ def build_grep_done(**fields: Any) -> dict[str, Any]:
 class ScriptedBench:
     """A ToolEnvironment for one request. `pieces` arrive unchanged; `shown` is the output that a watcher received."""
 
-    def __init__(self, pieces: bytes | list[bytes], done: Mapping[str, Any], *, is_watched: bool = False) -> None:
+    def __init__(
+        self,
+        pieces: bytes | list[bytes] | list[tuple[str, bytes]],
+        done: Mapping[str, Any],
+        *,
+        is_watched: bool = False,
+    ) -> None:
         self.context = build_context()
         self.is_watched = is_watched
         self.shown: list[str] = []
@@ -53,7 +59,7 @@ class ScriptedBench:
         assert parse_guest_answer(request, self._done).error is None
         self.request = request
         for piece in self._pieces:
-            on_data("lines", piece)
+            on_data(*(("lines", piece) if isinstance(piece, bytes) else piece))
         return GuestResponse(self._done)
 
     def show(self, stream: str, text: str) -> None:

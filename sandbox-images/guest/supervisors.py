@@ -49,7 +49,7 @@ busy host, and small compared with the time limit of a call.
 """
 _READ_BYTES = 65_536
 _SENT, _TAKEN, _SETTLED = range(3)
-STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines")
+STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines", "found")
 DONE = 255
 """Kind of the record that ends a call. The supervisor serves no further call."""
 DONE_AND_FREE = 254

@@ -36,6 +36,21 @@ async def test_a_line_arrives_before_its_command_ends(session: Session) -> None:
     assert (result.output, "".join(pieces)) == ("begun\nended\n", "begun\nended\n")
 
 
+async def test_matches_of_a_glob_arrive_as_they_are_found(session: Session) -> None:
+    """Requirement S4-29. The result has the newest first. If everything came at the end, it would come in this order."""
+    await session.call(
+        "bash_tool", {"command": "mkdir -p a/b/c; touch -d @100 a; touch -d @200 a/b; touch -d @300 a/b/c"}
+    )
+    pieces = list[str]()
+    result = await session.call(
+        "glob_tool", {"pattern": "**", "type": "dir"}, on_output=lambda _, text: pieces.append(text)
+    )
+    assert result.success, result.error
+    assert [line for line in str(result.output).splitlines() if not line.startswith("[")] == ["a/b/c", "a/b", "a"]
+    assert pieces[0] == "a\n"
+    assert sorted("".join(pieces).splitlines()) == ["a", "a/b", "a/b/c"], "each match is sent once"
+
+
 async def test_a_watched_call_leaves_no_output_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
     """Only the record of the call's outcome remains. The record contains no output and expires by itself."""
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)

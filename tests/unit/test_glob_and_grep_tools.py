@@ -203,3 +203,22 @@ def test_output_without_a_viewer_is_not_shown_and_is_bounded() -> None:
     outcome = run_glob(environment)
     assert environment.shown == []
     assert "y" not in str(outcome.output).splitlines()[0].replace("[0 of 0; newest first]", "")
+
+
+def test_each_match_of_glob_is_shown_once_and_the_result_is_sorted() -> None:
+    pieces = [("found", b"a\nb"), ("found", b"\n"), ("lines", b"c\nb\na\n")]
+    environment = ScriptedBench(pieces, build_glob_done(total=3, shown=3), is_watched=True)
+    assert str(run_glob(environment).output).startswith("c\nb\na\n")
+    assert environment.shown == ["a\n", "b\n", "c\n"]
+    assert environment.request["live_bytes"] == MAX_OUTPUT_BYTES
+    quiet = ScriptedBench(b"", build_glob_done())
+    run_glob(quiet)
+    assert "live_bytes" not in quiet.request
+
+
+def test_a_guest_that_sends_matches_without_end_costs_bounded_memory() -> None:
+    environment = ScriptedBench(
+        [("found", b"x" * 100_000), ("found", b"y\n" * 100_000)], build_glob_done(), is_watched=True
+    )
+    run_glob(environment)
+    assert sum(map(len, environment.shown)) <= MAX_OUTPUT_BYTES

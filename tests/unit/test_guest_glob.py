@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from tests.search_harness import Harness
 
 assert GUEST_PARENT
 from guest.failures import RequestFailure  # noqa: E402
+from guest.search import glob_search  # noqa: E402
 from guest.search.glob_patterns import Globs, split_list  # noqa: E402
 from guest.search.names import MAX_NAME_CHARS, MAX_NAMES, build_names  # noqa: E402
+from guest.search.requests import GlobRequest  # noqa: E402
 
 
 @pytest.fixture
@@ -270,3 +273,61 @@ def test_matches_that_ignore_rules_hide_are_named(harness: Harness, pattern: str
 def test_a_pattern_of_other_programs_is_explained(harness: Harness, pattern: str) -> None:
     harness.make("src/a.ts")
     assert any("A glob is like" in hint for hint in harness.glob(pattern)["hints"])
+
+
+class RecordingWriter:
+    """Keeps the streams and the data of all messages."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+
+    def send(self, stream: str, data: bytes) -> None:
+        self.sent.append((stream, data))
+
+
+def open_live(monkeypatch: pytest.MonkeyPatch, **fields: int) -> tuple[RecordingWriter, glob_search._LiveMatches]:
+    """Return live matches that do not wait between two messages."""
+    monkeypatch.setattr(glob_search, "_LIVE_S", 0.0)
+    values = {"pattern": "*", "path": ".", "kind": "file", "limit": 100, "max_bytes": 1000, "live_bytes": 10_000}
+    writer = RecordingWriter()
+    return writer, glob_search._LiveMatches(GlobRequest({**values, "timeout_s": 10, **fields}), writer)
+
+
+def test_a_match_is_sent_before_the_search_goes_on(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requirement S4-29: fails if all matches are sent at the end."""
+    for name in ("a.py", "b.py", "c.py"):
+        harness.make(name)
+    writer, live = open_live(monkeypatch)
+    monkeypatch.chdir(harness.workspace)
+    request = GlobRequest({"pattern": "*", "path": ".", "kind": "file", "limit": 9, "max_bytes": 99, "timeout_s": 10})
+    finder = glob_search._Finder(request, None, harness.paths(), live)
+    sent_before: list[bytes] = []
+
+    def find() -> Iterator[bytes]:
+        for name in (b"a.py", b"b.py", b"c.py"):
+            sent_before.append(b"".join(data for _, data in writer.sent))
+            yield name
+
+    start = type("Start", (), {"shown": b""})()
+    finder._take(start, Globs(["*"], "the pattern"), find())
+    assert sent_before == [b"", b"a.py\n", b"a.py\nb.py\n"]
+    assert {stream for stream, _ in writer.sent} == {"found"}
+
+
+def test_live_matches_are_limited_and_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, live = open_live(monkeypatch, limit=3)
+    for name in (b"a", b"a", b"b", b"c", b"d"):
+        live.add(name)
+    assert writer.sent == [("found", b"a\n"), ("found", b"b\n"), ("found", b"c\n")]
+    writer, live = open_live(monkeypatch, live_bytes=200)
+    for number in range(100):
+        live.add(b"%d" % number)
+    assert sum(len(data) + glob_search._MESSAGE_BYTES for _, data in writer.sent) <= 200
+    assert len(writer.sent) == 3
+
+
+def test_live_matches_do_not_change_the_result(harness: Harness) -> None:
+    for name in ("c.py", "d/e.py", "a.py"):
+        harness.make(name)
+    quiet, watched = harness.glob("*.py"), harness.glob("*.py", live_bytes=10_000)
+    assert (watched.lines, watched.fields) == (quiet.lines, quiet.fields)

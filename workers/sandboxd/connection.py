@@ -249,8 +249,8 @@ class Connection:
 
 
 def check_request(request: object) -> dict[str, Any]:
-    """Return a call's request with `timeout_s`, `body_bytes` and `max_bytes` as numbers within limits. The guest checks
-    the other fields.
+    """Return a call's request with `timeout_s`, `body_bytes`, `max_bytes` and `live_bytes` as numbers within limits.
+    The guest checks the other fields.
     """
     if not isinstance(request, dict) or request.get("op") not in _OPS:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a call needs a request whose op is one of {', '.join(_OPS)}")
@@ -258,8 +258,9 @@ def check_request(request: object) -> dict[str, Any]:
     size = parse_count(request, "body_bytes")
     if size > MAX_BODY_BYTES:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"body_bytes must be at most {MAX_BODY_BYTES}")
-    if "max_bytes" in request:
-        parse_count(request, "max_bytes")
+    for name in ("max_bytes", "live_bytes"):
+        if name in request:
+            parse_count(request, name)
     return {**request, "timeout_s": timeout_s, "body_bytes": size}
 
 

@@ -70,7 +70,7 @@ _STREAMS: Mapping[str, frozenset[str]] = {
     "read_file": frozenset({"file"}),
     "write_text": frozenset({"file"}),
     "edit_text": frozenset({"file"}),
-    "glob": frozenset({"lines"}),
+    "glob": frozenset({"lines", "found"}),
     "grep": frozenset({"lines"}),
 }
 _KILL_FIELDS = ("signalled", "survivors", "method", "ms")
@@ -532,7 +532,7 @@ def _open_reader(attached: AttachedContainer) -> UsageReader | None:
 
 def count_budget(request: Mapping[str, Any]) -> int:
     """Return how many bytes of data frames the guest may send in answer to a (checked) request."""
-    total = int(request.get("max_bytes", 0))
+    total = int(request.get("max_bytes", 0)) + int(request.get("live_bytes", 0))
     capture = request.get("capture")
     if isinstance(capture, dict):
         total += sum(max(value, 0) for value in capture.values() if isinstance(value, int))

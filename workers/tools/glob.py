@@ -64,6 +64,7 @@ def _glob(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         "include_ignored": arguments["include_ignored"],
         "max_bytes": MAX_OUTPUT_BYTES,
         "timeout_s": environment.context.timeout_s,
+        **({"live_bytes": MAX_OUTPUT_BYTES} if environment.is_watched else {}),
     }
     lines = FoundLines(environment)
     done = environment.run(request, on_data=lines.take).done

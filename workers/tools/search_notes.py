@@ -9,23 +9,39 @@ from workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 
 class FoundLines:
-    """Collects the lines of a search. Shows each complete line to a caller that watches.
+    """Collects the lines of a search. Shows each complete line to a caller that watches, once.
 
-    `take` waits when the caller is slow.
+    A sorted result comes at the end; its stream `found` has the first lines before that, unsorted. `take` waits when
+    the caller is slow.
     """
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self._environment = environment
-        self._data = bytearray()
-        self._shown = 0
+        self._data, self._found = bytearray(), bytearray()
+        self._shown = self._early_bytes = 0
+        self._early: set[bytes] = set()
 
-    def take(self, _: str, data: bytes) -> None:
+    def take(self, stream: str, data: bytes) -> None:
         # Limit the output: a program that has replaced the guest may send more than the request allows.
+        if stream == "found":
+            data = data[: MAX_OUTPUT_BYTES - self._early_bytes]
+            self._early_bytes += len(data)
+            self._found += data
+            *whole, rest = bytes(self._found).split(b"\n")
+            self._found = bytearray(rest)
+            self._early.update(whole)
+            self._show(whole)
+            return
         self._data += data[: MAX_OUTPUT_BYTES - len(self._data)]
-        whole = self._data.rfind(b"\n") + 1
-        if self._environment.is_watched and whole > self._shown:
-            self._environment.show("stdout", decode(bytes(self._data[self._shown : whole])))
-            self._shown = whole
+        whole_bytes = self._data.rfind(b"\n") + 1
+        if self._environment.is_watched and whole_bytes > self._shown:
+            lines = bytes(self._data[self._shown : whole_bytes]).split(b"\n")[:-1]
+            self._shown = whole_bytes
+            self._show([line for line in lines if line not in self._early] if self._early else lines)
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines:
+            self._environment.show("stdout", decode(b"\n".join(lines) + b"\n"))
 
     def text(self) -> str:
         return decode(bytes(self._data))

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import os
 import stat
+import time
 import unicodedata
 
 from guest.failures import (
@@ -51,10 +52,11 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
         )
     if ".." in text.split("/"):
         raise RequestFailure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
-    finder = _Finder(request, clock, paths)
+    live = _LiveMatches(request, context.writer) if request.live_bytes else None
+    finder = _Finder(request, clock, paths, live)
     _search(text, request, paths, finder)
     for other_text, how in _build_readings(text) if finder.is_empty else ():
-        other = _Finder(request, clock, paths)
+        other = _Finder(request, clock, paths, live)
         with contextlib.suppress(RequestFailure):
             _search(other_text, request, paths, other)
         if not other.is_empty:
@@ -133,14 +135,50 @@ def _open_below(start: Start, path: str, parts: list[str], paths: GuestPaths) ->
 
 
 _REST_S = 0.001
+_MESSAGE_BYTES = 64
+"""What sandboxd counts for a message in addition to its body, in bytes."""
+_LIVE_S = 0.1
+"""Shortest time between two messages with matches that were found, in seconds."""
 # A link to a file counts as a file. The search does not follow links.
 _KINDS = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
+
+
+class _LiveMatches:
+    """Sends the first matches of a search while it runs, in the order in which they are found."""
+
+    def __init__(self, request: GlobRequest, writer: ReportWriter) -> None:
+        self._writer = writer
+        self._remaining, self._remaining_bytes = request.limit, request.live_bytes
+        # A search that starts again without ignore files finds the same paths.
+        self._sent: set[bytes] = set()
+        self._lines: list[bytes] = []
+        self._due_at = 0.0
+
+    def add(self, path: bytes) -> None:
+        """Send a match, together with others that were found shortly before."""
+        if self._remaining <= 0 or path in self._sent:
+            return
+        line = f"{escaped(path)}\n".encode()
+        # A message for each line is the worst case.
+        self._remaining_bytes -= len(line) + _MESSAGE_BYTES
+        if self._remaining_bytes < 0:
+            self._remaining = 0
+            return
+        self._remaining -= 1
+        self._sent.add(path)
+        self._lines.append(line)
+        now = time.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + _LIVE_S
+            self._writer.send("found", b"".join(self._lines))
+            self._lines.clear()
 
 
 class _Finder:
     """Collects the matches of one request, and counts paths that were left out."""
 
-    def __init__(self, request: GlobRequest, clock: Clock, paths: GuestPaths) -> None:
+    def __init__(self, request: GlobRequest, clock: Clock, paths: GuestPaths, live: _LiveMatches | None = None) -> None:
+        self._live = live
         # A slash at the end of the pattern selects directories.
         self._kind = "dir" if request.pattern.endswith("/") else request.kind
         self._clock = clock
@@ -237,6 +275,8 @@ class _Finder:
                 shown = start.shown + path
                 if self._is_wanted(status) and shown != literal:
                     self._matches.append((-status.st_mtime_ns, shown))
+                    if self._live is not None:
+                        self._live.add(shown)
 
     def _is_wanted(self, status: os.stat_result) -> bool:
         return self._kind == "any" or stat.S_IFMT(status.st_mode) in _KINDS[self._kind]

@@ -14,7 +14,11 @@ MAX_CONTEXT = 20
 
 
 class GlobRequest(GuestRequest):
-    """Request for the paths below `path` that match `pattern`: the `limit` newest ones, at most `max_bytes` of text."""
+    """Request for the paths below `path` that match `pattern`: the `limit` newest ones, at most `max_bytes` of text.
+
+    `live_bytes`: above 0, also send the first matches as they are found, in the stream `found` of at most so many
+    bytes.
+    """
 
     FIELDS: ClassVar = {
         "pattern": read_any_text,
@@ -23,6 +27,7 @@ class GlobRequest(GuestRequest):
         "limit": whole(1, MAX_PATHS),
         "include_ignored": read_flag,
         "max_bytes": whole(0),
+        "live_bytes": whole(0, default=0),
     }
     pattern: str
     path: str
@@ -30,6 +35,7 @@ class GlobRequest(GuestRequest):
     limit: int
     include_ignored: bool
     max_bytes: int
+    live_bytes: int
 
 
 class GrepRequest(GuestRequest):
