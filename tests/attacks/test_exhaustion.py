@@ -304,3 +304,13 @@ def test_programs_cannot_change_the_limits_of_the_guest(sandboxd: OwnSandboxd) -
         assert words.count("refused") == len(LIMIT_NAMES), words
         assert words[-2:] == ["1", "100"], "a program may read the limits of others, and set its own"
         assert session.bash("echo works").streams["merged"] == b"works\n"
+
+
+def test_programs_cannot_take_the_processor_from_the_guest(sandboxd: OwnSandboxd) -> None:
+    """Aim: make the sandbox unreachable with busy programs and a guest that the kernel runs last."""
+    with sandboxd.session("first", "scheduling") as session:
+        tries = ["chrt --idle -p 0 1", "chrt --batch -p 0 1", "renice 19 -p 1", "renice 19 -u 1000", "renice 19 -g 1"]
+        answer = session.bash("; ".join(f"{attempt} >/dev/null 2>&1 || echo refused" for attempt in tries))
+        assert answer.streams["merged"].decode().split() == ["refused"] * len(tries)
+        own = "sleep 9 & chrt --batch -p 0 $! && renice 5 -p $! && renice 5 -p $$ && chrt --idle -p 0 $$ && echo own"
+        assert session.bash(own).streams["merged"].decode().split()[-1] == "own"
