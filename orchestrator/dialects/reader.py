@@ -261,9 +261,9 @@ class _ReplyStart:
         if may_open(text):
             return "", ""
         opened = find_opened(text)
-        # The parser of tags reads blocks of the most usual kind itself.
+        # The parser of tags reads blocks of the most usual kind itself, if they begin its text.
         if opened is None or opened == THINK:
-            return self._split(0)
+            return self._split(0 if opened is None else len(text) - len(text.lstrip()))
         self._opened = opened
         end = find_end(text, opened)
         return self._split(end) if end else ("", "")

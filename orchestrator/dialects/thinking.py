@@ -94,7 +94,9 @@ class LoneEndFinder:
     def feed(self, text: str) -> None:
         """Read the next piece."""
         if text and not self.is_found:
-            self._start = self._start or text.lstrip()
+            if len(self._start) < LONGEST_MARK:
+                # A mark may arrive in several pieces.
+                self._start = (self._start + text).lstrip()[:LONGEST_MARK]
             recent = self._tail + text
             self._tail = recent[-LONGEST_MARK:]
             self.is_found = find_opened(self._start) is None and find_lone_end(recent) > 0

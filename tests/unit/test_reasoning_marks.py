@@ -10,7 +10,7 @@ from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dialects.thinking import REASONING, find_lone_end, mark_reasoning, strip_thinking
+from orchestrator.dialects.thinking import REASONING, LoneEndFinder, find_lone_end, mark_reasoning, strip_thinking
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.models.openai import OpenAIModel
 from tests.builders import build_spec
@@ -192,3 +192,25 @@ async def test_durable_run_runs_no_call_before_a_lone_end(make: HarnessFactory, 
 def test_marks_are_found_in_linear_time() -> None:
     assert find_lone_end("<think>" * 200_000 + "</think>" * 200_000) == 0
     assert find_lone_end("x" * 2_000_000 + "</think>") == 2_000_008
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize("before", ["", "\n\n", " \t\n"])
+@pytest.mark.parametrize("dialect", [TagsDialect(), NativeDialect()], ids=lambda one: one.name)
+def test_a_call_in_a_block_after_blanks_does_not_run(dialect: Dialect, before: str, size: int) -> None:
+    text = f"{before}<think>\ntry {TAG}\n</think>\n\nDone."
+    calls, _ = read(dialect, text, size)
+    assert calls == []
+    calls, _ = read(dialect, f"{text}{TAG}", size)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize(
+    "text", ["\n<think>a</think>b", "<|begin_of_thought|>a<|end_of_thought|>b", "[THINK]a[/THINK]b"]
+)
+def test_a_block_with_a_beginning_raises_no_question(text: str, size: int) -> None:
+    finder = LoneEndFinder()
+    for at in range(0, len(text), size):
+        finder.feed(text[at : at + size])
+    assert not finder.is_found
