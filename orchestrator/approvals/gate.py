@@ -93,7 +93,7 @@ async def review(
     """
     try:
         digest = _seal(call, tenant, session)
-        prepared = await _prepare(call, spec, call.arguments, checks)
+        prepared = await _prepare(tenant, call, spec, call.arguments, checks)
         policy_decision = await _judge(policy, tenant, spec, prepared)
         if policy_decision.action == "deny":
             raise _build_denial(policy_decision)
@@ -124,19 +124,21 @@ async def review(
         approval.redeem(_seal(shown, tenant, session) if is_same else "", clock())
         if decision.arguments is None:
             return prepared
-        changed = await _prepare(prepared, spec, decision.arguments, checks)
+        changed = await _prepare(tenant, prepared, spec, decision.arguments, checks)
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
         return _build_failure(call, failure)
 
 
-async def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
+async def _prepare(
+    tenant: str, call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks
+) -> ToolCall:
     """Return a copy of the call with prepared arguments that share no objects with the given arguments.
 
     Raises ToolFailure(INVALID_ARGUMENTS).
     """
     prepare = partial(_replace_arguments, call, spec, arguments, checks)
-    return prepare() if is_quick(spec, arguments) else await asyncio.to_thread(prepare)
+    return prepare() if is_quick(spec, arguments) else await in_tenant_thread(tenant, prepare)
 
 
 def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 from pydantic import ValidationError
 
@@ -38,15 +38,28 @@ memory of its text.
 """
 
 
+class _ItemText(NamedTuple):
+    """An item as text. `custom_id`: the id of the item, which replaces that of the text."""
+
+    text: bytes
+    custom_id: str
+
+
 class ItemList(Sequence[BatchItem]):
     """Items in the order of the lines. Items that are stored as text are parsed again on each access."""
 
     def __init__(self) -> None:
-        self._stored: list[BatchItem | bytes] = []
+        self._stored: list[BatchItem | _ItemText] = []
 
-    def add(self, item: BatchItem, values: int) -> None:
-        """Append an item. `values`: the number of values in the item's line, or a slightly larger number."""
-        self._stored.append(item if values <= MANY_VALUES else item.model_dump_json().encode())
+    def add(self, item: BatchItem, values: int, custom_ids: Iterable[str]) -> None:
+        """Append the items of a line, which differ only in their ids and are stored once. `values`: the number of
+        values in the line, or a slightly larger number.
+        """
+        if values > MANY_VALUES:
+            text = item.model_dump_json().encode()
+            self._stored += [_ItemText(text, custom_id) for custom_id in custom_ids]
+        else:
+            self._stored += [item.model_copy(update={"custom_id": custom_id}) for custom_id in custom_ids]
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -68,9 +81,11 @@ class ItemList(Sequence[BatchItem]):
         return map(_parse_item, self._stored)
 
 
-def _parse_item(stored: BatchItem | bytes) -> BatchItem:
+def _parse_item(stored: BatchItem | _ItemText) -> BatchItem:
     """Return the item. A stored text is parsed again."""
-    return BatchItem.model_validate_json(stored) if isinstance(stored, bytes) else stored
+    if isinstance(stored, BatchItem):
+        return stored
+    return BatchItem.model_validate_json(stored.text).model_copy(update={"custom_id": stored.custom_id})
 
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -222,6 +237,7 @@ class _Reader:
         self.bytes = 0
         self.url: str | None = None
         self._environments = environments
+        self._item_bytes = 0
         self._lines_of: dict[str, int] = {}
         self._shape: tuple[str | None, int] | None = None
 
@@ -263,19 +279,25 @@ class _Reader:
             return self._add_error(LineError("a text has a lone surrogate: write both halves of the pair", number))
         except InvalidJson as error:
             return self._add_error(LineError(f"{_NOT_AN_OBJECT} ({error.message}): fix it", number, error.column))
-        for path, message in self._take(number, fields, text.count(",") + text.count("{") + text.count("[")):
+        values = text.count(",") + text.count("{") + text.count("[")
+        for path, message in self._take(number, fields, values, len(line)):
             is_named = not path or message.startswith("`")
             self._add_error(LineError(message if is_named else f"`{format_path(path)}`: {message}", number))
         return None
 
-    def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
-        """Store the item of a line, or yield the errors of the line as (path of the field, message)."""
+    def _take(
+        self, number: int, line_fields: dict[str, Any], values: int, size: int
+    ) -> Iterator[tuple[FieldPath, str]]:
+        """Store the items of a line, or yield the errors of the line as (path of the field, message). `size`: of the
+        line, in bytes.
+        """
         errors_before = len(self.errors) + self.more
         is_openai = not _OUTER_NAMES.isdisjoint(line_fields)
         body = line_fields.get("body") if is_openai else line_fields
         id_name = "custom_id" if is_openai else "id"
         custom_ids = name_samples(line_fields.get(id_name), body.get("samples") if isinstance(body, dict) else None)
         yield from self._check_ids(number, id_name, custom_ids)
+        yield from self._check_size(size * len(custom_ids))
         url = str(line_fields.get("url")) if is_openai else None
         yield from self._check_shape(number, url)
         if is_openai:
@@ -305,8 +327,7 @@ class _Reader:
         custom_id = line_fields.get(id_name)
         item = build_item(number, custom_id, url or (CALLS_URL if "tool" in line_fields else RUNS_URL), fields)
         item = self._environments.normalize(item)
-        for name in custom_ids:
-            self.items.add(item.model_copy(update={"custom_id": name}), values)
+        self.items.add(item, values, custom_ids)
 
     def _find_environment_errors(
         self, fields: dict[str, Any], invalid: set[FieldPath]
@@ -342,6 +363,18 @@ class _Reader:
             yield (name,), f"the ids of the samples have more than {MAX_ID_CHARS} characters: use a shorter id"
         if len(self._lines_of) > MAX_ITEMS:
             yield (name,), f"the file has more than {MAX_ITEMS} items: split it into several batches"
+
+    def _check_size(self, size: int) -> Iterator[tuple[FieldPath, str]]:
+        """Yield an error if the items so far are larger than a file may be: each sample is checked and queued like a
+        line of its own. `size`: of all items of the line, in bytes.
+        """
+        self._item_bytes += size
+        if self._item_bytes > MAX_INPUT_BYTES:
+            yield (
+                ("samples",),
+                f"the lines, each with its samples, have more than {MAX_INPUT_BYTES} bytes: put large content into the "
+                "workspace, or split the file into several batches",
+            )
 
     def _check_shape(self, number: int, url: str | None) -> Iterator[tuple[FieldPath, str]]:
         """Yield an error unless all lines are short lines, or all lines have the url of the first line."""

@@ -24,6 +24,8 @@ class PartialCall:
     id: str = ""
     name: str = ""
     fragments: list[str] = field(default_factory=list)
+    begins_whole: bool | None = None
+    """Whether the first fragment is one whole JSON object; None: not read yet."""
     fields: FieldCollector | None = None
     """Other fields of the call, such as a signature; those of its function are in `function`."""
 
@@ -148,12 +150,14 @@ def _starts_new_call(call: PartialCall, fragment: Fragment) -> bool:
 
 def _is_another_whole_call(call: PartialCall, fragment: Fragment) -> bool:
     """Return whether a fragment repeats the name of a whole call (or its id too) with another whole object as
-    arguments. Only the first fragment of a call is read, so that the time is linear.
+    arguments. Only the first fragment of a call is read, and only once, so that the time is linear.
     """
     text = fragment.arguments if isinstance(fragment.arguments, str) else ""
     if len(call.fragments) != 1 or not text or (fragment.id and text == call.fragments[0]):
         return False
-    return is_object(call.fragments[0]) and is_object(text)
+    if call.begins_whole is None:
+        call.begins_whole = is_object(call.fragments[0])
+    return call.begins_whole and is_object(text)
 
 
 def is_object(text: str) -> bool:

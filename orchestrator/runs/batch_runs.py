@@ -47,6 +47,7 @@ from store.run_events import MAX_PROGRESS, BatchEventReader
 from store.run_records import RunRecord
 from store.runs import RunQueue
 from store.tasks import retry_until_available
+from store.tenant_threads import in_tenant_thread
 
 OpenDisplay = Callable[[DisplayedBatch], Display]
 
@@ -104,8 +105,8 @@ class BatchRuns:
         and a model without prices.
         """
         policy = await self._pool.tenants.policy(self.tenant)
-        # In threads, because each pass parses large items again, for seconds in a file of many values.
-        models = sorted(await asyncio.to_thread(find_models, file, defaults))
+        # In threads of the tenant, because each pass parses large items again, for seconds in a file of many values.
+        models = sorted(await in_tenant_thread(self.tenant, find_models, file, defaults))
         for model in models:
             if not policy.allows_model(model):
                 raise refuse_model(self.tenant, model)
@@ -123,15 +124,15 @@ class BatchRuns:
             for name, stored in (await endpoints.of(self.tenant)).items()
             if isinstance(stored, StoredEndpoint) and stored.endpoint.prices is not None
         }
-        await asyncio.to_thread(check_models, file, name, defaults, refused, self._settings.model, priced)
+        await in_tenant_thread(self.tenant, check_models, file, name, defaults, refused, self._settings.model, priced)
 
     async def check_limits(self, file: BatchFile, defaults: BatchDefaults, name: str) -> None:
         """Check the images, sizes, networks, secrets, tools and timeouts of a file against the limits of the tenant and
         of the hosts. Call this method before `batches.submit`. Raises BadBatch: the file has errors.
         """
-        sessions = await asyncio.to_thread(find_sessions, file)
+        sessions = await in_tenant_thread(self.tenant, find_sessions, file)
         limits = await LimitReader(self._pool, self._settings.deployment).read(self.tenant, sessions)
-        await asyncio.to_thread(check_limits, file, name, limits, defaults.options)
+        await in_tenant_thread(self.tenant, check_limits, file, name, limits, defaults.options)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
         """Check the tools that a file names, and the arguments of its calls. Call this method before
@@ -144,8 +145,14 @@ class BatchRuns:
             specs = (await offers.of(self.tenant)).tools
         except ConfigError:
             return [NOT_CHECKED]
-        return await asyncio.to_thread(
-            check_tools, file, specs, lambda tool: offers.explain_missing(tool) is not None, name, self.tenant
+        return await in_tenant_thread(
+            self.tenant,
+            check_tools,
+            file,
+            specs,
+            lambda tool: offers.explain_missing(tool) is not None,
+            name,
+            self.tenant,
         )
 
     def open_rows(self, paths: RowPaths, batch: str, file: BatchFile) -> RowFiles:

@@ -1,6 +1,5 @@
 """Submits, resumes, cancels and reads the batches of one tenant."""
 
-import asyncio
 import hashlib
 import re
 import secrets
@@ -18,6 +17,7 @@ from orchestrator.runs.webhooks import CheckWebhook, accept_webhook
 from orchestrator.terminal.commands import build_resubmission
 from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
 from store.runs import AT_ONCE, BatchCancelled, RunQueue
+from store.tenant_threads import in_tenant_thread
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -85,8 +85,8 @@ class Batches:
         """
         if is_detached:
             artifacts = defaults.artifacts if defaults is not None else None
-            # In a thread, because the pass parses large items again.
-            await asyncio.to_thread(check_detached, file, artifacts, name or "the batch")
+            # In a thread of the tenant, because the pass parses large items again.
+            await in_tenant_thread(self.tenant, check_detached, file, artifacts, name or "the batch")
         batch_id = batch or new_batch_id()
         check_batch_id(batch_id)
         if webhook is not None:

@@ -19,7 +19,17 @@ from orchestrator.batches import lines as lines_module
 from orchestrator.batches.line_shapes import GraderFields, ShortCall, ShortRun
 from orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
-from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, ItemEnvironment, RunBody, RunLimits
+from store.batches import (
+    CALLS_URL,
+    CHAT_URL,
+    MAX_INPUT_BYTES,
+    RUNS_URL,
+    BatchItem,
+    CallBody,
+    ItemEnvironment,
+    RunBody,
+    RunLimits,
+)
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
@@ -407,6 +417,29 @@ def test_a_line_of_many_small_values_uses_at_most_twice_its_size_in_memory(tmp_p
     assert [item.custom_id for item in file.items] == [str(number) for number in range(6)]
     assert file.items[3].work == file.items[-1].work == CallBody(name="t", arguments={"values": values})
     assert [item.line for item in file.items[1:3]] == [2, 3]
+
+
+def test_the_samples_of_a_line_hold_its_text_once(tmp_path: Path) -> None:
+    line = {"id": "a", "tool": "t", "arguments": {"values": ["x" * 1000] * 100}, "samples": 500}
+    text = json.dumps(line)
+    read(text.replace("500", "1"), tmp_path)
+    tracemalloc.start()
+    try:
+        file = read(text, tmp_path)
+        held_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 10 * len(text)
+    assert [item.custom_id for item in file.items] == [f"a#{number}" for number in range(1, 501)]
+    assert file.items[499].work == file.items[0].work == CallBody(name="t", arguments=line["arguments"])
+
+
+def test_the_samples_of_all_lines_count_towards_the_size_of_a_file(tmp_path: Path) -> None:
+    size = MAX_INPUT_BYTES // 1000
+    line = {"instruction": "x" * (size // 2), "samples": 1000}
+    assert len(read(json.dumps({"id": "a", **line, "samples": 1}), tmp_path).items) == 1
+    with pytest.raises(BadBatch, match=str(MAX_INPUT_BYTES)):
+        read("\n".join(json.dumps({"id": name, **line}) for name in "abc"), tmp_path)
 
 
 @pytest.mark.parametrize(

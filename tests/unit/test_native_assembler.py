@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.dialects import native_fragments
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.native import NativeCallAssembler, NativeReply
+from orchestrator.dialects.native_fragments import is_object
 
 
 def delta(*entries: Any, content: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -264,6 +266,21 @@ def test_lone_surrogate_is_replaced() -> None:
         delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
     )
     assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
+
+
+def test_the_text_of_a_call_is_parsed_once_however_often_its_id_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_chars = 0
+
+    def count(text: str) -> bool:
+        nonlocal parsed_chars
+        parsed_chars += len(text)
+        return is_object(text)
+
+    monkeypatch.setattr(native_fragments, "is_object", count)
+    long = json.dumps({"a": "x" * 100_000})
+    texts = [long, *(json.dumps({"a": number}) for number in range(100))]
+    assert len(calls(*(entry(0, "c1", "t", text) for text in texts))) == len(texts)
+    assert parsed_chars < 2 * sum(map(len, texts))
 
 
 JSON = st.dictionaries(

@@ -2,10 +2,20 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import redis.asyncio
 
+from contract.tenancy import TenantPolicy
+from orchestrator.batches.lines import BatchFile
+from orchestrator.runs.batch_runs import BatchRuns
+from orchestrator.settings import OrchestratorSettings
+from store.batches import BatchDefaults, BatchItem
 from store.tenant_threads import TenantThreads, in_tenant_thread
+from tests.builders import KEY
 
 
 async def test_tenants_take_turns_however_much_work_one_of_them_has() -> None:
@@ -62,3 +72,46 @@ async def test_work_whose_caller_is_cancelled_counts_until_its_end() -> None:
 async def test_the_errors_of_the_work_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await in_tenant_thread("acme", lambda: 1 // 0)
+
+
+class _WasRead(Exception):
+    """The lines were read in the thread with this name."""
+
+
+class _WatchedItems(Sequence[BatchItem]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[BatchItem]:
+        raise _WasRead(threading.current_thread().name)
+
+
+class _KnownTenant:
+    async def policy(self, tenant: str) -> TenantPolicy:
+        return TenantPolicy()
+
+    async def of(self, tenant: str) -> SimpleNamespace:
+        return SimpleNamespace(tools=())
+
+
+async def test_every_check_of_a_batch_reads_its_lines_in_the_thread_of_its_tenant() -> None:
+    pool: Any = SimpleNamespace(
+        redis=redis.asyncio.Redis(),
+        keys=KEY,
+        dispatcher=None,
+        tenants=_KnownTenant(),
+        offers=_KnownTenant(),
+    )
+    runs = BatchRuns(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
+    file, defaults = BatchFile(_WatchedItems(), "", 1, None), BatchDefaults()
+    for check in (
+        runs.check_tools(file, "the body"),
+        runs.check_models(file, defaults, "the body"),
+        runs.check_limits(file, defaults, "the body"),
+        runs.batches.submit(file, defaults=defaults, is_detached=True),
+    ):
+        with pytest.raises(_WasRead, match="tenant-acme"):
+            await check
