@@ -303,6 +303,8 @@ def test_programs_cannot_change_the_limits_of_the_guest(sandboxd: OwnSandboxd) -
         words = answer.streams["merged"].decode().split()
         assert words.count("refused") == len(LIMIT_NAMES), words
         assert words[-2:] == ["1", "100"], "a program may read the limits of others, and set its own"
+        others = "sleep 9 & prlimit --pid $! --nofile=90:90 && prlimit --pid $$ --nofile=80:80 && ulimit -n"
+        assert session.bash(others).streams["merged"].decode().split()[-1] == "80"
         assert session.bash("echo works").streams["merged"] == b"works\n"
 
 
