@@ -27,6 +27,7 @@ import time
 from guest.commands.execution import Execution
 from guest.commands.job_requests import JobStartRequest
 from guest.failures import CANCELLED, INTERNAL, TIMEOUT, RequestFailure, describe_os_error
+from guest.fields import printable
 from guest.kernel import PR_SET_CHILD_SUBREAPER, WRITE_LATER, set_process_flag
 from guest.processes import KillReport, kill_below, reap
 from guest.requests import ExecRequest, load_server, parse_call
@@ -438,7 +439,7 @@ class Supervisor:
         except RequestFailure as failure:
             return _build_failed_end(failure, pipes)
         except OSError as error:
-            return _build_failed_end(describe_os_error(error, "the guest"), pipes)
+            return _build_failed_end(describe_os_error(error, _name_subject(error)), pipes)
         # The outermost handler of this process: even after a bug in the guest, the call must be answered and no process
         # may be left.
         except Exception as error:  # noqa: BLE001
@@ -449,6 +450,11 @@ class Supervisor:
         if isinstance(request, ExecRequest):
             return Execution(request, pipes, self._paths, assignment.oom_kills).run()
         return load_server(request)(request, RequestContext(self._paths, pipes, Watch(pipes, request.timeout_s)))
+
+
+def _name_subject(error: OSError) -> str:
+    """Return the path of the error for a message."""
+    return printable(error.filename) if isinstance(error.filename, (bytes, str)) else "the guest"
 
 
 def _build_failed_end(failure: RequestFailure, pipes: CallPipes) -> dict[str, object]:

@@ -90,7 +90,11 @@ def test_a_timeout_returns_the_output_printed_so_far() -> None:
         ),
         (
             {"state": {**STATE, "lost": "/tmp/b"}},
-            "[the session's folder /tmp/b was removed: the command ran in the workspace]",
+            "[the session's folder /tmp/b was removed or cannot be entered: the command ran in the workspace]",
+        ),
+        (
+            {"state": {**STATE, "lost": "/workspace"}},
+            "[/workspace cannot be entered: the command ran in /; run: chmod u+rwx /workspace]",
         ),
         (
             {"state": {**STATE, "outcome": "too_large"}},

@@ -117,6 +117,18 @@ def test_a_removed_session_folder_is_replaced_by_the_workspace(guest: Guest) -> 
     assert command(guest, "true")["state"]["lost"] is None
 
 
+def test_commands_run_in_the_root_folder_while_the_workspace_cannot_be_entered(guest: Guest) -> None:
+    command(guest, "mkdir -p inner; cd inner")
+    command(guest, f"chmod 000 {guest.workspace}")
+    try:
+        denied = command(guest, "pwd")
+        assert (denied.bytes_of("stdout"), denied["state"]["lost"]) == (b"/\n", str(guest.workspace))
+    finally:
+        command(guest, f"chmod 755 {guest.workspace}")
+    after = command(guest, "pwd")
+    assert (after.bytes_of("stdout").decode(), after["state"]["lost"]) == (f"{guest.workspace}\n", None)
+
+
 def test_the_cwd_of_a_command_applies_to_that_command_only(guest: Guest) -> None:
     command(guest, "mkdir -p a b/c")
     assert stdout_of(guest, "pwd", cwd="b") == f"{guest.workspace}/b\n"
@@ -199,12 +211,44 @@ def test_shell_errors_show_the_original_name_and_line(guest: Guest) -> None:
         ("set -eo pipefail; true | false\necho no", [0, 1]),
         ("false | true; exit", [1, 0]),
         ("false | true # a comment", [1, 0]),
+        ("true <<E | false\ndocument\nE", [0, 1]),
+        ("true <<-'E x' | false\n\tdocument\n\tE x", [0, 1]),
+        ("cat <<A - <<B >f\na\nA\nb\nB\nfalse | cat <<<there", [1, 0]),
+        ("set -x; true | false", [0, 1]),
+        ("set -o xtrace\nfalse | true\nset +x", [0]),
         # Here the end of the script could be seen, so that only the status of the whole is reported.
-        ("cat <<E | false\ndocument\nE", [1]),
+        ("true <<E | false\ndocument", [1]),
+        ("cat <<E >f\ncat <<F\nE\ntrue | false", [0, 1]),
+        ("true <<E | false\ncat <<F\nF", [1]),
+        ("set -v; true | false", [1]),
+        ("set -x; trap 'echo end >&2' EXIT; true | false", None),
     ],
 )
-def test_the_exit_codes_of_the_last_pipeline_are_reported(guest: Guest, script: str, statuses: list[int]) -> None:
+def test_the_exit_codes_of_the_last_pipeline_are_reported(
+    guest: Guest, script: str, statuses: list[int] | None
+) -> None:
     assert command(guest, script)["pipe_status"] == statuses
+
+
+@pytest.mark.parametrize(
+    ("script", "stream", "text"),
+    [
+        ("cat <<E | cat\na\nE", "stdout", "a\n"),
+        ("cat <<E | cat\na\nE ", "stdout", "a\nE \n"),
+        ("cat <<E | cat\na\n E\n", "stdout", "a\n E\n"),
+        ("cat <<E | cat\ncat <<F\nF", "stdout", "cat <<F\nF\n"),
+        ("set -x; true | true", "stderr", "++ true\n++ true\n"),
+        (
+            "set -x; trap 'echo end >&2' EXIT; true | true",
+            "stderr",
+            "++ trap 'echo end >&2' EXIT\n++ true\n++ true\n+ echo end\nend\n",
+        ),
+    ],
+)
+def test_a_script_shows_nothing_of_how_its_exit_codes_are_read(
+    guest: Guest, script: str, stream: str, text: str
+) -> None:
+    assert sorted(command(guest, script).bytes_of(stream).decode().splitlines()) == sorted(text.splitlines())
 
 
 @pytest.mark.parametrize("size", [131_071, 131_072, 700_000])

@@ -293,8 +293,14 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
         )
     elif state.get("stray") == "":
         notes.append(f"[the folder in which the shell ended was removed: cwd is {folder}]")
-    if state.get("lost"):
-        notes.append(f"[the session's folder {show_name(state['lost'])} was removed: the command ran in the workspace]")
+    lost = state.get("lost")
+    if lost and lost == state.get("folder"):
+        notes.append(f"[{folder} cannot be entered: the command ran in /; run: chmod u+rwx {folder}]")
+    elif lost:
+        notes.append(
+            f"[the session's folder {show_name(lost)} was removed or cannot be entered: the command ran in the "
+            "workspace]"
+        )
     return notes
 
 
@@ -319,7 +325,7 @@ def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
             "kept: kill single processes by name or pid]"
         )
     kill = done.get("kill")
-    if kill and not done["timed_out"] and not done["cancelled"]:
+    if kill and kill["signalled"] and not done["timed_out"] and not done["cancelled"]:
         notes.append(
             f"[{count(kill['signalled'], 'process', 'processes')} that the command left running "
             f"{plural(kill['signalled'], 'was', 'were')} ended; start processes that must continue with {background}]"

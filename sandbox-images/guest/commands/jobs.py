@@ -90,7 +90,9 @@ class Jobs:
         """Return the job with this id. Raises RequestFailure when there is none."""
         job = self._jobs.get(job_id)
         if job is None:
-            hint = f"there are {', '.join(self._jobs)}" if self._jobs else "none has been started"
+            # The session may have started the job in another sandbox, before a fork or a restore.
+            earlier = "none has been started in this sandbox; the logs of earlier jobs are in /output/jobs"
+            hint = f"there are {', '.join(self._jobs)}" if self._jobs else earlier
             raise RequestFailure(INVALID_ARGUMENTS, f"no job {job_id[:50]!a}: {hint}")
         return job
 

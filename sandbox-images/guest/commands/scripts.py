@@ -16,10 +16,16 @@ from guest.processes import BASH
 PREAMBLE_FD, SCRIPT_FD = 3, 4
 _RUN = b'builtin eval -- "$BASH_EXECUTION_STRING"'
 # The end of a script that runs in eval. It keeps PIPESTATUS, which the end of eval replaces. Scripts that could show it
-# or take it for their own text do not get it: those that trace, and those with a document (<<) or a line that goes on.
+# or take it for their own text do not get it: those that print their lines or have a DEBUG trap, and those that end
+# within a document (<<) or a line that goes on.
 _END = b"\n\nbuiltin exit"
 _PIPELINE = re.compile(rb"[^|]\|[^|]")
-_SHOWS_END = re.compile(rb"<<|\bDEBUG\b|xtrace|verbose|\bset\s+[-+]\w*[xv]|\\\s*\Z")
+_SHOWS_END = re.compile(rb"\bDEBUG\b|verbose|\bset\s+[-+]\w*v|\\\s*\Z")
+# The trace of this end goes to /dev/null. So would the errors of an EXIT trap, and not traces to another descriptor.
+_TRACES = re.compile(rb"xtrace|\bset\s+[-+]\w*x")
+_TRACED_END = b"\n\n{ builtin exit; } 2>/dev/null"
+_SHOWS_TRACED_END = re.compile(rb"\btrap\b|\bBASH_XTRACEFD\b")
+_DOCUMENT = re.compile(rb"(?<!<)<<(-?)(?!<)(?:[ \t]*(?:\\?(\w+)|'([^'\n]+)'|\"([^\"\n]+)\")(?=[\s|&;()<>]|\Z))?")
 # Options of bash that change nothing before the script begins. With others, bash would not read BASH_ENV, or would
 # trace or export what the memory file does.
 _LETTERS = frozenset(b"-celouE")
@@ -39,12 +45,34 @@ def build_script_start(
 
     `setup`: bash source text that runs before the script. `runs_file`: run the file of the environment's own BASH_ENV
     first, as bash does. `keeps_statuses`: an EXIT trap finds the statuses of the last pipeline in PIPESTATUS, except
-    after scripts with documents or traces. Raises RequestFailure when the script has a NUL byte, and OSError.
+    after scripts that could show how. Raises RequestFailure when the script has a NUL byte, and OSError.
     """
-    if keeps_statuses and _PIPELINE.search(script) and not _SHOWS_END.search(script):
-        script += _END
+    if keeps_statuses and _PIPELINE.search(script):
+        script += _choose_end(script)
     # The last argument is the script's own name, $0. Bash prints this name in front of its error messages.
     return [*BASH, _RUN, b"bash"], *_pass_script(script, environment, setup, runs_file)
+
+
+def _choose_end(script: bytes) -> bytes:
+    """Return the text that keeps the statuses of the script's last pipeline, or b"" if the script could show it."""
+    if _SHOWS_END.search(script) or _ends_in_document(script):
+        return b""
+    if not _TRACES.search(script):
+        return _END
+    return b"" if _SHOWS_TRACED_END.search(script) else _TRACED_END
+
+
+def _ends_in_document(script: bytes) -> bool:
+    """Return whether the script may end before the last line of a document (<<). Also True for a `<<` that is none."""
+    lines = iter(script.split(b"\n"))
+    for line in lines:
+        for document in _DOCUMENT.finditer(line):
+            word = document[2] or document[3] or document[4]
+            tabs = b"\t" if document[1] else b""
+            # `in` reads the document's lines, so that the outer loop continues after them.
+            if word is None or word not in (text.lstrip(tabs) if tabs else text for text in lines):
+                return True
+    return False
 
 
 def hide_script(

@@ -179,7 +179,7 @@ def forget_state(paths: GuestPaths) -> None:
 
 
 def leave_lost_folder(paths: GuestPaths) -> None:
-    """Set the session's folder to the workspace, because the session's folder no longer exists."""
+    """Set the session's folder to the workspace, because the session's folder cannot be entered."""
     with contextlib.suppress(OSError):
         os.unlink(paths.state + b"/folder")
 
@@ -324,7 +324,7 @@ class ShellSession:
         self._paths = paths
         self._folder = paths.workspace
         self._started_in = b""
-        # The session's folder, if it no longer exists; otherwise None.
+        # The session's folder, if it cannot be entered; otherwise None.
         self._lost_folder: bytes | None = None
         # The token marks the state of this shell, so that an incomplete state of an earlier shell is not used.
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
@@ -367,8 +367,10 @@ class ShellSession:
 def enter_session_folder(cwd: str | None, paths: GuestPaths) -> tuple[bytes, bytes | None]:
     """Change to `cwd`, or to the session's folder when `cwd` is None.
 
-    Return the session's folder and None. When the session's folder no longer exists, return the workspace and the
-    lost folder. Raises RequestFailure when `cwd` is missing or not allowed.
+    Return the session's folder and None. When the session's folder was removed or its mode forbids to enter it, change
+    to the workspace, and return the workspace and the lost folder. When the workspace cannot be entered either, change
+    to `/`, where a command can repair its mode, and return the workspace twice. Raises RequestFailure when `cwd` is
+    missing or not allowed.
     """
     folder = read_folder(paths)
     if cwd is not None:
@@ -382,5 +384,9 @@ def enter_session_folder(cwd: str | None, paths: GuestPaths) -> tuple[bytes, byt
         os.chdir(folder)
         if is_allowed(os.getcwdb(), paths):
             return folder, None
-    os.chdir(paths.workspace)
+    try:
+        os.chdir(paths.workspace)
+    except OSError:
+        os.chdir("/")
+        return paths.workspace, paths.workspace
     return paths.workspace, folder
