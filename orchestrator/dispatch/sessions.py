@@ -19,6 +19,7 @@ from pydantic import JsonValue, ValidationError
 
 from contract.call_events import OUTPUT
 from contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
+from contract.closed_files import OPEN_CLOSED
 from contract.errors import (
     OPERATOR_CODES,
     BrokerFull,
@@ -49,12 +50,12 @@ COPY_TIMEOUT_S = 120.0
 # end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
 # the target of a link and the link, or the letter of a type and a pipe, socket or device.
 _LIST_FILES = """
-find . -xdev -type f -printf 'f\\0%P\\0'
+find . -ignore_readdir_race -xdev -type f -printf 'f\\0%P\\0'
 """
 _LIST_OTHERS = """
 set -o pipefail
-find . -xdev \\( -type p -o -type s -o -type b -o -type c \\) -printf '%y\\0%P\\0'
-find . -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
+find . -ignore_readdir_race -xdev \\( -type p -o -type s -o -type b -o -type c \\) -printf '%y\\0%P\\0'
+find . -ignore_readdir_race -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
     if [ -f "$link" ]; then target=$(readlink -f -- "$link"; printf x); else target=xx; fi
     printf '%s\\0%s\\0' "${target%?x}" "$link"
 done
@@ -392,10 +393,9 @@ class Session:
 
     async def list_files(self, *, only_others: bool = False) -> WorkspaceListing:
         """List the files of /workspace, or (`only_others`) links to files and what is no file. Raises ToolFailure when
-        there are too many for one result.
+        there are too many for one result, or a folder cannot be read.
         """
-        script = _LIST_OTHERS if only_others else _LIST_FILES + _LIST_OTHERS
-        result = await self.exec(["bash", "-c", script], cwd="/workspace", timeout_s=COPY_TIMEOUT_S)
+        result = await self.exec(build_list_command("/workspace", only_others), cwd="/", timeout_s=COPY_TIMEOUT_S)
         if result.timed_out or result.truncated:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
@@ -404,8 +404,8 @@ class Session:
         if result.returncode != 0:
             error = result.stderr.decode(errors="replace").strip()[-500:]
             raise ToolFailure(
-                ErrorCode.INTERNAL,
-                f"the files of the workspace cannot be listed: {error}; try again, or open a new session",
+                ErrorCode.PERMISSION_DENIED,
+                f"the files of the workspace cannot be listed: {error}; make its folders readable",
             )
         return _parse_listing(result.stdout)
 
@@ -630,8 +630,14 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
     return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{part}; correct the call")
 
 
+def build_list_command(folder: str, only_others: bool) -> list[str]:
+    """Return the program that lists a folder for _parse_listing. Also lists what is in folders without read mode."""
+    script = OPEN_CLOSED + 'open_closed "$1"; cd -- "$1" || exit'
+    return ["bash", "-c", script + ("" if only_others else _LIST_FILES) + _LIST_OTHERS, "list", folder]
+
+
 def _parse_listing(output: bytes) -> WorkspaceListing:
-    """Parse the output of _LIST_FILES. Raises ToolFailure."""
+    """Parse the output of `build_list_command`. Raises ToolFailure."""
     parts = [os.fsdecode(part) for part in output.split(b"\0")]
     if len(parts) % 2 == 0:
         raise ToolFailure(

@@ -449,7 +449,7 @@ class ItemWork:
                 exported = await self._export(item, journal, str(defaults.artifacts), session)
         except ToolFailure as failure:
             # The result of the item is complete without its artifacts, which are named as missing.
-            if failure.code not in _TOO_MUCH:
+            if failure.code not in _NOT_COPIED:
                 raise
             sentence = f"no artifact was copied ({failure.code}): {failure.message}"
             exported = await journal.record(ArtifactsCopied, paths=(), missing=_printable([sentence]))
@@ -486,8 +486,10 @@ class ItemWork:
         )
 
 
-_TOO_MUCH = frozenset({ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE})
-"""Codes of artifacts that exceed a limit."""
+_NOT_COPIED = frozenset(
+    {ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE, ErrorCode.PERMISSION_DENIED}
+)
+"""Codes of artifacts that exceed a limit or cannot be read."""
 
 
 class _CopiedOut(TypedDict, total=False):

@@ -1,10 +1,14 @@
 """Only an item's files that match its patterns are copied out, into a folder that belongs to that item alone."""
 
 import contextlib
+import io
 import os
+import shutil
 import socket
 import string
 import subprocess
+import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -26,8 +30,9 @@ from orchestrator.batches.artifacts import (
     choose_paths,
     copy_artifacts,
 )
-from orchestrator.dispatch.sessions import _LIST_FILES, _LIST_OTHERS, WorkspaceListing, _parse_listing
+from orchestrator.dispatch.sessions import WorkspaceListing, _parse_listing, build_list_command
 from store.batches import MAX_ID_CHARS
+from workers.sandboxd.archives.packing import pack_list
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(
@@ -207,13 +212,40 @@ def build_odd_workspace(folder: Path) -> None:
 def test_the_list_of_a_workspace_says_what_is_no_file(tmp_path: Path) -> None:
     build_odd_workspace(tmp_path)
 
-    def run(script: str) -> WorkspaceListing:
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True, timeout=60)
-        return _parse_listing(done.stdout)
+    def run(*, only_others: bool) -> WorkspaceListing:
+        command = build_list_command(str(tmp_path), only_others)
+        return _parse_listing(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
 
     others = {"pipe": "p", "sock": "s", "out": "l", "broken\n": "l"}
-    assert run(_LIST_FILES + _LIST_OTHERS) == WorkspaceListing(("a.txt",), others)
-    assert run(_LIST_OTHERS) == WorkspaceListing((), others)
+    assert run(only_others=False) == WorkspaceListing(("a.txt",), others)
+    assert run(only_others=True) == WorkspaceListing((), others)
+
+
+def test_files_that_their_own_user_may_not_read_are_listed_and_packed_and_keep_their_modes() -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # another user may enter it
+    try:
+        (folder / "closed").mkdir()
+        (folder / "closed" / "a.txt").write_text("a")
+        (folder / "list").write_bytes(b"closed/a.txt\0")
+        nobody = 65534 if os.geteuid() == 0 else os.geteuid()
+        for path in (folder, folder / "closed", folder / "closed" / "a.txt", folder / "list"):
+            os.chown(path, nobody, -1)
+        (folder / "closed" / "a.txt").chmod(0)
+        (folder / "closed").chmod(0)
+
+        def run(command: list[str]) -> bytes:
+            return subprocess.run(command, user=nobody, cwd="/", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+
+        listing = _parse_listing(run(build_list_command(str(folder), only_others=False)))
+        assert sorted(listing.files) == ["closed/a.txt", "list"]
+        with tarfile.open(fileobj=io.BytesIO(run(pack_list(str(folder / "list"), str(folder))))) as archive:
+            assert archive.getnames() == ["closed/a.txt"]
+        assert not (folder / "list").exists()
+        assert (folder / "closed").stat().st_mode & 0o777 == 0
+        (folder / "closed").chmod(0o700)
+        assert (folder / "closed" / "a.txt").stat().st_mode & 0o777 == 0
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_what_cannot_be_copied_is_named_with_the_reason(tmp_path: Path) -> None:

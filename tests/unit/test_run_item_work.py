@@ -235,9 +235,9 @@ async def test_artifact_with_a_non_utf8_name_is_copied(make: HarnessFactory, tmp
     assert await harness.queue.finish(claim, outcome)
 
 
-@pytest.mark.parametrize("code", [ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE])
+@pytest.mark.parametrize("code", sorted(item_work._NOT_COPIED))
 @pytest.mark.parametrize("is_local", [True, False])
-async def test_an_item_whose_artifacts_are_too_large_keeps_its_result_and_names_the_reason(
+async def test_an_item_whose_artifacts_cannot_be_copied_keeps_its_result_and_names_the_reason(
     make: HarnessFactory, tmp_path: Path, code: ErrorCode, is_local: bool
 ) -> None:
     harness = make()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from contract.closed_files import OPEN_CLOSED
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveHash, in_pieces
 from workers.sandboxd.archives.programs import check_programs, missing_program
@@ -38,17 +39,9 @@ _VANISHED = b"Warning: Cannot stat"
 """Message of tar, with --ignore-failed-read, when a file of a list disappeared."""
 _FULL = (b"No space left", b"File too large", b"Disk quota exceeded", b"File size limit exceeded")
 
-# Make files readable that their own user may not read, for the time that tar runs. Restore the modes from the deepest
-# folder upwards.
-_PACK = """
-mapfile -d '' -t closed < <(find "$@" -xdev -user "$UID" \\
-    \\( -type d ! -perm -500 -printf '%m %p\\0' -exec chmod u+rx {} \\; \\) -o \\
-    \\( -type f ! -perm -400 -printf '%m %p\\0' -exec chmod u+r {} + \\))
-put_back() {
-    for ((at = ${#closed[@]} - 1; at >= 0; at--)); do chmod "${closed[at]%% *}" "${closed[at]#* }"; done
-}
-trap put_back EXIT
-tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
+_PACK = f"""{OPEN_CLOSED}
+open_closed "$@"
+tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${{@#/}}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
 # Exclude the folder /tmp itself, not its content: tar would try to set its mode, which the user may not change.
@@ -64,8 +57,9 @@ head -c "$2" 0<>"$1" | "${@:3}"
 exit "${PIPESTATUS[1]}"
 """
 # Pack only the files of the list, without the folders above them. Links become the files that they lead to.
-_PACK_LIST = """
-trap 'rm -f -- "$1"' EXIT
+_PACK_LIST = f"""{OPEN_CLOSED}
+open_closed "$2"
+trap 'put_back; rm -f -- "$1"' EXIT
 tar -c -f - -b 128 --format=posix --dereference --hard-dereference --no-recursion --numeric-owner -C "$2" \\
     --null --verbatim-files-from --files-from="$1"
 """
