@@ -64,7 +64,8 @@ def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[
     """Return the signed arguments that open the session on another host: image, network and sizes, and the
     configuration of tools.
     """
-    return keys.seal(f"start {tenant} {session}", json.dumps(arguments))
+    # Escapes would make the text up to six times as large.
+    return keys.seal(f"start {tenant} {session}", json.dumps(arguments, ensure_ascii=False))
 
 
 def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> dict[str, Any]:

@@ -26,6 +26,7 @@ that use little can always continue.
     call.*:events, :answers
     web.*                           not; none above half of the memory      32 pages of 1 MiB (web_pages.py)
     audit                           not                                     5,000 entries
+    session.*:place                 not                                     16 MiB of tool_config (sessions.py)
     usage.*, secrets, session.*,    not; small                              names that a policy limits, 100 secrets
     calls, places, batch-ids
 """

@@ -75,6 +75,11 @@ CLOSED_MARGIN_S = 600
 """Additional lifetime, in seconds, of the hash of a closed session after the session's time to live. Until then, every
 sandbox of the session has expired by itself.
 """
+STARTS_BYTES, SMALL_START_BYTES = 16 * 1024 * 1024, 4096
+"""Limit of the signed arguments of all open sessions of a tenant together, which contain the configurations of tools,
+and the size up to which the arguments of a new session are not compared with it. The account of the tenant
+(store/memory.py) does not count locations.
+"""
 _WHAT = "the sessions' locations were not read or changed"
 
 
@@ -147,7 +152,16 @@ local function has_room(sessions, prefix, tenant, count, limit)
   end
   return redis.call('SCARD', sessions) + count <= limit
 end
-"""
+-- `bytes`: of the arguments of the new sessions together, of which the largest has `largest`.
+local function has_room_for_starts(sessions, prefix, tenant, bytes, largest)
+  if largest <= SMALL_START_BYTES then return true end
+  for _, name in ipairs(redis.call('SMEMBERS', sessions)) do
+    if bytes > STARTS_BYTES then return false end
+    bytes = bytes + redis.call('HSTRLEN', session_key(prefix, tenant, name) .. ':place', 'start')
+  end
+  return bytes <= STARTS_BYTES
+end
+""".replace("SMALL_START_BYTES", str(SMALL_START_BYTES)).replace("STARTS_BYTES", str(STARTS_BYTES))
 )
 
 # KEYS: location, the tenant's sessions. ARGV: prefix of the deployment's keys, session. Returns 1 if the session has
@@ -170,6 +184,7 @@ _OPEN = (
 local state = redis.call('HGET', KEYS[1], 'state')
 if state then return state == 'closed' and 'closed' or 'exists' end
 if not has_room(KEYS[2], ARGV[9], ARGV[7], 1, tonumber(ARGV[6])) then return 'full' end
+if not has_room_for_starts(KEYS[2], ARGV[9], ARGV[7], #ARGV[3], #ARGV[3]) then return 'large' end
 local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3],
@@ -206,6 +221,9 @@ local parent = redis.call('HMGET', KEYS[1], 'state', 'queue', 'ttl_s', 'folder')
 if parent[1] ~= 'open' or parent[2] ~= ARGV[1] then return 'moved' end
 local count = (#KEYS - 4) / 2
 if not has_room(KEYS[2], ARGV[5], ARGV[4], count, tonumber(ARGV[3])) then return 'full' end
+local bytes, largest = 0, 0
+for i = 1, count do bytes, largest = bytes + #ARGV[7 + 2 * i], math.max(largest, #ARGV[7 + 2 * i]) end
+if not has_room_for_starts(KEYS[2], ARGV[5], ARGV[4], bytes, largest) then return 'large' end
 local life = math.ceil(tonumber(parent[3])) + tonumber(ARGV[6])
 local time = redis.call('TIME')
 local at = time[1] .. string.format('%06d', time[2])
@@ -360,9 +378,9 @@ class SessionStore:
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
     ) -> SessionAddress:
-        """Create the location of a new session. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions,
-        SESSION_NOT_FOUND if the session was closed before it was opened. Raises ValueError: a session with that name
-        exists.
+        """Create the location of a new session. Raises ToolFailure: QUOTA_EXCEEDED if the tenant has `limit` sessions
+        or their arguments reach STARTS_BYTES, SESSION_NOT_FOUND if the session was closed before it was opened. Raises
+        ValueError: a session with that name exists.
         """
         keys = [*self._listed_keys(tenant, session), active_tenants_key(self._deployment)]
         arguments: list[str | float] = [
@@ -380,6 +398,8 @@ class SessionStore:
             result = _text(await self._open(keys=keys, args=arguments))
         if result == "full":
             raise _full(tenant, limit)
+        if result == "large":
+            raise _too_large(tenant)
         if result == CLOSED:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND, "the session was closed before it was opened: open a new session"
@@ -407,6 +427,8 @@ class SessionStore:
             result = _text(await self._fork(keys=keys, args=arguments))
         if result == "full":
             raise _full(tenant, limit)
+        if result == "large":
+            raise _too_large(tenant)
         if result == "moved":
             raise SandboxUnavailable("the session was moved or closed while it was forked: try again")
 
@@ -479,6 +501,14 @@ class SessionStore:
             open_sessions_key(self._deployment),
             tenant_open_sessions_key(self._deployment, tenant),
         ]
+
+
+def _too_large(tenant: str) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.QUOTA_EXCEEDED,
+        f"the configurations of tools (`tool_config`) of tenant {tenant}'s open sessions have more than "
+        f"{STARTS_BYTES // 2**20} MiB together: close sessions, or put large values into files of the sessions",
+    )
 
 
 def _full(tenant: str, limit: int) -> ToolFailure:

@@ -20,7 +20,14 @@ from orchestrator.dispatch.transport import CallLost
 from store.call_messages import NotSent
 from store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
 from store.session_list import SessionList
-from store.sessions import SessionAddress, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
+from store.sessions import (
+    STARTS_BYTES,
+    SessionAddress,
+    SessionStore,
+    open_sessions_key,
+    session_facts_key,
+    tenant_open_sessions_key,
+)
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_report
 from tests.waiting import SOON_S
@@ -509,6 +516,26 @@ async def test_cache_of_used_sessions_is_bounded(
     for number in range(4):
         await locator.open("acme", f"s{number}", DEFAULT, {})
     assert [locator.last_used("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
+
+
+async def test_the_arguments_of_all_sessions_of_a_tenant_have_a_limit(client: "redis.asyncio.Redis") -> None:
+    """Aim: fill Redis with configurations of tools, in sessions or in their forks."""
+    places, queue, large = SessionStore(client, "d"), "host.a.b00t", "x" * (STARTS_BYTES // 4)
+
+    async def open_one(session: str, start: str, tenant: str = "acme") -> None:
+        await places.open(tenant, session, queue, start=start, ttl_s=60, limit=1000)
+
+    for number in range(4):
+        await open_one(f"s{number}", large)
+    with pytest.raises(ToolFailure, match="tool_config") as refused:
+        await open_one("s4", large)
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
+    await open_one("small", "x")
+    await open_one("s0", large, tenant="other")
+    await places.close("acme", "s0")
+    with pytest.raises(ToolFailure, match="tool_config"):
+        await places.fork("acme", "s1", {"f1": large, "f2": large}, queue, facts="{}", limit=1000)
+    await places.fork("acme", "s1", {"f1": large[:-10]}, queue, facts="{}", limit=1000)
 
 
 async def test_completed_move_is_not_repeated(client: "redis.asyncio.Redis") -> None:
