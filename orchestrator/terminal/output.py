@@ -72,7 +72,8 @@ class LiveTail:
             self.clear()
             if shown:
                 # No line is wrapped, so the number of rows is known.
-                self._console.print(RichText("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis"))
+                text = RichText("\n".join(shown), style="dim")
+                self._console.print(text, no_wrap=True, overflow="ellipsis")
         self._height = len(shown)
 
     def clear(self) -> None:

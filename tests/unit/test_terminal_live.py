@@ -10,7 +10,7 @@ from rich.console import Console
 
 from contract.calls import ToolResult
 from contract.run_events import CallFinished, OutputArrived, RunEvent, StepStarted, TextArrived, TextWithdrawn
-from orchestrator.terminal.output import TAIL_LINES, LiveLines, LiveOutput, RunPrinter
+from orchestrator.terminal.output import TAIL_LINES, LiveLines, LiveOutput, LiveTail, RunPrinter
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
@@ -57,6 +57,16 @@ def test_output_of_a_running_call_is_shown_until_its_result_replaces_it() -> Non
     screen = read_screen(run_view(output("one\n"), finished("one\n"), is_terminal=True))
     assert [row.strip() for row in screen if "one" in row] == ["one"]
     assert [row for row in screen if "|" in row] == []
+
+
+@pytest.mark.parametrize("line", ["x" * 150, "x " * 75, "\u6f22" * 150])
+def test_a_line_of_running_output_takes_one_row_however_long_it_is(line: str) -> None:
+    console = Console(file=io.StringIO(), width=40, force_terminal=True)
+    tail = LiveTail(console)
+    tail.show([line, line], [])
+    assert console.file.getvalue().count("\n") == 2  # type: ignore[attr-defined]
+    tail.clear()
+    assert read_screen(console.file.getvalue()) == []  # type: ignore[attr-defined]
 
 
 def test_without_a_terminal_output_appears_once_with_its_result() -> None:
