@@ -320,7 +320,7 @@ def test_the_list_action_returns_one_line_per_job() -> None:
             job_response(dropped=9),
             (
                 "(no new output)\n[job-1 is running]\n[9 bytes of its earlier output were dropped: the log keeps the "
-                "last 4 MiB at most]"
+                "last 4 MiB, or less if /output is full]"
             ),
         ),
     ],

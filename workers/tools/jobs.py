@@ -162,7 +162,8 @@ def _log_notes(job: Mapping[str, Any]) -> list[str]:
         )
     if job.get("dropped"):
         notes.append(
-            f"[{job['dropped']} bytes of its earlier output were dropped: the log keeps the last {LOG_MIB} MiB at most]"
+            f"[{job['dropped']} bytes of its earlier output were dropped: the log keeps the last {LOG_MIB} MiB, or "
+            "less if /output is full]"
         )
     return notes
 
