@@ -38,7 +38,7 @@ def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configu
         return ToolcrewSandboxConfig.model_validate(dict(fields))
     except ValidationError as error:
         problem, names = describe_invalid(error, ToolcrewSandboxConfig), ", ".join(ToolcrewSandboxConfig.model_fields)
-        raise ConfigError(f"{source}: {problem}; the fields are {names}") from None
+        raise ConfigError(f"{source}: {problem} (the fields are {names})") from None
 
 
 def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:

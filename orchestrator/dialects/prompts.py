@@ -228,7 +228,7 @@ def _format_type(schema: Any, depth: int = 0) -> str:
 
 
 def _format_plain_type(type_name: str, schema: Mapping[str, Any], depth: int) -> str:
-    if type_name == "array" and "items" in schema:
+    if type_name == "array" and schema.get("items"):
         items = _format_type(schema["items"], depth + 1)
         return f"list of ({items})" if " | " in items else f"list of {items}"
     if type_name == "object" and schema.get("properties"):

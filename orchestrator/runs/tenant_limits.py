@@ -48,7 +48,9 @@ class LimitReader:
 
     async def check_run(self, tenant: str, item: BatchItem) -> None:
         """Raise ToolFailure(INVALID_ARGUMENTS) if a run asks for more than its tenant has."""
-        problem = next((await self.read(tenant)).find_errors(item), None)
+        forked = item.environment.fork
+        limits = await self.read(tenant, () if forked is None else (forked,))
+        problem = next(limits.find_errors(item), None)
         if problem is not None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, problem)
 

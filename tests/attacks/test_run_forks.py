@@ -12,6 +12,7 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import MAX_FORKS
+from orchestrator.runs.tenant_limits import LimitReader
 from orchestrator.sdk.client import ToolClient
 from store.batches import ItemEnvironment
 from store.run_records import HostedState
@@ -96,9 +97,15 @@ async def test_the_stored_state_of_another_tenants_run_cannot_be_used(victim: Vi
             assert refusal(await rival.post(path, json=body)) == (404, "SESSION_NOT_FOUND")
 
 
-async def test_a_run_in_a_fork_of_another_tenants_state_fails(victim: Victim) -> None:
-    """Aim: the same, with a run of the attacker's own, which is queued before its session is found."""
+async def test_a_run_in_a_fork_of_another_tenants_state_fails(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aim: the same, with a run of the attacker's own, which is queued before its session is found. The check before
+    that is the attacker's own process.
+    """
     before = await victim.snapshot()
+    async with rival_client(victim) as client:
+        with pytest.raises(ToolFailure, match="no open session"):
+            await client.runs.start("[item steps] go", environment=ItemEnvironment(fork=victim.state))
+    monkeypatch.setattr(LimitReader, "check_run", _accept_run)
     async with rival_client(victim) as client:
         run = await client.runs.start("[item steps] go", environment=ItemEnvironment(fork=victim.state))
         events = [text async for _, text in client.runs.follow(run.id)]
@@ -108,6 +115,10 @@ async def test_a_run_in_a_fork_of_another_tenants_state_fails(victim: Victim) ->
     (acme_runs, acme_sessions, rival_runs, rival_sessions) = await victim.snapshot()
     assert [acme_runs, acme_sessions, rival_sessions] == [before[0], before[1], before[3]]
     assert set(rival_runs) - set(before[2]) == {run.id}
+
+
+async def _accept_run(*_: object) -> None:
+    """Replace the check of a run by none."""
 
 
 def rival_client(victim: Victim, **options: Any) -> "contextlib.AbstractAsyncContextManager[ToolClient]":

@@ -179,9 +179,9 @@ async def test_a_container_created_after_the_start_deadline_is_removed(
             with pytest.raises(EngineSilent, match="did not answer within"):
                 await engine.start(config, f"toolcrew-late-{secrets.token_hex(8)}")
             relay.resume()
+            # On a busy machine the creation may begin after the deadline, and is then remembered at its end.
+            await until(lambda: "late_container_removed" in [entry["event"] for entry in logs])
             await until(lambda: engine.describe()["late_starts"] == 0)
-
-        assert "late_container_removed" in [entry["event"] for entry in logs]
 
 
 async def test_a_start_whose_caller_was_cancelled_leaves_nothing(

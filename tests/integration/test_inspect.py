@@ -236,5 +236,5 @@ def test_a_configuration_is_a_file_or_a_mapping_and_unknown_fields_are_named(tmp
     file.write_text("network: none\nttl_s: 60\n")
     assert load_config(str(file)) == ToolcrewSandboxConfig(network="none", ttl_s=60)
     assert load_config("ghcr.io/team/image:v1") == ToolcrewSandboxConfig(image="ghcr.io/team/image:v1")
-    with pytest.raises(ConfigError, match=r"imagine: .*image, network, tenant, ttl_s"):
+    with pytest.raises(ConfigError, match=r"`imagine` .*image, network, tenant, ttl_s"):
         parse_config({"imagine": "x"})

@@ -152,7 +152,7 @@ async def test_another_process_kills_a_running_command_with_all_its_child_proces
     killed = await toolcrew(stack, "calls", "kill", call_id, "--reason", "it runs away", "--json")
 
     assert json.loads(killed.stdout) == {
-        "call": call_id,
+        "id": call_id,
         "state": "done",
         "error_code": "CANCELLED",
         "already_ended": False,
