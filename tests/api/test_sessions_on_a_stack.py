@@ -180,7 +180,7 @@ async def test_a_repeated_streamed_call_runs_once_and_its_state_is_found_by_its_
     call_record = await client.get(f"/v1/calls/{results[1]['call_id']}")
     assert call_record.json()["state"] == "done"
     listed = (await client.get("/v1/calls?limit=200")).json()["data"]
-    assert {"call": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
+    assert {"id": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
         one for one in listed if one["id"] == results[1]["call_id"]
     ).items()
 

@@ -1,16 +1,19 @@
 """Limits of tenants and hosts that are checked before a run or a batch is queued."""
 
 import json
+from collections.abc import Collection
 from io import BytesIO
 from typing import Any
 
 import pytest
 
+from contract.errors import ToolFailure
 from contract.hosts import RELEASE, HostReport
 from contract.sandboxes import DEFAULT_OPTIONS, LargestOptions
 from contract.tenancy import SandboxPolicy, TenantPolicy
 from orchestrator.batches.limit_check import TenantLimits, check_limits, find_sessions
 from orchestrator.batches.lines import BadBatch, BatchFile, read_lines
+from orchestrator.runs.tenant_limits import LimitReader
 from tests.builders import build_spec
 
 MIB = 1024 * 1024
@@ -112,3 +115,21 @@ def test_without_a_report_of_a_host_only_the_policy_is_checked() -> None:
 def test_limits_of_a_line_have_the_bounds_of_the_api(limits: dict[str, Any]) -> None:
     with pytest.raises(BadBatch, match="must be at most"):
         read(limits=limits)
+
+
+@pytest.mark.parametrize(("session", "is_open"), [("mine", True), ("gone", False)])
+async def test_a_run_may_fork_an_open_session_of_its_tenant(
+    session: str, is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_limits(_: LimitReader, tenant: str, sessions: Collection[str] = ()) -> TenantLimits:
+        assert tenant == "acme"
+        return TenantLimits(TenantPolicy(), [HOST], TOOLS, {}, {"mine"} & set(sessions))
+
+    monkeypatch.setattr(LimitReader, "read", read_limits)
+    [item] = read(fork=session).items
+    check_run = LimitReader.__new__(LimitReader).check_run("acme", item)
+    if is_open:
+        await check_run
+    else:
+        with pytest.raises(ToolFailure, match="no open session 'gone'"):
+            await check_run
