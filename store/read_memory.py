@@ -1,7 +1,8 @@
 """Memory for reading what tenants have stored: a limit over all requests of a process.
 
 Invariant: memory is reserved before the data is read, from a size that Redis knows. A tenant has at most half of it, so
-a tenant with many large requests delays its own requests only.
+a tenant with many large requests delays its own requests only. Large reads leave a part to small ones, so slow clients
+of two tenants do not stop the others.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ from contract.errors import ErrorCode, ToolFailure
 
 READ_BYTES = 256 * 1024 * 1024
 """Memory for all reads together, in bytes: a quarter of the memory of a service in this project's deployments."""
+SMALL_SHARE, LARGE_SHARE = 1 / 256, 7 / 8
+"""Shares of the memory: of a read that counts as small, and of all large reads together."""
 WAIT_S = 10.0
 """Seconds that a read waits for memory."""
 PARSED_LOG, PARSED_TRANSCRIPT = 4, 13
@@ -84,7 +87,9 @@ class ReadMemory:
         return self._used
 
     def _has_room(self, tenant: str, size: int) -> bool:
-        return self._used + size <= self._total and self._of[tenant] + size <= self._total // 2
+        is_small = size <= self._total * SMALL_SHARE
+        limit = self._total if is_small else self._total * LARGE_SHARE
+        return self._used + size <= limit and self._of[tenant] + size <= self._total // 2
 
     def _change(self, tenant: str, size: int) -> None:
         self._used += size

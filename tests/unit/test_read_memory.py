@@ -26,7 +26,7 @@ SIZE, COUNT = 200_000, 100
 
 
 async def test_reads_of_all_requests_together_stay_below_the_limit() -> None:
-    memory, running, highest = ReadMemory(total=100), 0, 0
+    memory, running, highest = ReadMemory(total=120), 0, 0
 
     async def read(tenant: str) -> None:
         nonlocal running, highest
@@ -51,8 +51,20 @@ async def test_a_tenant_with_large_reads_leaves_memory_to_others(monkeypatch: py
         async with memory.reserve("other", 40):
             pass
     # Everything was given back.
-    async with memory.reserve("greedy", 50), memory.reserve("other", 50):
+    async with memory.reserve("greedy", 43), memory.reserve("other", 43):
         pass
+
+
+async def test_large_reads_of_slow_clients_leave_memory_to_small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_memory, "WAIT_S", 0.05)
+    memory = ReadMemory(total=1024)
+    async with memory.reserve("slow", 448), memory.reserve("slower", 448):
+        async with memory.reserve("other", 4):
+            pass
+        with pytest.raises(ToolFailure) as refused:
+            async with memory.reserve("other", 5):
+                pass
+    assert refused.value.code is ErrorCode.RATE_LIMITED
 
 
 async def test_a_read_that_never_fits_is_refused_at_once() -> None:
