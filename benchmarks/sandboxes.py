@@ -59,7 +59,7 @@ def _state_of(sandbox: str) -> str | None:
     for processes, freezer in (("pids", "freezer"), ("", "")):
         folder = ROOT / processes / PARENT / sandbox
         state = ROOT / freezer / PARENT / sandbox / ("freezer.state" if freezer else "cgroup.freeze")
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # a group that is being removed has no file, or a file without a device
             if not (folder / "cgroup.procs").read_text().split():
                 return None
             return "paused" if state.read_text().strip() in ("FROZEN", "1") else "running"

@@ -10,6 +10,7 @@ import pytest
 from contract.errors import ErrorCode
 from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
+from tests.waiting import SOON_S, wait_until
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
@@ -60,8 +61,8 @@ def test_a_named_pipe_does_not_block_the_read(guest: Guest, tools: GuestTools) -
 def test_reading_a_growing_file_ends(guest: Guest, tools: GuestTools) -> None:
     """Aim: make a read never end."""
     growing = guest.start_script("yes > growing", timeout_s=20)
-    while not (guest.workspace / "growing").exists():
-        os.sched_yield()
+    file = guest.workspace / "growing"
+    wait_until(lambda: file.exists() and file.stat().st_size > 0, SOON_S, "the file grows")
     result = tools.run("read_tool", file_path="growing", limit=3)
     guest.send({"id": growing, "op": "cancel"})
     guest.finish(growing)

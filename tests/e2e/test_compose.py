@@ -177,9 +177,9 @@ class ComposeStack:
         """Return the ids of sandboxes that the project's sandboxd started itself. Only root sees them."""
         found = set()
         for place in (FOLDER / "sandboxes").glob("[!.]*"):
-            with contextlib.suppress(FileNotFoundError):  # it has been removed just now
+            with contextlib.suppress(FileNotFoundError, ValueError):  # another test makes or removes it now
                 labels = json.loads((place / "labels.json").read_text(encoding="utf-8"))["labels"]
-                found |= {place.name} if labels["toolcrew.sandboxd"] == self.name else set()
+                found |= {place.name} if labels.get("toolcrew.sandboxd") == self.name else set()
         return found
 
     def list_disks(self) -> list[str]:
