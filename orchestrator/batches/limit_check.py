@@ -5,6 +5,7 @@ The hosts check the same limits again when a session opens: a policy or a host m
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from contract.calls import MAX_TIMEOUT_S
 from contract.hosts import HostReport
@@ -67,11 +68,29 @@ class TenantLimits:
 
     def _largest_timeout_s(self) -> float | None:
         """Return the largest limit of a call in seconds; None if no host reports it."""
-        found = [self._largest(host).timeout_s for host in self.hosts]
-        return max(found) if found else None
+        return max((largest.timeout_s for largest in self._largest), default=None)
 
-    def _largest(self, host: HostReport) -> LargestOptions:
-        return host.largest.get(self.policy.sandbox.tenant_class, LargestOptions(timeout_s=MAX_TIMEOUT_S))
+    # Facts of all hosts are computed once, and not for each of the lines of a file.
+    @cached_property
+    def _largest(self) -> Sequence[LargestOptions]:
+        tenant_class, unlimited = self.policy.sandbox.tenant_class, LargestOptions(timeout_s=MAX_TIMEOUT_S)
+        return [host.largest.get(tenant_class, unlimited) for host in self.hosts]
+
+    @cached_property
+    def _images(self) -> Sequence[str]:
+        return sorted({image for host in self.hosts for image in host.images})
+
+    @cached_property
+    def _largest_sizes(self) -> Mapping[str, float]:
+        """The largest value of each size; without those that no host limits."""
+        found: dict[str, float] = {}
+        for field in _SIZES:
+            sizes = [getattr(largest, field) for largest in self._largest]
+            if field == "workspace_bytes" and self.policy.sandbox.workspace_bytes is not None:
+                sizes = [min(size, self.policy.sandbox.workspace_bytes) for size in sizes if size is not None]
+            if sizes and None not in sizes:
+                found[field] = max(sizes)
+        return found
 
     def _find_sandbox_errors(
         self, prefix: str, image: str | None, network: str | None, options: SandboxOptions
@@ -79,7 +98,7 @@ class TenantLimits:
         """Yield the errors of a new session. `prefix`: of the names of its fields."""
         if image is not None:
             yield from self._find_image_errors(prefix, image)
-        has_egress = self._allows_egress()
+        has_egress = self._allows_egress
         if network == "egress" and not has_egress:
             yield f"`{prefix}network` is 'egress', which this tenant does not have: omit it, or ask the operator"
         yield from self._find_size_errors(prefix, options)
@@ -91,8 +110,9 @@ class TenantLimits:
             elif name not in self.secrets:
                 yield f"`{prefix}secrets`: the tenant has no secret {name}: set it first (PUT /v1/secrets/{name})"
 
+    @cached_property
     def _allows_egress(self) -> bool:
-        """Return whether the sessions of the tenant may have network, or no host reports."""
+        """Whether the sessions of the tenant may have network, or no host reports."""
         tenant_class = self.policy.sandbox.tenant_class
         is_possible = not self.hosts or any(tenant_class in host.egress_classes for host in self.hosts)
         return is_possible and self.policy.sandbox.network != "none"
@@ -103,7 +123,7 @@ class TenantLimits:
         except ImageNameError as error:
             yield f"`{prefix}image`: {error}"
             return
-        images, own = sorted({image for host in self.hosts for image in host.images}), self.policy.sandbox.images
+        images, own = self._images, self.policy.sandbox.images
         if (own is not None and not is_allowed(own, name)) or (self.hosts and not is_allowed(images, name)):
             allowed = own if own is not None else images
             yield (
@@ -113,14 +133,11 @@ class TenantLimits:
 
     def _find_size_errors(self, prefix: str, options: SandboxOptions) -> Iterator[str]:
         tenant_class = self.policy.sandbox.tenant_class
-        for field in _SIZES:
-            found = [getattr(self._largest(host), field) for host in self.hosts]
-            if field == "workspace_bytes" and self.policy.sandbox.workspace_bytes is not None:
-                found = [min(size, self.policy.sandbox.workspace_bytes) for size in found if size is not None]
+        for field, most in self._largest_sizes.items():
             requested = getattr(options, field)
-            if requested is not None and found and None not in found and requested > max(found):
-                yield f"`{prefix}{field}` may be at most {max(found)} in sessions of class '{tenant_class}'"
-        users = {self._largest(host).user for host in self.hosts}
+            if requested is not None and requested > most:
+                yield f"`{prefix}{field}` may be at most {most} in sessions of class '{tenant_class}'"
+        users = {largest.user for largest in self._largest}
         if options.user == "root" and users == {"sandbox"}:
             yield f"`{prefix}user`: sessions of class '{tenant_class}' may not run as root: omit it"
 

@@ -227,14 +227,16 @@ def test_files_that_their_own_user_may_not_read_are_listed_and_packed_and_keep_t
         (folder / "closed").mkdir()
         (folder / "closed" / "a.txt").write_text("a")
         (folder / "list").write_bytes(b"closed/a.txt\0")
-        nobody = 65534 if os.geteuid() == 0 else os.geteuid()
+        other_user = 65534 if os.geteuid() == 0 else os.geteuid()
         for path in (folder, folder / "closed", folder / "closed" / "a.txt", folder / "list"):
-            os.chown(path, nobody, -1)
+            os.chown(path, other_user, -1)
         (folder / "closed" / "a.txt").chmod(0)
         (folder / "closed").chmod(0)
 
         def run(command: list[str]) -> bytes:
-            return subprocess.run(command, user=nobody, cwd="/", stdout=subprocess.PIPE, check=True, timeout=60).stdout
+            return subprocess.run(
+                command, user=other_user, cwd="/", stdout=subprocess.PIPE, check=True, timeout=60
+            ).stdout
 
         listing = _parse_listing(run(build_list_command(str(folder), only_others=False)))
         assert sorted(listing.files) == ["closed/a.txt", "list"]
