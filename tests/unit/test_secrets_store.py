@@ -23,6 +23,7 @@ from store.tenants import RedisTenants
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
+from workers.executor import Executor
 from workers.tools.builtin import build_registry
 
 VALUE = "ghp-canary-value-1234"
@@ -162,13 +163,9 @@ def test_secrets_command_reads_stdin_or_a_file_and_prints_no_value(redis_server:
     assert invoke(redis_server, "revoke", "TOKEN").exit_code != 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("TOKEN", "CONFIG_MISSING"), ("OTHER", "INVALID_ARGUMENTS")])
-async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: Harness, name: str, code: str) -> None:
-    await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
-    key = secrets_key("d", "acme")
-    sealed = await harness.client.hget(key, "TOKEN")  # type: ignore[misc]
-    await harness.client.hset(key, "TOKEN", sealed.replace(b"api.example", b"bad.example"))  # type: ignore[misc]
-    executor = build_executor(
+def build_secret_executor(harness: Harness) -> Executor:
+    """Return the executor of a worker that reads the secrets of the harness."""
+    return build_executor(
         build_registry(),
         FakeSandboxClient(),
         MemoryLedger(),
@@ -176,6 +173,15 @@ async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: 
         {"host": "h", "queue": "q"},
         find_secrets=harness.worker.all,
     )
+
+
+@pytest.mark.parametrize(("name", "code"), [("TOKEN", "CONFIG_MISSING"), ("OTHER", "INVALID_ARGUMENTS")])
+async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: Harness, name: str, code: str) -> None:
+    await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
+    key = secrets_key("d", "acme")
+    sealed = await harness.client.hget(key, "TOKEN")  # type: ignore[misc]
+    await harness.client.hset(key, "TOKEN", sealed.replace(b"api.example", b"bad.example"))  # type: ignore[misc]
+    executor = build_secret_executor(harness)
     call = build_call("session.open", ttl_s=60, options={"secrets": [name]})
     result = executor.execute(call, build_context())
     assert (result.error_code, name in str(result.error)) == (code, True)
@@ -185,14 +191,7 @@ async def test_secrets_of_a_session_that_are_too_long_together_are_refused(harne
     names = [f"S{number}" for number in range(9)]
     for name in names:
         await harness.secrets.set("acme", name, "a" * MAX_VALUE_CHARS)
-    executor = build_executor(
-        build_registry(),
-        FakeSandboxClient(),
-        MemoryLedger(),
-        MemoryBlobs(),
-        {"host": "h", "queue": "q"},
-        find_secrets=harness.worker.all,
-    )
+    executor = build_secret_executor(harness)
     for count in (8, 9):
         call = build_call("session.open", call_id=f"c{count}", ttl_s=60, options={"secrets": names[:count]})
         result = executor.execute(call, build_context())

@@ -215,14 +215,7 @@ class Plans:
     def _largest_options(self, name: str, granted: TenantClass) -> LargestOptions:
         chosen = self._plan(name, granted.image or self._settings.sandbox_image, granted.network)
         largest = self._largest(SandboxPolicy(tenant_class=name), chosen)
-        return LargestOptions(
-            cpus=largest.cpus,
-            memory_bytes=largest.memory_reserve_bytes + MOUNTS_BYTES,
-            workspace_bytes=largest.workspace_bytes,
-            pids=largest.pids,
-            user="root" if largest.is_root else "sandbox",
-            timeout_s=largest.timeout_s,
-        )
+        return LargestOptions(**largest.granted().model_dump(exclude={"secrets"}), timeout_s=largest.timeout_s)
 
     def egress_classes(self) -> list[str]:
         """Return the classes whose sessions may have network egress."""
