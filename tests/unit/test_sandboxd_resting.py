@@ -22,7 +22,7 @@ from tests.fake_sandboxd import (
     open_host,
     running_sandboxd,
 )
-from tests.waiting import SOON_S
+from tests.waiting import SOON_S, wait_until_async
 from workers.sandboxd import factory as factory_module
 from workers.sandboxd.evictions import MAX_EVICTIONS
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
@@ -549,9 +549,7 @@ async def test_slow_tenant_does_not_delay_the_packing_of_others_at_the_end(tmp_p
     async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=30) as host:
         *_, other = await open_idle(host, *(f"slow:{number}" for number in range(20)), "acme:other")
         ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
-        async with asyncio.timeout(SOON_S):
-            while other.sandbox is not None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: other.sandbox is None, SOON_S, "the session of the other tenant is stored")
         store.go_on.set()
         await ending
 
