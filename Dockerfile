@@ -72,7 +72,7 @@ COPY --from=own /opt/own/ /opt/toolcrew/
 
 FROM runtime AS worker
 USER 10001:10001
-CMD ["python", "-m", "workers"]
+CMD ["python", "-m", "toolcrew.workers"]
 
 # The worker's program under a uid of its own, which the directory of sandboxd's socket does not let in.
 FROM worker AS web-worker
@@ -91,17 +91,17 @@ RUN apt-get update \
 # listens on the worker's to reach.
 USER 0:10001
 ENTRYPOINT ["tini", "--"]
-CMD ["python", "-m", "workers.sandboxd"]
+CMD ["python", "-m", "toolcrew.workers.sandboxd"]
 
 FROM runtime AS egress
 USER 10006:10006
-CMD ["python", "-m", "workers.egress"]
+CMD ["python", "-m", "toolcrew.workers.egress"]
 
 FROM runtime AS flower
 # What it shows, in a volume of its own.
 RUN install -d -o 10003 -g 10003 -m 0700 /var/lib/toolcrew-flower
 USER 10003:10003
-CMD ["python", "-m", "orchestrator.operations.flower"]
+CMD ["python", "-m", "toolcrew.orchestrator.operations.flower"]
 
 FROM runtime AS orchestrator
 # The traces of runs, in a volume of their own.

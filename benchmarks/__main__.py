@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.report import Report
 from benchmarks.sizes import use_smallest
-from contract.errors import ToolcrewError
+from toolcrew.contract.errors import ToolcrewError
 
 FOLDER = Path(__file__).parent
 NAMES = tuple(

@@ -22,18 +22,18 @@ from benchmarks.processes import child_process
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
-from contract.settings import BrokerSettings
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
-from orchestrator.operations.ports import reserve_port
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.settings import load_settings
-from store.api_keys import ApiKeys
-from store.batches import RunBody
-from store.connection import open_redis
-from store.run_events import run_events_key
-from store.tenants import RedisTenants
+from toolcrew import ToolClient
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.batches import RunBody
+from toolcrew.store.connection import open_redis
+from toolcrew.store.run_events import run_events_key
+from toolcrew.store.tenants import RedisTenants
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))
 CALLS = size(200, 4)
@@ -161,7 +161,7 @@ async def _open_line(port: int, key: str) -> AsyncIterator[_Line]:
 @contextlib.asynccontextmanager
 async def _serving(broker: BrokerSettings, key: str) -> AsyncIterator[_Api]:
     port = reserve_port()
-    argv = [sys.executable, "-m", "orchestrator", "serve", "api", "--port", str(port), "--concurrency", "0"]
+    argv = [sys.executable, "-m", "toolcrew.orchestrator", "serve", "api", "--port", str(port), "--concurrency", "0"]
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
         "TOOLCREW_API_RATE": "1000000",

@@ -13,8 +13,8 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
-from workers.sandbox_client import SandboxClient
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
 ROUNDS = size(5, 1)
 MIB = 1024 * 1024

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import child_process
-from contract.run_events import RunClaimed, RunEnded, RunEvent, RunRetried
-from orchestrator.batches.event_files import read_batch_events
 from tests.model_server.running import ModelServer
+from toolcrew.contract.run_events import RunClaimed, RunEnded, RunEvent, RunRetried
+from toolcrew.orchestrator.batches.event_files import read_batch_events
 
 CHECK_INTERVAL_S = 0.2
 

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.batch_harness import open_shell
 from benchmarks.report import Report
 from benchmarks.sizes import size
-from orchestrator import ToolClient
 from tests.model_server.running import ModelServer, running_model_server
+from toolcrew import ToolClient
 
 RUNS = size(1000, 4)
 THINKS_S = size(20.0, 0.5)

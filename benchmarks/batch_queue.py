@@ -17,21 +17,21 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from contract.calls import ToolResult
-from contract.functions.completions import TokenUsage
-from contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.batches.progress import BatchProgress
-from orchestrator.batches.row_files import RowFiles
-from orchestrator.runs.batch_runs import until_first
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.follower import Follower
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.run_gate import RunGate
-from orchestrator.runs.run_slots import RunSlots
-from orchestrator.runs.runner import Runner
-from store.batches import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.batches.progress import BatchProgress
+from toolcrew.orchestrator.batches.row_files import RowFiles
+from toolcrew.orchestrator.runs.batch_runs import until_first
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.follower import Follower
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.run_gate import RunGate
+from toolcrew.orchestrator.runs.run_slots import RunSlots
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.store.batches import (
     BatchDefaults,
     BatchItem,
     BatchRecord,
@@ -39,9 +39,9 @@ from store.batches import (
     ItemOutcome,
     RunBody,
 )
-from store.connection import open_redis
-from store.run_events import BatchEventReader
-from store.runs import RunClaim, RunQueue
+from toolcrew.store.connection import open_redis
+from toolcrew.store.run_events import BatchEventReader
+from toolcrew.store.runs import RunClaim, RunQueue
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)

@@ -16,13 +16,13 @@ from benchmarks.raw_celery import RawCelery, open_raw
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import per_second
-from orchestrator import ToolClient
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.sdk.local_tools import LocalTools
-from orchestrator.settings import load_settings
-from store.connection import open_redis
 from tests.model_server.running import ModelServer, running_model_server
+from toolcrew import ToolClient
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.connection import open_redis
 
 RUNS = size(1000, 4)
 CALLS = 5

@@ -11,10 +11,10 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from benchmarks.sizes import size
-from contract.calls import ToolCall, ToolContext
-from workers.sandbox_client import SandboxClient, sandbox_id
-from workers.tools.base import ToolEnvironment, WorkerResources
-from workers.tools.edit import EDIT_TOOL
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.workers.sandbox_client import SandboxClient, sandbox_id
+from toolcrew.workers.tools.base import ToolEnvironment, WorkerResources
+from toolcrew.workers.tools.edit import EDIT_TOOL
 
 ROUNDS = size(60, 2)
 WARM_UP = size(6, 1)

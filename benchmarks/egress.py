@@ -114,7 +114,9 @@ def run(rounds: int = ROUNDS) -> Report:
         port = stack.enter_context(_bytes_server())
         proxy, relay = folder / "egress.sock", folder / "relay.sock"
         environment = {"TOOLCREW_EGRESS_SOCKET": str(proxy), "TOOLCREW_LOG_LEVEL": "INFO"}
-        stack.enter_context(child_process([sys.executable, "-m", "workers.egress"], environment, folder / "egress.log"))
+        stack.enter_context(
+            child_process([sys.executable, "-m", "toolcrew.workers.egress"], environment, folder / "egress.log")
+        )
         stack.enter_context(
             child_process([sys.executable, "-c", _RELAY, str(relay), str(port)], {}, folder / "relay.log")
         )

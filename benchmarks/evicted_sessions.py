@@ -19,7 +19,7 @@ from benchmarks.report import Report, median, percentile
 from benchmarks.sandboxes import list_containers
 from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 SESSIONS = size(500, 3)
 CONTAINERS = size(50, 2)

@@ -20,13 +20,13 @@ import redis.asyncio
 
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from contract.errors import BrokerUnavailable
-from contract.names import slots_key
-from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from store.slots import SlotRequest
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.admission import SharedAdmission
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from toolcrew.store.slots import SlotRequest
 
 QUEUE = "host.bench.1"
 SLOTS = 4

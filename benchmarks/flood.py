@@ -12,12 +12,12 @@ from benchmarks.raw_celery import running_tools
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.throughput import call_or_raise, until_served
-from contract.tenancy import TenantPolicy
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
-from orchestrator.settings import load_settings
-from store.connection import open_redis
-from store.tenants import RedisTenants
+from toolcrew import ToolClient
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
 
 SLOTS = 4
 FLOOD = size(2000, 200)

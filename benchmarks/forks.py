@@ -10,8 +10,8 @@ from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST, sandbox_call
-from contract.errors import SandboxUnavailable
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(15, 2)
 SMALL_MIB, LARGE_MIB = 10, size(1024, 20)

@@ -15,7 +15,7 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sandboxes import list_containers, pid_of
 from benchmarks.sizes import size
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 SANDBOXES = size(200, 3)
 FIRST = size(50, 1)

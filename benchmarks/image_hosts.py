@@ -27,8 +27,8 @@ from docker import APIClient
 
 from benchmarks.engine_peer import open_api
 from benchmarks.processes import START_LIMIT_S, STOP_LIMIT_S, child_process, running_sandboxd
-from contract.errors import SandboxUnavailable
-from workers.settings import SandboxdSettings
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.settings import SandboxdSettings
 
 ENGINE_TIMEOUT_S = 120
 _TYPE = "application/vnd.docker"
@@ -59,7 +59,7 @@ def running_host(name: str, folder: Path, shared: Mapping[str, str], own: Mappin
                 "TOOLCREW_WORKER_KIND": "sandbox",
                 "TOOLCREW_LOG_LEVEL": "WARNING",
             }
-            with child_process([sys.executable, "-m", "workers"], worker, folder / "worker.log"):
+            with child_process([sys.executable, "-m", "toolcrew.workers"], worker, folder / "worker.log"):
                 yield ImageHost(name, api)
 
 

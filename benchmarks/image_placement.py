@@ -24,18 +24,18 @@ from benchmarks.in_flight import open_broker
 from benchmarks.processes import temporary_folder
 from benchmarks.report import Report
 from benchmarks.sizes import size
-from contract.errors import SandboxUnavailable
-from contract.hosts import HostReport
-from orchestrator.batches.displays import JsonLines
-from orchestrator.batches.lines import load_lines
-from orchestrator.dispatch import session_locator
-from orchestrator.dispatch.placement import HostRequirements, choose_host
-from orchestrator.runs.batch_runs import RowPaths
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.connection import open_redis
-from store.hosts import HostStore
 from tests.image_registry import ImageRegistry, open_registry
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.hosts import HostReport
+from toolcrew.orchestrator.batches.displays import JsonLines
+from toolcrew.orchestrator.batches.lines import load_lines
+from toolcrew.orchestrator.dispatch import session_locator
+from toolcrew.orchestrator.dispatch.placement import HostRequirements, choose_host
+from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.connection import open_redis
+from toolcrew.store.hosts import HostStore
 
 SEED = 4
 HOSTS, IMAGES, LINES = size((4, 200, 400), (2, 8, 8))

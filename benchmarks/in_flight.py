@@ -20,14 +20,14 @@ from benchmarks.processes import child_process
 from benchmarks.raw_celery import next_attempt
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from contract.errors import BrokerUnavailable
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from store.call_messages import ResultHub
-from store.connection import check_redis, open_redis
 from tests.builders import build_attempt
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.connection import check_redis, open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(5000, 50)

@@ -26,8 +26,8 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
-from orchestrator import ToolClient
-from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
+from toolcrew import ToolClient
+from toolcrew.orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 
 ROUNDS, WARM_UP = size((30, 3), (2, 1))
 IMAGE = "toolcrew-sandbox:dev"

@@ -25,14 +25,14 @@ from benchmarks.job_set import LEVELS, Job, build_jobs
 from benchmarks.processes import child_process
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from contract.errors import ConfigError
-from contract.run_events import CallFinished, RunClaimed, RunEnded
-from orchestrator import ToolClient
-from orchestrator.batches.artifacts import artifact_folder
-from orchestrator.batches.event_files import read_batch_events
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.weights import SMALL, Weights, load_weights
-from workers.settings import DEFAULT_IMAGE
+from toolcrew import ToolClient
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.run_events import CallFinished, RunClaimed, RunEnded
+from toolcrew.orchestrator.batches.artifacts import artifact_folder
+from toolcrew.orchestrator.batches.event_files import read_batch_events
+from toolcrew.orchestrator.models.local import LocalModelServer
+from toolcrew.orchestrator.models.weights import SMALL, Weights, load_weights
+from toolcrew.workers.settings import DEFAULT_IMAGE
 
 MEDIUM = Weights(
     file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",

@@ -24,12 +24,12 @@ from benchmarks.report import Report
 from benchmarks.sandboxes import find_own, list_containers, list_folders, list_groups, pid_of
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from contract.errors import SandboxUnavailable
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.disks.image import TEMPLATES
-from workers.sandboxd.frames import MAX_DOWN, encode_frame
-from workers.sandboxd.runtime.mounts import list_mounts
-from workers.sandboxd.runtime.oci import FOLDER
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.disks.image import TEMPLATES
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, encode_frame
+from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
+from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROUNDS = size(1000, 10)
 AT_ONCE = 4

@@ -9,15 +9,15 @@ from typing import Any
 
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
-from contract.calls import ToolCall, ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import ReActOptions
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect, build_tag_call
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import ReActOptions
 
 STEPS = size(20, 3)
 ROUNDS = size(15, 2)
@@ -101,7 +101,7 @@ async def _ours(model: _PreparedModel, dialect: Dialect) -> float:
 @contextmanager
 def quiet_log() -> Iterator[None]:
     """Suppress the warnings with which these runs end."""
-    logger = logging.getLogger("orchestrator")
+    logger = logging.getLogger("toolcrew")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -21,13 +21,13 @@ from benchmarks.processes import child_process
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
-from contract.settings import BrokerSettings
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator import ToolClient
-from orchestrator.operations.ports import reserve_port
-from orchestrator.settings import load_settings
-from store.api_keys import ApiKeys
-from store.connection import open_redis
+from toolcrew import ToolClient
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))
 REVISION = "2026-07-28"
@@ -126,7 +126,7 @@ async def _sdk_client(port: int, session: str, key: str) -> AsyncIterator[Client
 @contextlib.asynccontextmanager
 async def _serving(broker: BrokerSettings) -> AsyncIterator[int]:
     port = reserve_port()
-    argv = [sys.executable, "-m", "orchestrator", "serve", "mcp", "--http", str(port)]
+    argv = [sys.executable, "-m", "toolcrew.orchestrator", "serve", "mcp", "--http", str(port)]
     environment = {
         "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
         "TOOLCREW_API_RATE": "1000000",

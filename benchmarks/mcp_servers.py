@@ -12,8 +12,8 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited, whole_call
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
+from toolcrew import ToolClient
+from toolcrew.orchestrator.dispatch.sessions import Session
 
 ROUNDS, WARM_UP, FIRSTS = size((100, 10, 10), (2, 1, 1))
 SERVER = """

@@ -9,7 +9,7 @@ from benchmarks.report import Report, median
 from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 SANDBOXES = size(50, 2)
 MIB = 1024 * 1024

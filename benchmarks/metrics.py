@@ -14,20 +14,20 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from contract.calls import Clocks, ToolResult
-from contract.errors import ErrorCode
-from contract.hosts import HostReport
-from contract.metrics import CALL_SECONDS, CALLS
-from contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
-from contract.settings import BrokerSettings
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from orchestrator.metrics.call_meter import CallMeter
-from orchestrator.metrics.page import MetricsPage
-from orchestrator.metrics.tally import Tally
-from store.connection import open_redis
-from store.metrics import Counts, host_gauges_key
-from store.slots import Operation, SlotRequest, enqueue, load_script, script_arguments
+from toolcrew.contract.calls import Clocks, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.metrics import CALL_SECONDS, CALLS
+from toolcrew.contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.metrics.call_meter import CallMeter
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.orchestrator.metrics.tally import Tally
+from toolcrew.store.connection import open_redis
+from toolcrew.store.metrics import Counts, host_gauges_key
+from toolcrew.store.slots import Operation, SlotRequest, enqueue, load_script, script_arguments
 
 DEPLOYMENT = "bench"
 TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))

@@ -12,7 +12,7 @@ from benchmarks.report import Report
 from benchmarks.sizes import size
 from benchmarks.tag_parser import best_of, growth_of
 from benchmarks.tag_streams import cut
-from orchestrator.dialects.native_assembler import NativeCallAssembler
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler
 
 SIZE = size(128 * 1024, 4 * 1024)
 GROWTH = 8

@@ -15,7 +15,7 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, percentile
 from benchmarks.sizes import size
 from benchmarks.warm_call import REQUEST, WARM_UP, sandbox_call
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(3, 1)
 WINDOW_S = size(1.0, 0.1)

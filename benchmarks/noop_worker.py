@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-from contract.registry import Tool
-from contract.specs import ToolSpec
-from workers.celery_edge.app import build_app, run_celery_worker
-from workers.logs import configure_logging
-from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, ToolEnvironment
-from workers.web_worker import run_web_worker
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.celery_edge.app import build_app, run_celery_worker
+from toolcrew.workers.logs import configure_logging
+from toolcrew.workers.settings import load_worker_settings
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment
+from toolcrew.workers.web_worker import run_web_worker
 
 TASK = "tool.noop"
 TOOL = "noop_tool"

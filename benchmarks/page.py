@@ -12,13 +12,13 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from orchestrator.api.service import ApiService
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.batches import RunBody
-from store.connection import open_redis
-from store.tenants import RedisTenants
+from toolcrew.orchestrator.api.service import ApiService
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.batches import RunBody
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
 
 RUNS, AT_ONCE = size((10_000, 100), (120, 60))
 VIEWS = size(15, 2)

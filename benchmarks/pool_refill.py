@@ -12,7 +12,7 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, percentile
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 CALLS_PER_S = size(100.0, 20.0)
 SESSIONS = size(20, 2)

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import SandboxUnavailable
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.daemon import STOP_AND_REMOVE
-from workers.sandboxd.disks.loop_mounts import unmount
-from workers.sandboxd.runtime.mounts import list_mounts
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.daemon import STOP_AND_REMOVE
+from toolcrew.workers.sandboxd.disks.loop_mounts import unmount
+from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 60.0
@@ -108,7 +108,7 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
             **(settings or {}),
         }
         with child_process(
-            [sys.executable, "-m", "workers.sandboxd"], environment, folder / "log", STOP_AND_REMOVE
+            [sys.executable, "-m", "toolcrew.workers.sandboxd"], environment, folder / "log", STOP_AND_REMOVE
         ) as child:
             until = time.monotonic() + START_LIMIT_S
             while True:

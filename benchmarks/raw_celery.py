@@ -19,12 +19,12 @@ from celery import Celery
 
 from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.request import Attempt
-from orchestrator.settings import load_settings
-from store.call_messages import ResultHub
 from tests.builders import build_attempt
-from workers.celery_edge.app import build_app
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.workers.celery_edge.app import build_app
 
 
 def next_attempt(first: Attempt) -> Attempt:

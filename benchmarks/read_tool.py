@@ -14,11 +14,11 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from benchmarks.sizes import size
-from contract.calls import ToolCall, ToolContext
-from workers.sandbox_client import SandboxClient, sandbox_id
-from workers.tools.base import ToolEnvironment, WorkerResources
-from workers.tools.read import FOOTER_BYTES, READ_TOOL
-from workers.tools.text import MAX_OUTPUT_BYTES
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.workers.sandbox_client import SandboxClient, sandbox_id
+from toolcrew.workers.tools.base import ToolEnvironment, WorkerResources
+from toolcrew.workers.tools.read import FOOTER_BYTES, READ_TOOL
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 
 ROUNDS = size(200, 2)
 WARM_UP = size(20, 1)

@@ -14,7 +14,7 @@ from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median, percentile
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(40, 2)
 AT_ONCE = 8

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from docker import APIClient
 
-from workers.sandboxd.cgroups import PARENT, ROOT
-from workers.sandboxd.runtime.oci import FOLDER
+from toolcrew.workers.sandboxd.cgroups import PARENT, ROOT
+from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 FOLDERS = FOLDER / "sandboxes"
 

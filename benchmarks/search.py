@@ -10,8 +10,8 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Case, Report, median, timed
 from benchmarks.report import interleave as run_interleaved
 from benchmarks.sizes import size
-from workers.sandbox_client import SandboxClient
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
 ROUNDS = size(10, 2)
 WARM_UP = 1

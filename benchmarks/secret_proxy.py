@@ -18,8 +18,8 @@ from benchmarks.egress import wait_for
 from benchmarks.processes import child_process
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
 from benchmarks.sizes import size
-from contract.secrets import build_placeholder
-from workers.egress.authority import Authority
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.workers.egress.authority import Authority
 
 HOST = "localhost"
 VALUE = "a-secret-of-the-benchmark"
@@ -102,7 +102,9 @@ def run(rounds: int = ROUNDS) -> Report:
         bundle.write_bytes(authority.build_bundle())
         port = stack.enter_context(_tls_server(authority.find_context(HOST)))
         environment = {"TOOLCREW_EGRESS_SOCKET": str(proxy), "SSL_CERT_FILE": str(bundle)}
-        stack.enter_context(child_process([sys.executable, "-m", "workers.egress"], environment, folder / "egress.log"))
+        stack.enter_context(
+            child_process([sys.executable, "-m", "toolcrew.workers.egress"], environment, folder / "egress.log")
+        )
         wait_for(proxy)
         trust = ssl.create_default_context(cadata=bundle.read_text() + _ask_authority(proxy))
         tunnel = _Connection(proxy, port, trust, has_secret=False)

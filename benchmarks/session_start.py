@@ -17,8 +17,8 @@ from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from contract.errors import SandboxUnavailable
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(25, 1)
 WARM_UP = size(2, 1)

@@ -33,11 +33,11 @@ from benchmarks.simulator_orchestrators import (
 )
 from benchmarks.simulator_shares import misgiven, share_out
 from benchmarks.sizes import size
-from contract.names import POOL_WEB, slots_key
-from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.placement import HostRequirements, choose_host
-from store.slots import SlotRequest
+from toolcrew.contract.names import POOL_WEB, slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.admission import SharedAdmission
+from toolcrew.orchestrator.dispatch.placement import HostRequirements, choose_host
+from toolcrew.store.slots import SlotRequest
 
 SEED = 6
 HOSTS, SESSIONS, TENANTS, ORCHESTRATORS = size((500, 10_000, 1_000, 2), (60, 300, 30, 2))
@@ -69,7 +69,7 @@ class Simulation:
 
 def run() -> Report:
     # The simulation stops hosts on purpose, so suppress the log.
-    logging.getLogger("orchestrator").setLevel(logging.ERROR)
+    logging.getLogger("toolcrew").setLevel(logging.ERROR)
     report = Report("simulator")
     began, worked = time.perf_counter(), time.process_time()
     with open_server() as url:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio.connection import BlockingConnectionPool, Connection
 
-from store.connection import LuaScript, ScriptConnection
+from toolcrew.store.connection import LuaScript, ScriptConnection
 
 T = TypeVar("T")
 

@@ -14,14 +14,14 @@ from typing import Any
 import redis
 
 from benchmarks.simulator_clock import JumpingLoop
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
-from contract.names import host_key, hosts_key, slots_key, tombstone_key
-from contract.signing import ResultSeal, SigningKeys
-from store.calls import RESULT_TTL_S, CallClaim, FinishedCalls, WorkerCallStore
-from store.connection import SharedClock
-from store.usage import CallEnding
+from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_call, encode_result
+from toolcrew.contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
+from toolcrew.contract.names import host_key, hosts_key, slots_key, tombstone_key
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.store.calls import RESULT_TTL_S, CallClaim, FinishedCalls, WorkerCallStore
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.usage import CallEnding
 
 DEPLOYMENT = "simulator"
 KEYS = SigningKeys.of("simulator")

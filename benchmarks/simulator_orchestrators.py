@@ -17,23 +17,23 @@ import redis.asyncio
 
 from benchmarks.simulator_clock import CountingScripts
 from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from orchestrator.admission import SharedAdmission
-from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
-from orchestrator.dispatch.celery_transport import build_call_message
-from orchestrator.dispatch.delivery import Delivery, Pool
-from orchestrator.dispatch.request import Attempt, Request
-from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed
-from store.call_messages import NotSent, Publisher, ResultHub
-from store.calls import CallStore
-from store.connection import SharedClock
-from store.hosts import FRESH_S, HostStore
-from store.sessions import SessionAddress, SessionStore
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.admission import SharedAdmission
+from toolcrew.orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
+from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
+from toolcrew.orchestrator.dispatch.delivery import Delivery, Pool
+from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from toolcrew.store.call_messages import NotSent, Publisher, ResultHub
+from toolcrew.store.calls import CallStore
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import FRESH_S, HostStore
+from toolcrew.store.sessions import SessionAddress, SessionStore
 
 FUTURE_AT = 4_000_000_000.0
 """Start of the simulated clock, as a Unix timestamp. The start is far ahead of the clock of Redis, so that no

@@ -19,10 +19,10 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
-from contract.skill_sidecars import SIDECAR_FILE
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
-from workers.skills.loader import load_skills
+from toolcrew import ToolClient
+from toolcrew.contract.skill_sidecars import SIDECAR_FILE
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.workers.skills.loader import load_skills
 
 ROUNDS, WARM_UP = size((200, 20), (2, 1))
 LOADED, LOADS = size((200, 5), (5, 1))

@@ -12,7 +12,7 @@ from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(2000, 20)
 FIRST = ROUNDS // 10

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks.report import Report
 from benchmarks.sizes import size
 from benchmarks.tag_streams import CharacterMachine, cut, run_floor, streams
-from orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
 
 SIZE = size(1_000_000, 20_000)
 GROWTH = 8

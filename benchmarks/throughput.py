@@ -18,11 +18,11 @@ from benchmarks.report import Report, median, percentile
 from benchmarks.sizes import size
 from benchmarks.stock_celery import open_stock, stock_per_second
 from benchmarks.whole_path import IN_FLIGHT, open_sessions, per_second
-from contract.errors import ToolcrewError
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
-from orchestrator.settings import load_settings
-from store.connection import open_redis
+from toolcrew import ToolClient
+from toolcrew.contract.errors import ToolcrewError
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.connection import open_redis
 
 ROUNDS = size(5, 1)
 CALLS = size(300, 8)

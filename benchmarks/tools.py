@@ -20,9 +20,9 @@ from benchmarks.sizes import size
 from benchmarks.throughput import call_or_raise, until_served
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
-from contract.names import BUILTIN_TOOLS
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
+from toolcrew import ToolClient
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.orchestrator.dispatch.sessions import Session
 
 ROUNDS, WARM_UP = size((1000, 20), (2, 1))
 """Number of rounds and of warm-up rounds. Of 1,000 calls, ten are above the p99."""

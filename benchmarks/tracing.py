@@ -13,9 +13,9 @@ from benchmarks.loop_step import quiet_log
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
 from tests.otlp_collector import open_collector
+from toolcrew import ToolClient
+from toolcrew.orchestrator.dispatch.sessions import Session
 
 CALLS, ROUNDS, WARM_UP = size((10, 40, 5), (20, 2, 1))
 """Number of calls, rounds and warm-up rounds. The smallest size still uses several ticks of the CPU clock, because a

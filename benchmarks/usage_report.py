@@ -10,13 +10,13 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sandboxes import FOLDERS, find_own
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
-from contract.calls import SessionUsage
-from orchestrator import ToolClient
-from orchestrator.settings import load_settings
-from store.calls import _FINISH, FinishedCalls
-from store.connection import SyncRedis, WorkerScript, connect, open_redis
-from store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, pack_amounts, sum_rows, usage_prefix
-from workers.sandboxd.metering import SandboxMeter, UsageReader, UsageTotals
+from toolcrew import ToolClient
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.calls import _FINISH, FinishedCalls
+from toolcrew.store.connection import SyncRedis, WorkerScript, connect, open_redis
+from toolcrew.store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, pack_amounts, sum_rows, usage_prefix
+from toolcrew.workers.sandboxd.metering import SandboxMeter, UsageReader, UsageTotals
 
 CALLS, DAYS = 1_000_000, 31
 ROUNDS = size(200, 2)

@@ -16,10 +16,10 @@ from benchmarks.loop_step import SPEC, _answer
 from benchmarks.memory import memory_of_process
 from benchmarks.report import Report
 from benchmarks.sizes import size
-from contract.run_events import RunEvent, TextArrived
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.loop.agent import Agent
-from orchestrator.models.openai import OpenAIModel
+from toolcrew.contract.run_events import RunEvent, TextArrived
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.models.openai import OpenAIModel
 
 WAITING = size(1000, 20)
 AT_A_TIME = size(50, 10)

@@ -13,11 +13,11 @@ from benchmarks.raw_celery import open_raw
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from orchestrator import ToolClient
-from orchestrator.dispatch.sessions import Session
-from orchestrator.settings import load_settings
-from store.connection import open_redis
-from workers.sandbox_client import SandboxClient
+from toolcrew import ToolClient
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.connection import open_redis
+from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(200, 2)
 WARM_UP = size(20, 1)

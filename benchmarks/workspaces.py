@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks.report import Case, Report, interleave, median
 from benchmarks.sizes import size
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.choice import find_obstacle
-from workers.sandboxd.disks.image import ImageWorkspaces
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.choice import find_obstacle
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspaces
 
 MIB = 1024 * 1024
 SIZE = WorkspaceSize(256 * MIB, 65_536)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contract.calls import ToolCall
+from toolcrew.contract.calls import ToolCall
 
 
 @dataclass(frozen=True)

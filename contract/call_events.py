@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import Record
-from contract.errors import EnvelopeRefused
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import EnvelopeRefused
 
 OUTPUT = "output"
 """Event with a piece of output: `stream` and `text`."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.errors import ErrorCode
-from contract.traceparent import Traceparent
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
 """Limit of the text of one result, in characters. Each tool has a lower limit of its own, and reports when it cuts its

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from contract.calls import Record, ToolCall, ToolContext, ToolResult
-from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.json_limits import is_deeper
-from contract.signing import ResultSeal, SigningKey, SigningKeys
+from toolcrew.contract.calls import Record, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.json_limits import is_deeper
+from toolcrew.contract.signing import ResultSeal, SigningKey, SigningKeys
 
 VERSION = 3
 PURPOSE = "call"

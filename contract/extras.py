@@ -1,6 +1,6 @@
 """Extras of the distribution. A program whose optional package is missing names the extra in its error message."""
 
-from contract.errors import ConfigError
+from toolcrew.contract.errors import ConfigError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "worker": ("anyio", "charset_normalizer", "docker", "httpcore2", "httpx2", "idna", "lxml", "trafilatura"),

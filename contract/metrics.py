@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from contract.errors import ErrorCode, RefusalReason
+from toolcrew.contract.errors import ErrorCode, RefusalReason
 
 Kind = Literal["counter", "gauge", "histogram"]
 

@@ -9,11 +9,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
-from contract.calls import Record
-from contract.errors import ConfigError
-from contract.functions.completions import TokenUsage
-from contract.secrets import SecretName
-from contract.signing import SigningKeys, readable
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.secrets import SecretName
+from toolcrew.contract.signing import SigningKeys, readable
 
 ENDPOINTS_FRESH_S = 1.0
 """Maximum age, in seconds, of the endpoints that a process has cached."""

@@ -8,13 +8,13 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
-from contract.calls import Record
-from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.schema import check_schema, prepare_arguments
-from contract.shell.command_rules import matches_command, read_command
-from contract.signing import SigningKeys
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy, build_refusal_subject, tools_of
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.schema import check_schema, prepare_arguments
+from toolcrew.contract.shell.command_rules import matches_command, read_command
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy, build_refusal_subject, tools_of
 
 Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]

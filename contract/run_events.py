@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter
 
-from contract.calls import CallUsage, Clocks, Record, ToolCall, ToolResult
-from contract.functions.completions import TokenUsage
+from toolcrew.contract.calls import CallUsage, Clocks, Record, ToolCall, ToolResult
+from toolcrew.contract.functions.completions import TokenUsage
 
 
 class FailureKind(StrEnum):

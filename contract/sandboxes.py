@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, pick_fields
-from contract.secrets import MAX_SECRETS, SecretName
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, pick_fields
+from toolcrew.contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
 MIN_MEMORY_BYTES = 224 * MIB

@@ -18,10 +18,10 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
-from contract.schema_fitting import MAX_NESTED_FORMS, STRICT_VALIDATOR, TooManyReferences, fit, properties_of
-from contract.specs import ToolSpec
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values, has_more_values_in_text
+from toolcrew.contract.schema_fitting import MAX_NESTED_FORMS, STRICT_VALIDATOR, TooManyReferences, fit, properties_of
+from toolcrew.contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
 """Limit of the characters of an unknown name that an error message repeats."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from contract.calls import Record
+from toolcrew.contract.calls import Record
 
 MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
 MAX_SECRETS = 100

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import Field
 
-from contract.calls import Record
-from contract.errors import EnvelopeRefused, SandboxUnavailable
-from contract.signing import SigningKeys
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import EnvelopeRefused, SandboxUnavailable
+from toolcrew.contract.signing import SigningKeys
 
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: the default, and the maximum."""

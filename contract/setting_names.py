@@ -4,8 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from contract.errors import ConfigError
-from contract.setting_rows import PREFIX
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.setting_rows import PREFIX
 
 MAX_SHOWN = 5
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from contract.masking import Masker
+from toolcrew.contract.masking import Masker
 
 MASK = "********"
 PREFIX = "TOOLCREW_"

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, m
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from contract.errors import ConfigError
-from contract.invalid_input import explain_error
-from contract.setting_names import check_names
-from contract.setting_rows import variable_names
-from contract.signing import SigningKeys
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import explain_error
+from toolcrew.contract.setting_names import check_names
+from toolcrew.contract.setting_rows import variable_names
+from toolcrew.contract.signing import SigningKeys
 
 SCHEMES = ("redis", "rediss", "sentinel")
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")

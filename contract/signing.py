@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from toolcrew.contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 
 KEY_ID_CHARS = 12
 UNSEAL_LUA = """

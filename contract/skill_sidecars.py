@@ -9,10 +9,10 @@ from typing import Literal
 from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.invalid_input import explain_errors, find_invalid
-from contract.schema import check_schema
-from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
+from toolcrew.contract.invalid_input import explain_errors, find_invalid
+from toolcrew.contract.schema import check_schema
+from toolcrew.contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 
 SIDECAR_FILE = "skill.tool.json"
 MAX_SIDECAR_BYTES = 65_536

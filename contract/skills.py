@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from contract.names import BUILTIN_TOOLS
-from contract.specs import MAX_ALLOWED_TOOLS, MAX_SKILL_DESCRIPTION, AllowedTool, SkillSummary
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.contract.specs import MAX_ALLOWED_TOOLS, MAX_SKILL_DESCRIPTION, AllowedTool, SkillSummary
 
 SKILL_FILE = "SKILL.md"
 SCRIPTS = "scripts/"

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, ToolName
-from contract.signing import SigningKeys
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, ToolName
+from toolcrew.contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
 """Default network access of a sandbox, in the words of tool descriptions."""

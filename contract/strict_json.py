@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from contract.json_limits import has_more_values, has_more_values_in_text, is_deeper
+from toolcrew.contract.json_limits import has_more_values, has_more_values_in_text, is_deeper
 
 _KINDS = {
     list: "an array",

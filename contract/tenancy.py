@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from contract.calls import MAX_TIMEOUT_S, Record
-from contract.errors import ConfigError
-from contract.image_names import ImagePatternText
-from contract.sandboxes import WorkspaceBytes
-from contract.secrets import MAX_SECRETS, SecretName
-from contract.signing import UNSEAL_LUA, SigningKeys, readable
-from contract.specs import ToolSpec
+from toolcrew.contract.calls import MAX_TIMEOUT_S, Record
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.image_names import ImagePatternText
+from toolcrew.contract.sandboxes import WorkspaceBytes
+from toolcrew.contract.secrets import MAX_SECRETS, SecretName
+from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys, readable
+from toolcrew.contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
 """Tenant that always exists. Until the first tenant is registered, calls of every tenant name are accepted, with the

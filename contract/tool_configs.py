@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
 
-from contract.calls import ToolName
-from contract.errors import ConfigError
-from contract.invalid_input import describe_invalid
-from contract.json_limits import is_deeper
+from toolcrew.contract.calls import ToolName
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.json_limits import is_deeper
 
 MAX_BYTES = 64 * 1024
 """Limit of the configuration of all tools of a session, in bytes of JSON."""

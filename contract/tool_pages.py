@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.calls import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S
-from contract.specs import ToolSpec
-from contract.tenancy import largest_limit
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import largest_limit
 
 _POOLS = {
     "sandbox": "in the session's sandbox",

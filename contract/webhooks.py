@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from contract.calls import Record
+from toolcrew.contract.calls import Record
 
 SEND_TOOL = "webhook.send"
 MAX_URL_CHARS = 2048

@@ -11,9 +11,9 @@ from langchain_core.messages import AIMessage
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from orchestrator import ToolClient
-from orchestrator.adapters.langchain import as_langchain_tools
-from orchestrator.approvals import AutoApprover
+from toolcrew import ToolClient
+from toolcrew.orchestrator.adapters.langchain import as_langchain_tools
+from toolcrew.orchestrator.approvals import AutoApprover
 
 SCRIPT = [
     AIMessage("", tool_calls=[{"id": "call_1", "name": "read_tool", "args": {"file_path": "/workspace/numbers.txt"}}]),

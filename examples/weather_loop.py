@@ -13,12 +13,12 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
-from contract.run_events import CallFinished, CallStarted, RunEvent, StepStarted
-from orchestrator import ContextEngine, create_output_controller, create_tool_registry, run_tool_loop
-from orchestrator.dialects.model import Message, Model
-from orchestrator.models.choice import choose_model
-from orchestrator.sdk.tool_loop import Chat, ToolLoopRegistry, ToolLoopResult
-from orchestrator.settings import load_settings
+from toolcrew import ContextEngine, create_output_controller, create_tool_registry, run_tool_loop
+from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent, StepStarted
+from toolcrew.orchestrator.dialects.model import Message, Model
+from toolcrew.orchestrator.models.choice import choose_model
+from toolcrew.orchestrator.sdk.tool_loop import Chat, ToolLoopRegistry, ToolLoopResult
+from toolcrew.orchestrator.settings import load_settings
 
 QUESTION = "What's the weather in Beijing?"
 WEATHER = {"Beijing": 22, "London": 11, "Nairobi": 25}

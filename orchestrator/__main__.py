@@ -1,6 +1,6 @@
-"""Runs the command `toolcrew` as `python -m orchestrator`."""
+"""Runs the command `toolcrew` as `python -m toolcrew.orchestrator`."""
 
-from orchestrator.command import main
+from toolcrew.orchestrator.command import main
 
 if __name__ == "__main__":
     main()

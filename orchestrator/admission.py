@@ -18,13 +18,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from contract.calls import RunFailure, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.plurals import count, plural
-from contract.tenancy import TenantPolicy
-from orchestrator.terminal.commands import build_command
-from store.connection import RedisClient, ScriptConnection
-from store.slots import (
+from toolcrew.contract.calls import RunFailure, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.plurals import count, plural
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.store.connection import RedisClient, ScriptConnection
+from toolcrew.store.slots import (
     LEASE_S,
     Clock,
     GrantListener,
@@ -37,8 +37,8 @@ from store.slots import (
     restore,
     tick,
 )
-from store.tasks import begin_shared, cancel_all
-from telemetry.logs import get_logger
+from toolcrew.store.tasks import begin_shared, cancel_all
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

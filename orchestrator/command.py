@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from contract.startup import importing_program
+from toolcrew.contract.startup import importing_program
 
 
 class _CommandSource(NamedTuple):
@@ -111,7 +111,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 def main() -> None:
     """Run the command line."""
     # The command prints the error itself; a log line would print it twice.
-    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
+    logging.getLogger("toolcrew").setLevel(logging.CRITICAL)
     app()
 
 
@@ -126,7 +126,7 @@ def import_all() -> TyperGroup:
 
 def _import_command(name: str, place: _CommandSource) -> TyperCommand | TyperGroup:
     with importing_program():
-        defined = getattr(import_module(f"orchestrator.{place.module}"), place.name)
+        defined = getattr(import_module(f"toolcrew.orchestrator.{place.module}"), place.name)
     # typer builds commands only as children of a Typer.
     parent = typer.Typer(pretty_exceptions_enable=False)
     parent.callback()(lambda: None)

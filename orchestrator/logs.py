@@ -6,10 +6,10 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 
-from contract.masking import Masker, secrets_of_settings
-from orchestrator.settings import OrchestratorSettings, secrets_of_environment
-from telemetry.log_lines import LogLines, RecordLines
-from telemetry.logs import get_logger
+from toolcrew.contract.masking import Masker, secrets_of_settings
+from toolcrew.orchestrator.settings import OrchestratorSettings, secrets_of_environment
+from toolcrew.telemetry.log_lines import LogLines, RecordLines
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -23,8 +23,7 @@ def configure_logging(settings: OrchestratorSettings, service: str = "orchestrat
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.DEBUG if settings.log_level == "DEBUG" else logging.WARNING)
-    for package in ("orchestrator", "store"):
-        logging.getLogger(package).setLevel(settings.log_level)
+    logging.getLogger("toolcrew").setLevel(settings.log_level)
     logging.captureWarnings(True)
     _log_uncaught()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from orchestrator.terminal.figures import one_line
-from orchestrator.terminal.text import escape_controls
+from toolcrew.orchestrator.terminal.figures import one_line
+from toolcrew.orchestrator.terminal.text import escape_controls
 
 
 def render_page(template: str, **values: Any) -> str:

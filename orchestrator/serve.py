@@ -9,13 +9,13 @@ from typing import Annotated, Literal, Protocol
 
 import typer
 
-from contract.extras import explain_missing
-from contract.startup import importing_program
-from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Tenant, refuse_key, run_work
-from orchestrator.logs import configure_logging
-from orchestrator.runs.batch_service import BatchService
-from orchestrator.settings import child_environment, load_settings, program
+from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.startup import importing_program
+from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.runner import Tenant, refuse_key, run_work
+from toolcrew.orchestrator.logs import configure_logging
+from toolcrew.orchestrator.runs.batch_service import BatchService
+from toolcrew.orchestrator.settings import child_environment, load_settings, program
 
 CONCURRENCY = 64
 
@@ -47,7 +47,7 @@ def serve_api(
     """
     # Imported here because importing the server takes longer than most other commands.
     with importing_program():
-        from orchestrator.api.service import ApiService
+        from toolcrew.orchestrator.api.service import ApiService
 
     async def work() -> None:
         settings = load_settings()
@@ -153,13 +153,13 @@ def serve_worker(
 
     run_work(check(), as_json=False)
     environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
-    command = program("workers")
+    command = program("toolcrew.workers")
     os.execve(command[0], command, child_environment(environment))
 
 
 async def _over_stdio(tenant: str | None, session: str | None) -> None:
     with _explain_missing_extra(), importing_program():
-        from orchestrator.mcp.stdio import serve_stdio
+        from toolcrew.orchestrator.mcp.stdio import serve_stdio
     settings = load_settings()
     configure_logging(settings, "mcp")
     async with open_client(tenant) as client:
@@ -168,7 +168,7 @@ async def _over_stdio(tenant: str | None, session: str | None) -> None:
 
 async def _over_http(host: str, port: int, origins: list[str]) -> None:
     with _explain_missing_extra(), importing_program():
-        from orchestrator.mcp.http_service import McpService
+        from toolcrew.orchestrator.mcp.http_service import McpService
     settings = load_settings()
     configure_logging(settings, "mcp")
     await _run_until_signal(McpService(settings, host, port, origins))

@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, SecretStr
 
-from contract.errors import ConfigError
-from contract.masking import SECRET_NAME, Masker, secrets_of_settings
-from contract.settings import BrokerSettings, SharedSettings, read_environment
-from telemetry.settings import LogSettings
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.masking import SECRET_NAME, Masker, secrets_of_settings
+from toolcrew.contract.settings import BrokerSettings, SharedSettings, read_environment
+from toolcrew.telemetry.settings import LogSettings
 
 _WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract import run_events as events
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.masking import Masker
-from contract.run_events import RunEvent
-from contract.specs import ToolSpec
-from contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
-from orchestrator.dialects.model import Model
-from orchestrator.settings import OrchestratorSettings, build_masker, secrets_of_environment
-from telemetry import names
-from telemetry.logs import get_logger
-from telemetry.otlp import open_tracer
-from telemetry.settings import load_tracing_settings
-from telemetry.spans import Attributes, Span, Tracer
+from toolcrew.contract import run_events as events
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.settings import OrchestratorSettings, build_masker, secrets_of_environment
+from toolcrew.telemetry import names
+from toolcrew.telemetry.logs import get_logger
+from toolcrew.telemetry.otlp import open_tracer
+from toolcrew.telemetry.settings import load_tracing_settings
+from toolcrew.telemetry.spans import Attributes, Span, Tracer
 
 log = get_logger(__name__)
 

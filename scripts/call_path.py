@@ -30,9 +30,9 @@ from pathlib import Path
 from benchmarks.engine_peer import DirectGuest
 from benchmarks.processes import guest_on_pipes
 from benchmarks.warm_call import REQUEST, SCRIPT
-from contract.errors import ToolcrewError
-from orchestrator import ToolClient
 from scripts import call_path_hook
+from toolcrew import ToolClient
+from toolcrew.contract.errors import ToolcrewError
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("contract/", "store/", "telemetry/", "orchestrator/", "workers/", "sandbox-images/guest/")
@@ -71,7 +71,8 @@ class Recording:
         """
         windows: dict[str, dict[tuple[str, int], set[int]]] = {role: {} for role in ROLES}
         for line in self._seen.read_text().splitlines():
-            number, role, at, file = line.split(" ", 3)
+            number, role, at, path = line.split(" ", 3)
+            file = path.removeprefix("toolcrew/")
             if file.startswith(FOLDERS):
                 windows[role].setdefault((file, int(at)), set()).add(int(number))
                 # Different functions of one file may run in each window.

@@ -52,9 +52,9 @@ def install(role: str) -> None:
 def _find_role() -> str | None:
     """Return the role of a child process of the stack, or None for a process that serves no call of a sandbox."""
     command = getattr(sys, "orig_argv", [])
-    if "workers.sandboxd" in command:
+    if "toolcrew.workers.sandboxd" in command:
         return "sandboxd"
-    if "workers" in command and os.environ.get("TOOLCREW_WORKER_KIND") == "sandbox":
+    if "toolcrew.workers" in command and os.environ.get("TOOLCREW_WORKER_KIND") == "sandbox":
         return "worker"
     return None
 

@@ -16,51 +16,53 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 # --- The rules, in one place -----------------------------------------------------------------------------------------
 
-# Import name -> directory, from ROOT.
+# Import name -> directory, from ROOT. The links in toolcrew/ give the directories their import names.
 PACKAGES = {
-    "contract": "contract",
-    "orchestrator": "orchestrator",
-    "workers": "workers",
-    "telemetry": "telemetry",
-    "store": "store",
+    "toolcrew": "toolcrew",
+    "toolcrew.contract": "contract",
+    "toolcrew.orchestrator": "orchestrator",
+    "toolcrew.workers": "workers",
+    "toolcrew.telemetry": "telemetry",
+    "toolcrew.store": "store",
     "guest": "sandbox-images/guest",
 }
 
 # Package -> other packages of this repository that it may import. All dependencies lead to contract.
 ARROWS: dict[str, frozenset[str]] = {
-    "contract": frozenset(),
-    "telemetry": frozenset({"contract"}),
-    "store": frozenset({"contract", "telemetry"}),
-    "orchestrator": frozenset({"contract", "telemetry", "store"}),
-    "workers": frozenset({"contract", "telemetry", "store"}),
+    "toolcrew": frozenset({"toolcrew.contract", "toolcrew.orchestrator"}),
+    "toolcrew.contract": frozenset(),
+    "toolcrew.telemetry": frozenset({"toolcrew.contract"}),
+    "toolcrew.store": frozenset({"toolcrew.contract", "toolcrew.telemetry"}),
+    "toolcrew.orchestrator": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.store"}),
+    "toolcrew.workers": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.store"}),
     "guest": frozenset(),
 }
 
 # The entry points of the orchestrator. `orchestrator/serve.py` combines them; shared code of two entry points is
 # elsewhere.
-_SURFACES = ("orchestrator.adapters", "orchestrator.api", "orchestrator.cli", "orchestrator.mcp")
+_SURFACES = tuple(f"toolcrew.orchestrator.{folder}" for folder in ("adapters", "api", "cli", "mcp"))
 
 # Folder of this repository -> modules of this repository that the folder must not import.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "orchestrator.dialects": ("orchestrator.dispatch", "store"),
-    "orchestrator.models": ("orchestrator.dispatch", "store"),
-    "orchestrator.loop": ("orchestrator.dispatch", "store"),
+    "toolcrew.orchestrator.dialects": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
+    "toolcrew.orchestrator.models": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
+    "toolcrew.orchestrator.loop": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     **{folder: tuple(surface for surface in _SURFACES if surface != folder) for folder in _SURFACES},
 }
 
 # Packages whose folders and direct modules must not have circular imports, not even for types.
-LAYERED = ("orchestrator", "workers", "workers.sandboxd")
+LAYERED = ("toolcrew.orchestrator", "toolcrew.workers", "toolcrew.workers.sandboxd")
 
 # Package -> third-party modules that it may import. A package without an entry may import any module without a rule.
 THIRD_PARTY: dict[str, frozenset[str]] = {
-    "contract": frozenset(
+    "toolcrew.contract": frozenset(
         {
             "annotated_types",
             "jsonschema",
@@ -137,8 +139,10 @@ ACTING_METHODS = frozenset({"read_bytes", "read_text", "write_bytes", "write_tex
 MAX_LINES = 800
 # Limit for the parameters of an `__init__`, without self. A dataclass is a record and has no `__init__` of its own.
 MAX_PARAMETERS = 7
-# Folders whose files are only checked for length and a docstring.
-OTHER_SOURCES = ("scripts", "tests", "benchmarks")
+# Folders whose files are only checked for length, a docstring, and bare imports.
+OTHER_SOURCES = ("scripts", "tests", "benchmarks", "examples")
+# A bare `import store` finds a folder of the user's project, or nothing. Only the import name is correct.
+BARE_NAMES = frozenset(name.removeprefix("toolcrew.") for name in PACKAGES if name.startswith("toolcrew."))
 
 # --- The check -------------------------------------------------------------------------------------------------------
 
@@ -241,9 +245,9 @@ def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
     """Yield the rules that an import breaks, each with its sentence."""
     package, top = module.package, imported.module.partition(".")[0]
     names = full_names(imported)
-    if top in PACKAGES:
-        if top != package and top not in ARROWS[package]:
-            yield "arrow", f"{package} must not import {top}"
+    if top in ("toolcrew", "guest"):
+        for other in sorted({find_package(full) for full in names} - {package, *ARROWS[package]}):
+            yield "arrow", f"{package} must not import {other}"
         for folder, forbidden in FORBIDDEN.items():
             for name in forbidden:
                 if is_within(module.name, folder) and any(is_within(full, name) for full in names):
@@ -255,10 +259,22 @@ def check_import(module: Module, imported: Import) -> Iterator[tuple[str, str]]:
     for walled, patterns in WALLS.items():
         if any(is_within(name, walled) for name in names) and not module.may(patterns):
             yield "wall", f"{walled} may be imported only in {', '.join(patterns) or 'no file'}"
-    if package == "contract":
+    if package == "toolcrew.contract":
         for acting in ACTING_MODULES:
             if any(is_within(name, acting) for name in names):
                 yield "contract-acts", f"contract does no I/O and starts no process: {acting} is not allowed"
+
+
+def find_package(name: str) -> str:
+    """Return the package of PACKAGES that contains a module."""
+    return max((package for package in PACKAGES if is_within(name, package)), key=len, default=name)
+
+
+def check_bare_names(path: str, imports: Iterable[Import]) -> Iterator[Violation]:
+    for imported in imports:
+        top = imported.module.partition(".")[0]
+        if top in BARE_NAMES:
+            yield Violation(path, imported.line, "bare-name", f"write toolcrew.{top} instead of {top}")
 
 
 def check_imports(module: Module) -> Iterator[Violation]:
@@ -268,7 +284,7 @@ def check_imports(module: Module) -> Iterator[Violation]:
 
 
 def check_contract(module: Module) -> Iterator[Violation]:
-    if module.package != "contract":
+    if module.package != "toolcrew.contract":
         return
     for node in statements_and_expressions(module.tree):
         action = None
@@ -435,11 +451,14 @@ def check_tree(root: Path) -> list[Violation]:
                     Violation(path, getattr(error, "lineno", None) or 1, "syntax", "the file is not valid Python")
                 )
                 continue
-            violations += check_docstring(path, tree)
+            if directory != "examples":
+                violations += check_docstring(path, tree)
+            name = module_name(package or directory, file.relative_to(root / directory))
+            bare = Module(name, package or directory, path, file.name == "__init__.py", tree)
+            imports = tuple(imports_of(bare))
+            violations += check_bare_names(path, imports)
             if package is not None:
-                name = module_name(package, file.relative_to(root / directory))
-                bare = Module(name, package, path, file.name == "__init__.py", tree)
-                modules.append(Module(name, package, path, bare.is_init, tree, tuple(imports_of(bare))))
+                modules.append(replace(bare, imports=imports))
     for module in modules:
         violations += [*check_imports(module), *check_contract(module), *check_environment(module)]
         violations += check_constructors(module)

@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # noqa: E402
 
-from orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
-from orchestrator.command import import_all  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
+from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
+from toolcrew.orchestrator.command import import_all  # noqa: E402
 
 _KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
 PAGE = ROOT / "docs" / "commands.md"

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from contract.errors import ConfigError, ModelUnavailable, ToolcrewError
-from orchestrator import ToolClient
-from orchestrator.models.choice import SCRIPTED, ChosenModel, choose_model
-from orchestrator.settings import OrchestratorSettings, load_settings
-from orchestrator.terminal.output import RunPrinter
+from toolcrew import ToolClient
+from toolcrew.contract.errors import ConfigError, ModelUnavailable, ToolcrewError
+from toolcrew.orchestrator.models.choice import SCRIPTED, ChosenModel, choose_model
+from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
+from toolcrew.orchestrator.terminal.output import RunPrinter
 
 NOTES = "The release meeting moved to Friday at noon.\nBring the budget draft.\n"
 NUMBERS = (12, 30, 45, 70)
@@ -120,7 +120,7 @@ The stack was stopped. Next steps:
 
 
 def main() -> int:
-    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
+    logging.getLogger("toolcrew").setLevel(logging.CRITICAL)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="toolcrew-demo-") as name:
         try:

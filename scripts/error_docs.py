@@ -14,10 +14,10 @@ from typing import get_args
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from contract.errors import OPERATOR_CODES, ErrorCode, RefusalReason  # noqa: E402
-from orchestrator.http.problems import ApiCode, status_of  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 from scripts.tool_docs import MEANINGS  # noqa: E402
+from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, RefusalReason  # noqa: E402
+from toolcrew.orchestrator.http.problems import ApiCode, status_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "errors.md"
 INTRO = """\

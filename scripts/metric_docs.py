@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from contract.metrics import METRICS, Metric  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
+from toolcrew.contract.metrics import METRICS, Metric  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 INTRO = """\

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 from playwright.async_api import Browser, async_playwright
 
-from contract.calls import ToolCall
-from orchestrator.dispatch.sessions import Session
-from orchestrator.operations.local_stack import StackInfo
-from orchestrator.sdk.client import ToolClient
+from toolcrew.contract.calls import ToolCall
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.operations.local_stack import StackInfo
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")

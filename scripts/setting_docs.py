@@ -21,12 +21,12 @@ sys.path.insert(0, str(ROOT))
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
-from contract.setting_rows import variable_names  # noqa: E402
-from contract.settings import SharedSettings  # noqa: E402
-from orchestrator.settings import OrchestratorSettings  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
-from telemetry.settings import LogSettings, TracingSettings  # noqa: E402
-from workers.settings import (  # noqa: E402
+from toolcrew.contract.setting_rows import variable_names  # noqa: E402
+from toolcrew.contract.settings import SharedSettings  # noqa: E402
+from toolcrew.orchestrator.settings import OrchestratorSettings  # noqa: E402
+from toolcrew.telemetry.settings import LogSettings, TracingSettings  # noqa: E402
+from toolcrew.workers.settings import (  # noqa: E402
     EgressSettings,
     SandboxdSettings,
     TenantClass,
@@ -65,13 +65,13 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Workers", "Read by `toolcrew serve worker` of both kinds.", WorkerSettings),
     (
         "sandboxd",
-        "Read by `python -m workers.sandboxd` ([Sandboxes and images](images.md)).",
+        "Read by `python -m toolcrew.workers.sandboxd` ([Sandboxes and images](images.md)).",
         SandboxdSettings,
     ),
     ("Web tools", "Read by workers of the kind web.", WebSettings),
     (
         "Egress proxy",
-        "Read by `python -m workers.egress` ([Sandboxes and images](images.md#how-does-a-sandbox-reach-the-network)).",
+        "Read by `python -m toolcrew.workers.egress` ([Sandboxes and images](images.md#how-does-a-sandbox-reach-the-network)).",
         EgressSettings,
     ),
 )

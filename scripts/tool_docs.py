@@ -12,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from contract.errors import ErrorCode  # noqa: E402
-from contract.tool_pages import render_tool  # noqa: E402
-from workers.tools.builtin import build_registry  # noqa: E402
-from workers.web.webfetch import WEBFETCH_SPEC  # noqa: E402
-from workers.web.websearch import WEBSEARCH_SPEC  # noqa: E402
+from toolcrew.contract.errors import ErrorCode  # noqa: E402
+from toolcrew.contract.tool_pages import render_tool  # noqa: E402
+from toolcrew.workers.tools.builtin import build_registry  # noqa: E402
+from toolcrew.workers.web.webfetch import WEBFETCH_SPEC  # noqa: E402
+from toolcrew.workers.web.websearch import WEBSEARCH_SPEC  # noqa: E402
 
 PAGE = ROOT / "docs" / "tools.md"
 INTRO = """\

@@ -16,19 +16,19 @@ from typing import Any
 import redis.asyncio
 from pydantic import Field, ValidationError
 
-from contract.calls import Identifier, Record
-from contract.clock import format_instant
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
-from contract.registry import LAST_INSTANT
-from contract.signing import SigningKeys, readable
-from contract.tenancy import REGISTERED_LUA
-from store.audit import AUDIT_LUA, Actor, AuditedStore
-from store.audit import Role as Role
-from store.connection import broker_errors
-from store.tasks import SharedReads
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import Identifier, Record
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import api_keys_key, audit_key, deployment_key, tenants_key
+from toolcrew.contract.registry import LAST_INSTANT
+from toolcrew.contract.signing import SigningKeys, readable
+from toolcrew.contract.tenancy import REGISTERED_LUA
+from toolcrew.store.audit import AUDIT_LUA, Actor, AuditedStore
+from toolcrew.store.audit import Role as Role
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.tasks import SharedReads
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

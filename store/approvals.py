@@ -14,17 +14,17 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from contract.approvals import Decision, digest_call
-from contract.calls import Identifier, Record, ToolCall
-from contract.clock import format_instant
-from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.names import audit_key, deployment_key, tenant_key
-from contract.signing import SigningKeys
-from store.audit import AUDIT_LUA, Actor, build_entry, entry_text
-from store.connection import RedisClient, broker_errors, read_clock
-from store.memory import MEMORY_LUA, account_key, no_memory
-from telemetry.logs import get_logger
+from toolcrew.contract.approvals import Decision, digest_call
+from toolcrew.contract.calls import Identifier, Record, ToolCall
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import audit_key, deployment_key, tenant_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.audit import AUDIT_LUA, Actor, build_entry, entry_text
+from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import redis.asyncio
 from pydantic import Field, TypeAdapter, ValidationError
 
-from contract.calls import Identifier, Record
-from contract.clock import Instant
-from contract.errors import ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.names import audit_key, tenant_audit_key, tenants_key
-from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.connection import SyncRedis, broker_errors
+from toolcrew.contract.calls import Identifier, Record
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import audit_key, tenant_audit_key, tenants_key
+from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from toolcrew.store.connection import SyncRedis, broker_errors
 
 Role = Literal["tenant", "operator", "admin"]
 """The role of an actor. tenant: may call tools for its own tenant. operator: may call tools for any tenant. admin: may

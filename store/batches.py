@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import CallUsage, Record
-from contract.functions.completions import TokenUsage
-from contract.names import tenant_key
-from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.signing import SigningKeys, readable
-from contract.webhooks import WebhookDelivery
-from store.webhooks import parse_delivery
+from toolcrew.contract.calls import CallUsage, Record
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.names import tenant_key
+from toolcrew.contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.signing import SigningKeys, readable
+from toolcrew.contract.webhooks import WebhookDelivery
+from toolcrew.store.webhooks import parse_delivery
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
@@ -247,6 +247,10 @@ class BatchDefaults(Record):
     """True if approval requests go to the queue of questions (docs/approvals.md). False is not serialized, so that
     earlier releases can read the record.
     """
+
+
+HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
+"""Defaults of a durable run. Such a run has no terminal, so approval requests go to the queue of questions."""
 
 
 class RowLocation(Record):

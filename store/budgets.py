@@ -9,16 +9,16 @@ from datetime import UTC, datetime, timedelta
 
 import redis.asyncio
 
-from contract.calls import Record
-from contract.clock import Instant, format_instant
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import audit_key
-from contract.tenancy import POLICY_FRESH_S, Budgets
-from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
-from store.connection import broker_errors
-from store.tasks import SharedReads
-from store.usage import DAY_S, UNITS, UsageStore, usage_prefix
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import Record
+from toolcrew.contract.clock import Instant, format_instant
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key
+from toolcrew.contract.tenancy import POLICY_FRESH_S, Budgets
+from toolcrew.store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.tasks import SharedReads
+from toolcrew.store.usage import DAY_S, UNITS, UsageStore, usage_prefix
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

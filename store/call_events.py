@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from contract.call_events import CallEvent, entry_event, entry_fields
-from contract.names import deployment_key, tenant_key
-from contract.signing import SigningKeys
-from store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.contract.call_events import CallEvent, entry_event, entry_fields
+from toolcrew.contract.names import deployment_key, tenant_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 
 READ_COUNT = 256
 """Limit of entries from one stream in one read. If a read returns this many, the stream may have more."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from contract.errors import BrokerFull, BrokerUnavailable
-from contract.names import (
+from toolcrew.contract.errors import BrokerFull, BrokerUnavailable
+from toolcrew.contract.names import (
     call_key,
     host_key,
     location_key,
@@ -25,8 +25,8 @@ from contract.names import (
     tenant_calls_key,
     tenant_sessions_key,
 )
-from store.calls import PUBLISH
-from store.connection import (
+from toolcrew.store.calls import PUBLISH
+from toolcrew.store.connection import (
     CLOSED,
     LuaScript,
     RedisClient,
@@ -36,10 +36,10 @@ from store.connection import (
     broker_error,
     broker_errors,
 )
-from store.memory import account_key
-from store.slots import held_slots_key
-from store.tasks import cancel_all
-from telemetry.logs import get_logger
+from toolcrew.store.memory import account_key
+from toolcrew.store.slots import held_slots_key
+from toolcrew.store.tasks import cancel_all
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

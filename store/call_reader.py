@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, ValidationError, field_serializer
 
-from contract.calls import Record, ToolResult
-from contract.clock import Instant, format_instant
-from contract.envelope import decode_result, find_encoded_result, find_result_key, join_result
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.hosts import HOST_TTL_S, parse_holder
-from contract.names import (
+from toolcrew.contract.calls import Record, ToolResult
+from toolcrew.contract.clock import Instant, format_instant
+from toolcrew.contract.envelope import decode_result, find_encoded_result, find_result_key, join_result
+from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.hosts import HOST_TTL_S, parse_holder
+from toolcrew.contract.names import (
     active_tenants_key,
     admission_prefix,
     call_key,
@@ -37,14 +37,14 @@ from contract.names import (
     tenant_calls_key,
     tenants_key,
 )
-from contract.session_locations import SessionLocation, show_checkpoint
-from contract.signing import ResultSeal, SigningKeys
-from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.calls import CALLS_LISTED, CallRecord, CallState, CallStore, parse_record
-from store.connection import RedisClient, broker_errors
-from store.run_log import run_key
-from store.sessions import parse_session_location
-from store.slots import WaitReason
+from toolcrew.contract.session_locations import SessionLocation, show_checkpoint
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from toolcrew.store.calls import CALLS_LISTED, CallRecord, CallState, CallStore, parse_record
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.run_log import run_key
+from toolcrew.store.sessions import parse_session_location
+from toolcrew.store.slots import WaitReason
 
 MAX_SEARCHED = 200_000
 """Maximum number of waiting calls that a search for one call reads. Waiting calls are stored by the id of their slot

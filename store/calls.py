@@ -45,10 +45,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from contract.calls import MAX_TIMEOUT_S, Identifier, Record, ToolCall, ToolContext
-from contract.errors import EnvelopeRefused, ErrorCode
-from contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
-from contract.names import (
+from toolcrew.contract.calls import MAX_TIMEOUT_S, Identifier, Record, ToolCall, ToolContext
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode
+from toolcrew.contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
+from toolcrew.contract.names import (
     audit_key,
     call_key,
     control_queue,
@@ -59,13 +59,13 @@ from contract.names import (
     result_key,
     tombstone_key,
 )
-from contract.session_locations import LOCATION_MARGIN_S
-from contract.signing import SigningKeys
-from store.audit import AUDIT_LUA
-from store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, broker_errors
-from store.memory import MEMORY_LUA
-from store.usage import USAGE_LUA, CallEnding
-from telemetry.logs import get_logger
+from toolcrew.contract.session_locations import LOCATION_MARGIN_S
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.audit import AUDIT_LUA
+from toolcrew.store.connection import RedisClient, SharedClock, SyncRedis, WorkerScript, broker_errors
+from toolcrew.store.memory import MEMORY_LUA
+from toolcrew.store.usage import USAGE_LUA, CallEnding
+from toolcrew.telemetry.logs import get_logger
 
 CALL_TTL_S = 24 * 3600
 """Lifetime of a call's record, in seconds. Until then, the call id cannot be used again."""

@@ -47,10 +47,10 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel as SyncSentinel
 from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
-from contract.errors import BrokerFull, BrokerUnavailable, OperatorError
-from contract.names import deployment_key
-from contract.settings import BrokerSettings
-from store.tasks import begin_shared, cancel_all
+from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, OperatorError
+from toolcrew.contract.names import deployment_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.tasks import begin_shared, cancel_all
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"

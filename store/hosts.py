@@ -15,14 +15,22 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
-from contract.invalid_input import describe_invalid
-from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
-from contract.tenancy import TenantPolicy
-from store.audit import NewAuditEntry, add_entry
-from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import (
+    control_queue,
+    deployment_key,
+    host_key,
+    host_prefix,
+    hosts_key,
+    slots_key,
+    tombstone_key,
+)
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.audit import NewAuditEntry, add_entry
+from toolcrew.store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contract.errors import EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
-from contract.names import deployment_key
-from contract.signing import SigningKeys
-from store.connection import RedisClient, broker_errors
-from store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from toolcrew.contract.names import deployment_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
 
 KEEP_S = 24 * 3600
 PENDING_S = 900

@@ -31,8 +31,8 @@ that use little can always continue.
     calls, places, batch-ids
 """
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.names import tenant_key
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.names import tenant_key
 
 USABLE_SHARE = 0.85
 """Share of `maxmemory`, 0 to 1, that the records of tenants may use. The rest is for queues, results and leases."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-from contract.errors import BrokerUnavailable, RefusalReason
-from contract.hosts import HOST_TTL_S
-from contract.metrics import (
+from toolcrew.contract.errors import BrokerUnavailable, RefusalReason
+from toolcrew.contract.hosts import HOST_TTL_S
+from toolcrew.contract.metrics import (
     BUCKET,
     COUNT,
     METRICS,
@@ -28,7 +28,7 @@ from contract.metrics import (
     encode_series,
     overflow_series,
 )
-from contract.names import (
+from toolcrew.contract.names import (
     active_tenants_key,
     admission_prefix,
     deployment_key,
@@ -38,9 +38,9 @@ from contract.names import (
     slots_key,
     tenants_key,
 )
-from contract.tenancy import DEFAULT_TENANT
-from store.connection import RedisClient, SyncRedis, broker_errors
-from telemetry.logs import get_logger
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -277,7 +277,7 @@ class MetricsStore:
         )
         self._key_parts: tuple[str | int, ...] = (*prefixes, MAX_BATCHES)
         self._overview_script = client.register_script(
-            resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
+            resources.files("toolcrew.store").joinpath("metrics.lua").read_text(encoding="utf-8")
         )
         self._absorb = client.register_script(ABSORB_LUA)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.model_endpoints import (
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.model_endpoints import (
     ENDPOINT_NAME,
     ENDPOINTS_FRESH_S,
     MAX_FALLBACKS,
@@ -24,13 +24,13 @@ from contract.model_endpoints import (
     parse_endpoints,
     seal_endpoint,
 )
-from contract.names import audit_key, model_endpoints_key, tenants_key
-from contract.signing import SigningKeys
-from contract.tenancy import REGISTERED_LUA, TenantPolicy
-from store.audit import AUDIT_LUA, AuditedStore
-from store.connection import RedisClient, broker_errors
-from store.model_limits import read_limits
-from store.tasks import SharedReads
+from toolcrew.contract.names import audit_key, model_endpoints_key, tenants_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import REGISTERED_LUA, TenantPolicy
+from toolcrew.store.audit import AUDIT_LUA, AuditedStore
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.model_limits import read_limits
+from toolcrew.store.tasks import SharedReads
 
 _SET = f"""
 {AUDIT_LUA}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from contract.errors import BrokerUnavailable
-from contract.model_endpoints import (
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.model_endpoints import (
     BLOCK_CAUSES,
     WAIT_NOTICE_S,
     BlockReason,
@@ -20,10 +20,10 @@ from contract.model_endpoints import (
     ModelEndpoint,
     RequestLease,
 )
-from contract.names import model_limits_key
-from store.connection import RedisClient, broker_errors, read_clock
-from store.tasks import begin_shared, check_cancelled, retry_until_available
-from telemetry.logs import get_logger
+from toolcrew.contract.names import model_limits_key
+from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

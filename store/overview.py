@@ -9,17 +9,17 @@ from typing import Any
 
 from pydantic import Field
 
-from contract.calls import Record
-from contract.errors import ConfigError
-from contract.hosts import HostReport
-from contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
-from store.batches import HOSTED_BATCH
-from store.connection import RedisClient, broker_errors, read_clock
-from store.hosts import HostStore
-from store.slots import count_slots_in_use
-from store.tenants import RedisTenants
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.slots import count_slots_in_use
+from toolcrew.store.tenants import RedisTenants
 
 MAX_BATCHES = 50
 """Limit of the batches that an overview lists."""
@@ -127,7 +127,7 @@ class OverviewReader:
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
         self._script = client.register_script(
-            resources.files("store").joinpath("overview.lua").read_text(encoding="utf-8")
+            resources.files("toolcrew.store").joinpath("overview.lua").read_text(encoding="utf-8")
         )
 
     async def read(self) -> Overview:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contract.calls import Record
-from contract.names import admission_prefix, slots_key
-from store.connection import RedisClient, broker_errors, read_clock
-from store.hosts import HostStore
+from toolcrew.contract.calls import Record
+from toolcrew.contract.names import admission_prefix, slots_key
+from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.hosts import HostStore
 
 FRESH_S = 3.0
 SCAN = 1000

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 READ_BYTES = 256 * 1024 * 1024
 """Memory for all reads together, in bytes: a quarter of the memory of a service in this project's deployments."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.errors import ConfigError, EnvelopeRefused
-from contract.model_endpoints import endpoint_purpose
-from contract.names import (
+from toolcrew.contract.errors import ConfigError, EnvelopeRefused
+from toolcrew.contract.model_endpoints import endpoint_purpose
+from toolcrew.contract.names import (
     api_keys_key,
     installed_skills_key,
     model_endpoints_key,
@@ -17,11 +17,11 @@ from contract.names import (
     switches_key,
     tenants_key,
 )
-from contract.signing import SigningKeys
-from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from store.connection import broker_errors
-from store.secrets import reseal_secret
-from store.skills import skill_purpose
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.secrets import reseal_secret
+from toolcrew.store.skills import skill_purpose
 
 # KEYS: hash. ARGV: field, the record as read, the record with the new signature. A record that has changed since the
 # read already has a signature with the present secret.

@@ -13,15 +13,15 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import tenant_key
-from contract.run_events import EventsMissed, RunEnded, RunEvent
-from store.batches import HOSTED_BATCH, RUN_TTL_S, batch_key, parse_batch_event
-from store.connection import broker_errors
-from store.memory import MEMORY_LUA, account_key
-from store.run_log import run_key
-from store.tasks import begin_shared, cancel_all, check_cancelled
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import tenant_key
+from toolcrew.contract.run_events import EventsMissed, RunEnded, RunEvent
+from toolcrew.store.batches import HOSTED_BATCH, RUN_TTL_S, batch_key, parse_batch_event
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.memory import MEMORY_LUA, account_key
+from toolcrew.store.run_log import run_key
+from toolcrew.store.tasks import begin_shared, cancel_all, check_cancelled
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -22,10 +22,10 @@ from typing import Any
 import redis.asyncio
 from pydantic import JsonValue
 
-from contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
-from contract.json_limits import has_more_values_in_text
-from contract.names import tenant_key
-from contract.run_events import (
+from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from toolcrew.contract.json_limits import has_more_values_in_text
+from toolcrew.contract.names import tenant_key
+from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
     CallReviewed,
@@ -38,14 +38,14 @@ from contract.run_events import (
     SubmissionTaken,
     parse_event,
 )
-from contract.signing import SigningKeys
-from store.batches import RUN_TTL_S
-from store.connection import SharedClock, broker_errors
-from store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
-from store.sessions import SessionStore, open_sessions_key
-from store.tenant_threads import in_tenant_thread
-from store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
-from telemetry.logs import get_logger
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.batches import RUN_TTL_S
+from toolcrew.store.connection import SharedClock, broker_errors
+from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
+from toolcrew.store.sessions import SessionStore, open_sessions_key
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

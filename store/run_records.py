@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import Field
 
-from contract.calls import CallUsage, Clocks, Record
-from contract.functions.completions import TokenUsage
-from contract.run_events import Failure, FailureKind, RunEnded
-from contract.signing import SigningKeys, readable
-from contract.webhooks import WebhookDelivery
-from store.batches import (
+from toolcrew.contract.calls import CallUsage, Clocks, Record
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.run_events import Failure, FailureKind, RunEnded
+from toolcrew.contract.signing import SigningKeys, readable
+from toolcrew.contract.webhooks import WebhookDelivery
+from toolcrew.store.batches import (
     HOSTED_BATCH,
     RECORD_ADVICE,
     BatchItem,
@@ -26,8 +27,8 @@ from store.batches import (
     open_item,
     open_outcome,
 )
-from store.run_log import pack_transcript
-from store.webhooks import DELIVERY_FIELDS, parse_delivery
+from toolcrew.store.run_log import pack_transcript
+from toolcrew.store.webhooks import DELIVERY_FIELDS, parse_delivery
 
 SHOWN_ANSWER = 2000
 
@@ -240,3 +241,14 @@ def _state(fields: Mapping[str, str]) -> HostedState:
             if not failure:
                 return HostedState.SUCCEEDED
             return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED
+
+
+def build_cancelled_outcome(run: str, record: RunRecord) -> ItemOutcome:
+    """Return the outcome of an item whose batch was cancelled before the item started."""
+    failure = Failure(
+        kind=FailureKind.CANCELLED,
+        code=ErrorCode.CANCELLED.value,
+        message="the batch was cancelled before this item started",
+    )
+    custom_id, attempt = record.item.custom_id, record.attempt
+    return ItemOutcome(custom_id=custom_id, run=run, status_code=499, failure=failure, attempt=attempt)

@@ -21,14 +21,15 @@ from typing import Any, TypeVar
 import redis.asyncio
 from redis.exceptions import ConnectionError as LostConnection
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
-from contract.run_events import Failure, FailureKind, RunEvent
-from contract.signing import UNSEAL_LUA, SigningKeys
-from contract.webhooks import Webhook
-from store.audit import AUDIT_LUA
-from store.batches import (
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key, deployment_key, runs_prefix, tenant_key
+from toolcrew.contract.run_events import FailureKind, RunEvent
+from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.store.audit import AUDIT_LUA
+from toolcrew.store.batches import (
     HOSTED_BATCH,
+    HOSTED_DEFAULTS,
     RUN_TTL_S,
     BatchDefaults,
     BatchItem,
@@ -48,10 +49,10 @@ from store.batches import (
     seal_rows,
     split_member,
 )
-from store.connection import broker_errors
-from store.memory import MEMORY_LUA, no_memory
-from store.run_events import not_found
-from store.run_log import (
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.memory import MEMORY_LUA, no_memory
+from toolcrew.store.run_events import not_found
+from toolcrew.store.run_log import (
     MAX_TRANSCRIPT_BYTES,
     PACKED_PIECE_BYTES,
     RunAttempt,
@@ -60,11 +61,21 @@ from store.run_log import (
     run_key,
     unpack_transcript,
 )
-from store.run_records import LISTED, HostedRun, HostedState, RunRecord, build_end, pack_end, parse_hosted, parse_run
-from store.tasks import retry_until_available
-from store.tenant_threads import in_tenant_thread
-from store.webhooks import seal_webhook
-from telemetry.logs import get_logger
+from toolcrew.store.run_records import (
+    LISTED,
+    HostedRun,
+    HostedState,
+    RunRecord,
+    build_cancelled_outcome,
+    build_end,
+    pack_end,
+    parse_hosted,
+    parse_run,
+)
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.store.webhooks import seal_webhook
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -261,7 +272,7 @@ class RunQueue:
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
             outcomes = [
-                _build_cancelled_outcome(name, record)
+                build_cancelled_outcome(name, record)
                 for name, record in zip(names, records, strict=True)
                 if record is not None
             ]
@@ -485,9 +496,7 @@ class RunQueue:
         records = await self._fields([(tenant, run) for tenant, _, run in abandoned])
         for (tenant, batch, run), fields in zip(abandoned, records, strict=True):
             try:
-                await self.settle(
-                    tenant, batch, [_build_cancelled_outcome(run, await self._parse(tenant, run, fields))]
-                )
+                await self.settle(tenant, batch, [build_cancelled_outcome(run, await self._parse(tenant, run, fields))])
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
@@ -781,19 +790,3 @@ def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
     iterator = iter(values)
     while some := list(islice(iterator, AT_ONCE)):
         yield some
-
-
-def _build_cancelled_outcome(run: str, record: RunRecord) -> ItemOutcome:
-    failure = Failure(
-        kind=FailureKind.CANCELLED,
-        code=ErrorCode.CANCELLED.value,
-        message="the batch was cancelled before this item started",
-    )
-    custom_id, attempt = record.item.custom_id, record.attempt
-    return ItemOutcome(custom_id=custom_id, run=run, status_code=499, failure=failure, attempt=attempt)
-
-
-# --- The parts of a durable run
-
-HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
-"""Defaults of a durable run. Such a run has no terminal, so approval requests go to the queue of questions."""

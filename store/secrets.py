@@ -18,16 +18,16 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, ValidationError
 
-from contract.calls import Record
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.invalid_input import find_invalid
-from contract.names import audit_key, secrets_key, tenants_key
-from contract.secrets import MAX_SECRETS, SecretInfo, check_value
-from contract.signing import SigningKey, SigningKeys, readable
-from contract.tenancy import REGISTERED_LUA, VERSION_FIELD
-from store.audit import AUDIT_LUA, AuditedStore
-from store.connection import SyncRedis, broker_errors
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.names import audit_key, secrets_key, tenants_key
+from toolcrew.contract.secrets import MAX_SECRETS, SecretInfo, check_value
+from toolcrew.contract.signing import SigningKey, SigningKeys, readable
+from toolcrew.contract.tenancy import REGISTERED_LUA, VERSION_FIELD
+from toolcrew.store.audit import AUDIT_LUA, AuditedStore
+from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.calls import Record
-from contract.clock import Instant
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import deployment_key, host_of, location_key, tenant_sessions_key
-from contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
-from contract.signing import SigningKeys
-from store.connection import RedisClient, broker_errors
-from store.sessions import (
+from toolcrew.contract.calls import Record
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.names import deployment_key, host_of, location_key, tenant_sessions_key
+from toolcrew.contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.sessions import (
     REMOVE_ENDED_LUA,
     open_sessions_key,
     parse_session_location,

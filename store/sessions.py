@@ -34,8 +34,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import (
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.names import (
     active_tenants_key,
     deployment_key,
     host_key,
@@ -47,7 +47,7 @@ from contract.names import (
     tenant_sessions_key,
     tombstone_key,
 )
-from contract.session_locations import (
+from toolcrew.contract.session_locations import (
     DEFAULT_TTL_S,
     LOCATION_MARGIN_S,
     LocationState,
@@ -55,9 +55,9 @@ from contract.session_locations import (
     open_checkpoint,
     seal_checkpoint,
 )
-from contract.signing import SigningKeys
-from store.connection import RedisClient, SyncRedis, broker_errors
-from store.usage import CHANGE_STORED_LUA, USAGE_LUA, StoredChange, usage_prefix
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.store.usage import CHANGE_STORED_LUA, USAGE_LUA, StoredChange, usage_prefix
 
 HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600

@@ -10,16 +10,16 @@ from typing import Any
 import redis.asyncio
 from pydantic import Field
 
-from contract.calls import Record
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
-from contract.signing import UNSEAL_LUA, SigningKeys, readable
-from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import REGISTERED_LUA
-from store.audit import AUDIT_LUA, AuditedStore
-from store.connection import SyncRedis, broker_errors
-from store.memory import MEMORY_LUA, account_key, no_memory
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
+from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys, readable
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.contract.tenancy import REGISTERED_LUA
+from toolcrew.store.audit import AUDIT_LUA, AuditedStore
+from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

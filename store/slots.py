@@ -18,11 +18,11 @@ from functools import partial
 from importlib import resources
 from typing import Any, Literal
 
-from contract.errors import BrokerUnavailable
-from contract.names import admission_prefix, slots_key
-from contract.tenancy import TenantPolicy
-from store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, broker_errors
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import admission_prefix, slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, broker_errors
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -78,7 +78,7 @@ Operation = Sequence[object]
 
 def load_script() -> str:
     """Return the source of the Lua script that divides the slots."""
-    folder = resources.files("store")
+    folder = resources.files("toolcrew.store")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
 
 

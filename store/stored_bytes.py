@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import tenant_key
-from store.connection import RedisClient, broker_errors
-from store.usage import CHANGE_STORED_LUA, DAY_S, STORED_TTL_S, TOTAL, StoredChange, usage_prefix
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import tenant_key
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.usage import CHANGE_STORED_LUA, DAY_S, STORED_TTL_S, TOTAL, StoredChange, usage_prefix
 
 RESERVED_S = 300
 """Lifetime of a reservation, in seconds. A running upload renews it, however slowly its bytes arrive."""

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from contract.errors import BrokerUnavailable, SandboxUnavailable
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable, SandboxUnavailable
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

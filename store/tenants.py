@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import TypeAdapter, ValidationError
 
-from contract.calls import Identifier
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import (
+from toolcrew.contract.calls import Identifier
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import (
     active_tenants_key,
     api_keys_key,
     audit_key,
@@ -28,8 +28,8 @@ from contract.names import (
     switches_key,
     tenants_key,
 )
-from contract.signing import SigningKeys
-from contract.tenancy import (
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import (
     DEFAULT_TENANT,
     MAX_PAUSE_REASON_CHARS,
     MAX_POLICY_BYTES,
@@ -42,12 +42,12 @@ from contract.tenancy import (
     parse_tenants,
     seal_policy,
 )
-from store.audit import AUDIT_LUA, AuditAction, AuditedStore
-from store.budgets import BudgetState, BudgetStore
-from store.connection import SyncRedis, broker_errors
-from store.memory import MEMORY_LUA, account_key
-from store.stored_bytes import StoredBytes
-from store.tasks import SharedReads
+from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
+from toolcrew.store.budgets import BudgetState, BudgetStore
+from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.memory import MEMORY_LUA, account_key
+from toolcrew.store.stored_bytes import StoredBytes
+from toolcrew.store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
 """Limit of cached policies. Above the limit, the oldest policy is dropped, and read again when needed."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.functions.session_state import (
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.functions.session_state import (
     MAX_ATTEMPTS,
     MAX_STATE_BYTES,
     MAX_VALUE_BYTES,
@@ -22,10 +22,10 @@ from contract.functions.session_state import (
     is_key,
     state_full_error,
 )
-from contract.names import server_sessions_key, session_state_key
-from contract.settings import BrokerSettings
-from store.connection import SyncRedis, broker_errors, connect_once
-from store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.contract.names import server_sessions_key, session_state_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.connection import SyncRedis, broker_errors, connect_once
+from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
 
 STATE_TTL_S = 24 * 3600
 """Lifetime of a state after its last read or change, in seconds."""

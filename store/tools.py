@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.names import (
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import (
     BUILTIN_TOOLS,
     CATALOG_POOLS,
     audit_key,
@@ -23,7 +23,7 @@ from contract.names import (
     installed_skills_key,
     switches_key,
 )
-from contract.registry import (
+from toolcrew.contract.registry import (
     SWITCHES_FRESH_S,
     Switch,
     ToolRegistry,
@@ -32,13 +32,13 @@ from contract.registry import (
     seal_switch,
     switch_field,
 )
-from contract.signing import SigningKeys, readable
-from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
-from contract.tenancy import TenantPolicy
-from store.audit import AUDIT_LUA, AuditAction, AuditedStore
-from store.connection import SyncRedis, broker_errors
-from store.tasks import SharedReads
-from telemetry.logs import get_logger
+from toolcrew.contract.signing import SigningKeys, readable
+from toolcrew.contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
+from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.tasks import SharedReads
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

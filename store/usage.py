@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from contract.calls import SessionUsage
-from contract.clock import format_instant
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.completions import TokenUsage
-from contract.names import location_key, tenant_key
-from contract.session_locations import MAX_TTL_S
-from store.archives.files import KEEP_S
-from store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.names import location_key, tenant_key
+from toolcrew.contract.session_locations import MAX_TTL_S
+from toolcrew.store.archives.files import KEEP_S
+from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 
 DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S

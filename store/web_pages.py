@@ -12,10 +12,10 @@ from typing import Protocol
 
 import structlog
 
-from contract.calls import Record
-from contract.errors import BrokerUnavailable
-from contract.names import tenant_key
-from store.connection import SyncRedis, broker_errors
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import tenant_key
+from toolcrew.store.connection import SyncRedis, broker_errors
 
 log = structlog.get_logger(__name__)
 

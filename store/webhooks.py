@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from contract.signing import SigningKeys
-from contract.webhooks import Webhook, WebhookDelivery
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.webhooks import Webhook, WebhookDelivery
 
 Kind = Literal["run", "batch"]
 DELIVERY_FIELDS = ("webhook_state", "webhook_tries", "webhook_error")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from structlog.processors import JSONRenderer, LogfmtRenderer
 
-from contract.masking import MARK, SECRET_NAME, Masker
+from toolcrew.contract.masking import MARK, SECRET_NAME, Masker
 
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from telemetry.log_lines import LogEvent
+from toolcrew.telemetry.log_lines import LogEvent
 
 bound = structlog.contextvars.bound_contextvars
 """`with bound(run=..., tenant=...):` adds these fields to every event that is logged inside, also by tasks that are

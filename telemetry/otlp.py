@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from contract.errors import ConfigError
-from contract.masking import Masker
-from contract.traceparent import SpanRef
-from telemetry.settings import TracingSettings
-from telemetry.spans import Span, Tracer
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.traceparent import SpanRef
+from toolcrew.telemetry.settings import TracingSettings
+from toolcrew.telemetry.spans import Span, Tracer
 
 MAX_WAITING = 2048
 MAX_BATCH = 512

@@ -6,9 +6,9 @@ from typing import Literal
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract.errors import ConfigError
-from contract.settings import read_environment
-from telemetry.log_lines import LogLevel
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import read_environment
+from toolcrew.telemetry.log_lines import LogLevel
 
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"

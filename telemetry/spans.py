@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contract.masking import Masker
-from contract.traceparent import SpanRef
-from telemetry import names
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.traceparent import SpanRef
+from toolcrew.telemetry import names
 
 Kind = Literal["internal", "client", "producer", "consumer"]
 Value = str | bool | int | float | list[str]

@@ -6,9 +6,9 @@ from typing import Any
 
 import redis
 
-from contract.names import admission_prefix, slots_key
-from contract.tenancy import TenantPolicy
-from store.slots import (
+from toolcrew.contract.names import admission_prefix, slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.slots import (
     Operation,
     SlotReply,
     SlotRequest,

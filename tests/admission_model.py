@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from contract.tenancy import TenantPolicy
-from store.slots import SlotRequest
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.slots import SlotRequest
 
 
 def shortened(value: float) -> float:

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from contract.tenancy import TenantPolicy
-from orchestrator.api.service import ApiService
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.connection import open_redis
-from store.tenants import RedisTenants
 from tests.waiting import wait_until_async
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.api.service import ApiService
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
 
 READY_S = 90.0
 ROLES = {

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 from docker import APIClient
 
-from orchestrator.operations.ports import reserve_port
 from tests.api_harness import make_keys
 from tests.model_server.running import ModelServer, running_model_server
 from tests.service_process import ApiProcess, open_api_process
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 STEPS = 4
 """Limit of steps; lower than the default of a run."""

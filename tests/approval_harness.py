@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.approvals import digest_call
-from contract.calls import ToolCall
-from contract.signing import SigningKeys
-from orchestrator.approvals import asking
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.asking import build_record
-from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
-from store.audit import Actor, Audit, AuditEntry
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.approvals import digest_call
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.approvals import asking
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
+from toolcrew.orchestrator.approvals.asking import build_record
+from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
+from toolcrew.store.audit import Actor, Audit, AuditEntry
 
 ADMIN = Actor(key="local", role="admin", name="ada")
 ACME = Actor(key="a" * 16, role="tenant", name="ann", tenant="acme")

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
 from tests.containers import Watched, watch
 from tests.processes import read_proc
 from tests.service_process import run_program
 from tests.stack import ROOT, UP_S, Footprint, is_alive, open_footprint
 from tests.waiting import SOON_S, wait_until
-from workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 CAPTURE = {"stdout": 8192, "stderr": 8192, "merged": 8192}
 WORKER = """
 import json, sys
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 path, name, script, timeout_s = sys.argv[1:]
 request = {"op": "exec", "argv": None, "script_bytes": len(script), "state": "use", "timeout_s": float(timeout_s), "capture": {}}
 SandboxClient(path).call(name, request, script.encode())
@@ -198,7 +198,7 @@ def open_own_sandboxd(api: APIClient, environment: Mapping[str, str] | None = No
             "TOOLCREW_POOL_SIZE": "0",
             **(environment or {}),
         }
-        argv = [sys.executable, "-m", "workers.sandboxd"]
+        argv = [sys.executable, "-m", "toolcrew.workers.sandboxd"]
         with run_program(footprint, "sandboxd", argv, own) as process:
             sandboxd = OwnSandboxd(process, footprint, api)
             wait_until(lambda: _answers(sandboxd), UP_S, sandboxd.log)

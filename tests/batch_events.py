@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from contract.calls import Clocks, ToolResult
-from contract.errors import ErrorCode
-from contract.functions.completions import TokenUsage
-from contract.run_events import (
+from toolcrew.contract.calls import Clocks, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.run_events import (
     BatchNotice,
     CallFinished,
     Failure,
@@ -19,7 +19,7 @@ from contract.run_events import (
     RunRetried,
     StepFinished,
 )
-from store.batches import final_state
+from toolcrew.store.batches import final_state
 
 STARTED_AT = 1_700_000_000.0
 

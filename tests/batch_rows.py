@@ -5,9 +5,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from contract.run_events import Failure, FailureKind
-from orchestrator.batches.rows import build_row, build_row_line, parse_row
-from store.batches import ItemOutcome
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.batches.rows import build_row, build_row_line, parse_row
+from toolcrew.store.batches import ItemOutcome
 
 
 def accept_any_row(custom_id: str, run: str) -> bool:

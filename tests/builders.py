@@ -5,12 +5,12 @@ subject.
 import time
 from typing import Any
 
-from contract.calls import ToolCall, ToolContext
-from contract.signing import SigningKeys
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.request import Attempt, Request
-from workers.sandbox_client import GuestResponse
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.workers.sandbox_client import GuestResponse
 
 KEY = SigningKeys.of("k" * 32)
 

@@ -86,7 +86,7 @@ def _shared_command() -> str:
 
 def serve(path: str) -> None:
     """Serve commands until SIGTERM, or until stdin is closed because the process of the tests has ended."""
-    from orchestrator.command import import_all
+    from toolcrew.orchestrator.command import import_all
 
     # All commands are imported before the forks, so that no fork imports one again.
     import_all()
@@ -131,7 +131,7 @@ def _answer(link: socket.socket) -> int:
 
 
 def _run() -> int:
-    from orchestrator.command import main
+    from toolcrew.orchestrator.command import main
 
     code = 0
     try:

@@ -18,15 +18,15 @@ import redis
 from docker import APIClient
 from structlog.testing import capture_logs
 
-from contract.names import catalog_key
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from contract.specs import Catalog, seal_catalog
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.redis_harness import answers
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine, require_redis_server
 from tests.waiting import wait_until
+from toolcrew.contract.names import catalog_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 if TYPE_CHECKING:
     from tests.event_harness import EventHarness

@@ -26,12 +26,12 @@ from docker import APIClient
 
 from benchmarks.sandboxes import FOLDERS, find_own
 from tests.waiting import wait_until
-from workers.sandboxd.cgroups import PARENT, Cgroups
-from workers.sandboxd.runtime import bundle
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec, build_container_config
-from workers.sandboxd.runtime.oci import FOLDER, OciRuntime, find_obstacle, find_program
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
+from toolcrew.workers.sandboxd.runtime import bundle
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec, build_container_config
+from toolcrew.workers.sandboxd.runtime.oci import FOLDER, OciRuntime, find_obstacle, find_program
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 IMAGE = os.environ.get("TOOLCREW_SANDBOX_IMAGE", "toolcrew-sandbox:dev")
 RUNTIME = os.environ.get("TOOLCREW_SANDBOX_RUNTIME", "runc")

@@ -15,17 +15,17 @@ from docker import APIClient
 
 from benchmarks.processes import RunningSandboxd
 from benchmarks.sandboxes import list_containers
-from contract.errors import SandboxUnavailable
 from tests.attack_sandboxd import CAPTURE
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
 from tests.waiting import SOON_S, wait_until
-from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.sandboxd.daemon import STOP_AND_REMOVE
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.workers.sandboxd.daemon import STOP_AND_REMOVE
 
 _QUICK = """
-from workers.sandboxd import monitor
+from toolcrew.workers.sandboxd import monitor
 monitor.EXPIRE_EVERY_S = monitor.SWEEP_EVERY_S = 0.3
-from workers.sandboxd.__main__ import main
+from toolcrew.workers.sandboxd.__main__ import main
 raise SystemExit(main())
 """
 """A program that runs sandboxd with shorter intervals between its periodic rounds, because tests wait for their

@@ -20,16 +20,16 @@ from structlog.testing import capture_logs
 from tests.waiting import SOON_S, until
 from tests.web_certificate import trusting_context
 from tests.web_servers import StubResolver, WebServer
-from workers.egress.allowances import ConnectionQuotas
-from workers.egress.authority import Authority
-from workers.egress.daemon import MAX_CONNECTIONS, serve
-from workers.egress.destinations import Destinations, ResolverPool
-from workers.egress.interception import SecretProxy
-from workers.egress.limits import ProxyLimits
-from workers.egress.secrets import SecretUses
-from workers.egress.serving import Proxy
-from workers.settings import EgressSettings
-from workers.web.addresses import AddressRules
+from toolcrew.workers.egress.allowances import ConnectionQuotas
+from toolcrew.workers.egress.authority import Authority
+from toolcrew.workers.egress.daemon import MAX_CONNECTIONS, serve
+from toolcrew.workers.egress.destinations import Destinations, ResolverPool
+from toolcrew.workers.egress.interception import SecretProxy
+from toolcrew.workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.secrets import SecretUses
+from toolcrew.workers.egress.serving import Proxy
+from toolcrew.workers.settings import EgressSettings
+from toolcrew.workers.web.addresses import AddressRules
 
 
 def build_rules(*servers: WebServer | int, **rules: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 from tests.service_process import run_program
 from tests.stack import UP_S, Footprint
 from tests.waiting import wait_until
-from workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 
 @contextlib.contextmanager
 def running_sandboxd(footprint: Footprint, environment: dict[str, str]) -> Iterator[Path]:
     """Run a sandboxd with this environment, and yield its socket."""
-    with run_program(footprint, "sandboxd", [sys.executable, "-m", "workers.sandboxd"], environment):
+    with run_program(footprint, "sandboxd", [sys.executable, "-m", "toolcrew.workers.sandboxd"], environment):
         socket = Path(environment["TOOLCREW_SANDBOXD_SOCKET"])
         wait_until(socket.exists, UP_S, lambda: (footprint.folder / "sandboxd.log").read_text())
         yield socket

@@ -8,14 +8,14 @@ from typing import Any
 
 import redis
 
-from contract.call_events import OUTPUT
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
-from store.call_events import WorkerCallEventStore
-from store.connection import connect_once, open_redis
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from workers.call_events import CallEventWriter
+from toolcrew.contract.call_events import OUTPUT
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
+from toolcrew.store.call_events import WorkerCallEventStore
+from toolcrew.store.connection import connect_once, open_redis
+from toolcrew.workers.call_events import CallEventWriter
 
 DEPLOYMENT = "test"
 

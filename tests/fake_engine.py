@@ -10,10 +10,10 @@ import tarfile
 from collections.abc import Awaitable, Callable, Mapping
 from typing import IO, Any
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
-from workers.sandboxd.runtime.hardening import ImageFacts
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, AttachedContainer, ListedContainer
+from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts
 
 _MUX = struct.Struct(">BxxxI")
 

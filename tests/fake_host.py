@@ -6,17 +6,17 @@ from typing import Any
 
 import redis
 
-from contract.errors import SandboxUnavailable
-from contract.hosts import HostReport
-from contract.names import location_key
-from contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
-from store.connection import SharedClock
-from store.hosts import WorkerHostStore
-from store.sessions import WorkerSessionStore, parse_session_location
-from store.usage import sum_packed, usage_prefix
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import location_key
+from toolcrew.contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import WorkerHostStore
+from toolcrew.store.sessions import WorkerSessionStore, parse_session_location
+from toolcrew.store.usage import sum_packed, usage_prefix
+from toolcrew.workers.sandbox_client import SandboxClient
 
 DEPLOYMENT = "d"
 _SIGNED = ("checkpoint", "automatic")

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contract.hosts import HostReport
-from contract.session_locations import LocationState, SessionLocation
-from orchestrator.dispatch.dispatcher import Pool
-from store.sessions import HostState, SessionAddress, SessionStore
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.session_locations import LocationState, SessionLocation
+from toolcrew.orchestrator.dispatch.dispatcher import Pool
+from toolcrew.store.sessions import HostState, SessionAddress, SessionStore
 
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:

@@ -10,30 +10,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeEngine
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.connection import RequestServer
-from workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
-from workers.sandboxd.disks.base import Workspace, WorkspaceMount, Workspaces, WorkspaceSize
-from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
-from workers.sandboxd.egress.secrets import SecretValues
-from workers.sandboxd.factory import SandboxFactory, SandboxSlots
-from workers.sandboxd.forks import SessionForker
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.monitor import IdleTimes, SessionMonitor
-from workers.sandboxd.plans import Plans, Profile, SandboxPlan
-from workers.sandboxd.pool import PoolLimits, WarmPools
-from workers.sandboxd.reaper import Reaper
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, ListedContainer
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession
-from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_store import SkillVolume
-from workers.sandboxd.suspension import SuspensionStore
-from workers.settings import SandboxdSettings
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.connection import RequestServer
+from toolcrew.workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
+from toolcrew.workers.sandboxd.disks.base import Workspace, WorkspaceMount, Workspaces, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from toolcrew.workers.sandboxd.egress.secrets import SecretValues
+from toolcrew.workers.sandboxd.factory import SandboxFactory, SandboxSlots
+from toolcrew.workers.sandboxd.forks import SessionForker
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.monitor import IdleTimes, SessionMonitor
+from toolcrew.workers.sandboxd.plans import Plans, Profile, SandboxPlan
+from toolcrew.workers.sandboxd.pool import PoolLimits, WarmPools
+from toolcrew.workers.sandboxd.reaper import Reaper
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD, ListedContainer
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.sessions import Sessions
+from toolcrew.workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.sandboxd.suspension import SuspensionStore
+from toolcrew.workers.settings import SandboxdSettings
 
 SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
 PLANS = Plans(SETTINGS)

@@ -5,19 +5,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import IO, Any
 
-from contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.errors import ErrorCode, ToolFailure
-from contract.signing import ResultSeal
-from contract.specs import SkillSummary, ToolSpec
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dispatch.request import Attempt
-from store.call_messages import ResultHub
-from store.calls import CallClaim
 from tests.builders import KEY
-from workers.executor import CallPolicy, Executor
-from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.tools.base import WorkerRegistry, WorkerResources
+from toolcrew.contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_call, encode_result
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.calls import CallClaim
+from toolcrew.workers.executor import CallPolicy, Executor
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources
 
 # Orchestrator
 

@@ -4,10 +4,10 @@ import io
 import tarfile
 from typing import Any
 
-from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
-from store.batches import BatchItem, Grader
 from tests.item_harness import ItemHarness
+from toolcrew.contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.store.batches import BatchItem, Grader
 
 
 def with_grader(item: BatchItem, **fields: Any) -> BatchItem:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.errors import ErrorCode, ToolFailure
 from tests.builders import build_exec_response
-from workers.sandbox_client import GuestResponse
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.sandbox_client import GuestResponse
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 import pytest
 
 from tests.waiting import wait_until
-from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 
 GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
 if str(GUEST_PARENT) not in sys.path:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
 from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.guest_harness import Guest, running_guest
-from workers.sandbox_client import GuestResponse
-from workers.sandboxd.connection import check_request
-from workers.sandboxd.sandbox import build_done, count_budget, has_stream
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.sandboxd.connection import check_request
+from toolcrew.workers.sandboxd.sandbox import build_done, count_budget, has_stream
+from toolcrew.workers.tools.builtin import build_registry
 
 _REGISTRY = build_registry()
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import redis
 from docker import APIClient
 
-from contract.names import hosts_key
-from contract.settings import BrokerSettings
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.redis_harness import answers
 from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, open_footprint
 from tests.waiting import wait_until
+from toolcrew.contract.names import hosts_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 PAUSES_S = (0.0, 0.3, 1.0)
 """Pauses before a process is restarted, in seconds. The last pause is repeated."""
@@ -243,7 +243,7 @@ class Harness:
             f"{name}.sandboxd", [sys.executable, "-m", "tests.chaos.sandboxd_with_tally"], {**daemon, **own}, tree
         )
         worker = {"TOOLCREW_HOST": name, "TOOLCREW_SANDBOXD_SOCKET": str(sandboxd), "TOOLCREW_WORKER_KIND": "sandbox"}
-        self._start(f"{name}.worker", [sys.executable, "-m", "workers"], {**worker, **own}, tree)
+        self._start(f"{name}.worker", [sys.executable, "-m", "toolcrew.workers"], {**worker, **own}, tree)
 
     def start_tools(self, **settings: str) -> None:
         """Start a worker without sandboxes, with the tool that appends to the tally."""
@@ -256,7 +256,7 @@ class Harness:
             "TOOLCREW_CONCURRENCY": "3",
             "TALLY": str(self.tally),
         }
-        self._start("tools", [sys.executable, "-m", "workers"], {**worker, **own})
+        self._start("tools", [sys.executable, "-m", "toolcrew.workers"], {**worker, **own})
 
     def wait_ready(self) -> None:
         """Wait until every started worker reports."""

@@ -11,19 +11,19 @@ from typing import Any
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.run_service import ServiceWork
-from orchestrator.runs.runner import Runner
-from store.batches import ItemEnvironment, RunBody
-from store.run_events import EventBatch, RunEventStore
-from store.run_records import HostedRun
-from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore
 from tests.item_harness import ItemHarness
 from tests.waiting import SOON_S
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.run_service import ServiceWork
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.store.batches import ItemEnvironment, RunBody
+from toolcrew.store.run_events import EventBatch, RunEventStore
+from toolcrew.store.run_records import HostedRun
+from toolcrew.store.runs import RunClaim
 
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]

@@ -10,10 +10,10 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.calls import ToolResult
 from tests.fake_hosts import MemorySessionStore
 from tests.hosted_harness import HostedHarness
 from tests.item_harness import echo_then
+from toolcrew.contract.calls import ToolResult
 
 
 async def hang_at_the_second(call: Any, _: Any) -> ToolResult:

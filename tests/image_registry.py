@@ -15,10 +15,10 @@ from typing import Any
 import docker.errors
 from docker import APIClient
 
-from orchestrator.operations.ports import reserve_port
 from tests.archives import build_tar
 from tests.stack import end_process, missing
 from tests.waiting import SOON_S, wait_until
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 USER, PASSWORD = "robot", "a-test-password"
 _PASSWORD_HASH = "$2b$04$yyA9tykbobZ/U5ywVI0VwuOr753iIPobYxl4mo/P3ROmFVGADu0PW"

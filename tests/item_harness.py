@@ -11,36 +11,36 @@ from typing import Any
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.run_events import RunEvent
-from contract.specs import ToolSpec
-from orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
-from orchestrator.approvals.approvers import Approver
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.dispatcher import Dispatcher, Pool
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.models.choice import ChosenModel
-from orchestrator.models.scripted import ALL_CAPABILITIES, Calls, ScriptedModel, Turn
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.models import Models
-from orchestrator.runs.run_parts import RunParts
-from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
-from store.call_reader import CallReader
-from store.calls import CallStore
-from store.run_log import RunLog
-from store.runs import RunClaim
-from store.skills import SkillStore
-from store.tenants import RedisTenants
-from store.tools import RedisSwitches
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_harness import RunHarness, build_item
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
+from toolcrew.orchestrator.approvals.approvers import Approver
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, Calls, ScriptedModel, Turn
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
+from toolcrew.store.call_reader import CallReader
+from toolcrew.store.calls import CallStore
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.skills import SkillStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import RedisSwitches
+from toolcrew.workers.tools.builtin import build_registry
 
 HarnessFactory = Callable[..., "ItemHarness"]
 Answer = Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]

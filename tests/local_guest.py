@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.frames import Frame
 
 
 class LocalGuest:

@@ -14,10 +14,10 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ImageContent, TextContent, ToolAnnotations
 
-from orchestrator.operations.ports import reserve_port
 from tests.web_servers import SYSTEM_TLS, StubResolver, WebServer, answer, open_web_server
-from workers.mcp.http_server import HttpServer
-from workers.mcp.settings import HttpEntry
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.workers.mcp.http_server import HttpServer
+from toolcrew.workers.mcp.settings import HttpEntry
 
 TOOL = {
     "name": "echo",

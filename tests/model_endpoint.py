@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ModelUnavailable
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 Answer = Callable[[int, dict[str, Any]], bytes]
 """(number of the request, its body) -> the bytes to send. The connection is closed afterwards."""

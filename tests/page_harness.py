@@ -10,9 +10,15 @@ from typing import Any
 import redis.asyncio
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, async_playwright
 
-from contract.calls import Clocks, KillReport, ToolCall, ToolResult
-from contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
-from contract.run_events import (
+from tests.api_harness import ApiHarness
+from tests.approval_harness import build_question
+from tests.batch_events import Attempt, build_item_events
+from tests.builders import build_spec
+from tests.fake_hosts import build_report
+from tests.stack import ROOT
+from toolcrew.contract.calls import Clocks, KillReport, ToolCall, ToolResult
+from toolcrew.contract.names import call_key, catalog_key, host_key, hosts_key, tenant_calls_key
+from toolcrew.contract.run_events import (
     CallFinished,
     CallSent,
     CallStarted,
@@ -23,26 +29,20 @@ from contract.run_events import (
     StepStarted,
     TextArrived,
 )
-from contract.specs import Catalog, seal_catalog
-from contract.tenancy import Budgets
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys, NewKey
-from store.approvals import ApprovalQuestion, ApprovalQueue
-from store.audit import Actor
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
-from store.runs import RunQueue
-from store.sessions import SessionStore
-from store.tenants import RedisTenants
-from store.usage import ReplySpending, UsageStore
-from tests.api_harness import ApiHarness
-from tests.approval_harness import build_question
-from tests.batch_events import Attempt, build_item_events
-from tests.builders import build_spec
-from tests.fake_hosts import build_report
-from tests.stack import ROOT
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.contract.tenancy import Budgets
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys, NewKey
+from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
+from toolcrew.store.audit import Actor
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.usage import ReplySpending, UsageStore
 
 CHROMIUM = "/usr/bin/chromium"
 FLOWER = "https://flower.test/crew"

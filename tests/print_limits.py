@@ -5,7 +5,7 @@ import resource
 import sys
 from pathlib import Path
 
-from workers.sandboxd.disks.children import limit_child
+from toolcrew.workers.sandboxd.disks.children import limit_child
 
 if __name__ == "__main__":
     limit_child()

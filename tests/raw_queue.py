@@ -11,17 +11,17 @@ from typing import Any
 import redis
 from celery import Celery
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_result, encode_call
-from contract.names import result_key
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from store.call_messages import ResultHub
-from store.connection import open_redis
-from store.tools import RedisCatalog
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_result, encode_call
+from toolcrew.contract.names import result_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tools import RedisCatalog
 
 
 def make_envelope(

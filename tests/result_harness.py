@@ -9,11 +9,11 @@ from typing import Any
 
 import redis.asyncio
 
-from orchestrator.operations.ports import reserve_port
-from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.waiting import SOON_S
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.store.call_messages import ResultHub
 
 
 @asynccontextmanager

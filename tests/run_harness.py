@@ -6,11 +6,11 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.run_events import Failure, FailureKind
-from orchestrator.runs.run_slots import RunSlot
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
-from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.runs.run_slots import RunSlot
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.runs import RunClaim, RunQueue
 
 
 def build_item(number: int, **fields: Any) -> BatchItem:

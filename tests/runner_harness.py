@@ -9,20 +9,20 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.errors import BrokerUnavailable
-from contract.run_events import Failure, FailureKind, RunEnded, RunEvent
-from orchestrator.runs import runner as runner_module
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.run_gate import RunGate
-from orchestrator.runs.run_slots import RunSlots
-from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchState, ItemOutcome, parse_batch_event
-from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.run_events import Failure, FailureKind, RunEnded, RunEvent
+from toolcrew.orchestrator.runs import runner as runner_module
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.run_gate import RunGate
+from toolcrew.orchestrator.runs.run_slots import RunSlots
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.store.batches import BatchDefaults, BatchState, ItemOutcome, parse_batch_event
+from toolcrew.store.runs import RunClaim, RunQueue
 
 BATCH = ("acme", "b")
 Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[ItemOutcome]]

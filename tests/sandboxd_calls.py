@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.waiting import SOON_S
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, encode_frame
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, FrameDecoder, encode_frame
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 

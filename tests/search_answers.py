@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.builders import build_context
-from workers.sandbox_client import GuestResponse, parse_guest_answer
-from workers.tools.base import OnData
+from toolcrew.workers.sandbox_client import GuestResponse, parse_guest_answer
+from toolcrew.workers.tools.base import OnData
 
 
 def build_glob_done(**fields: Any) -> dict[str, Any]:

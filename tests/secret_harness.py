@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.secrets import build_placeholder
 from tests.egress_harness import Harness, build_rules, open_harness, read_all
 from tests.waiting import SOON_S
 from tests.web_certificate import server_context
-from workers.egress.limits import ProxyLimits
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.workers.egress.limits import ProxyLimits
 
 VALUE = "ghp-canary-0123456789abcdefXYZ"
 """The value of every secret here."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.operations.ports import reserve_port
 from tests.processes import read_proc
 from tests.stack import ROOT, TOOLCREW, Footprint, end_process
 from tests.waiting import wait_until
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 START_S = 90.0
 

@@ -25,17 +25,17 @@ from docker import APIClient
 
 from benchmarks.processes import unmount_below
 from benchmarks.sandboxes import list_containers, list_folders, list_pins
-from contract.errors import ConfigError
-from contract.settings import BrokerSettings
-from orchestrator.operations.local_stack import StackInfo, read_stack
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.operations.local_stack import StackInfo, read_stack
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 if TYPE_CHECKING:
-    from orchestrator.dispatch.sessions import Session
+    from toolcrew.orchestrator.dispatch.sessions import Session
 
 ROOT = Path(__file__).parent.parent
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")

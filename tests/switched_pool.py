@@ -9,26 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from contract.names import catalog_key
-from contract.registry import ToolRegistry
-from contract.session_locations import seal_start
-from contract.settings import BrokerSettings
-from contract.specs import Catalog, seal_catalog
-from orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
-from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.dispatch.sessions import Session, SessionInfo
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.blobs import Blobs
-from store.call_messages import NotSent
-from store.call_reader import CallReader
-from store.connection import connect_once, open_redis
-from store.skills import SkillStore
-from store.tenants import OpenTenants, RedisTenants
-from store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
@@ -40,9 +20,29 @@ from tests.fakes import (
     MemoryLedger,
     build_executor,
 )
-from workers.call_events import open_call_events
-from workers.executor import CallPolicy, CallRepeated
-from workers.tools.base import WorkerTool
+from toolcrew.contract.names import catalog_key
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.session_locations import seal_start
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
+from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.blobs import Blobs
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.call_reader import CallReader
+from toolcrew.store.connection import connect_once, open_redis
+from toolcrew.store.skills import SkillStore
+from toolcrew.store.tenants import OpenTenants, RedisTenants
+from toolcrew.store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
+from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.executor import CallPolicy, CallRepeated
+from toolcrew.workers.tools.base import WorkerTool
 
 SESSION = "s1"
 

@@ -12,23 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from contract.errors import ErrorCode, ToolcrewError, ToolFailure
-from contract.hosts import holder_name
-from contract.registry import Tool, ToolRegistry
-from contract.settings import BrokerSettings
-from store.blobs import WorkerBlobs
-from store.calls import WorkerCallStore
-from store.connection import SharedClock, connect, connect_once
-from store.metrics import RefusalCounter
 from tests.builders import build_spec
 from tests.fakes import build_executor
-from workers.celery_edge.app import Pool, build_app, run_celery_worker
-from workers.celery_edge.tasks import register_tasks
-from workers.executor import Executor
-from workers.logs import configure_logging, log_not_started
-from workers.settings import load_worker_settings
-from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
-from workers.web_worker import run_web_worker
+from toolcrew.contract.errors import ErrorCode, ToolcrewError, ToolFailure
+from toolcrew.contract.hosts import holder_name
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.blobs import WorkerBlobs
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.metrics import RefusalCounter
+from toolcrew.workers.celery_edge.app import Pool, build_app, run_celery_worker
+from toolcrew.workers.celery_edge.tasks import register_tasks
+from toolcrew.workers.executor import Executor
+from toolcrew.workers.logs import configure_logging, log_not_started
+from toolcrew.workers.settings import load_worker_settings
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
+from toolcrew.workers.web_worker import run_web_worker
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 

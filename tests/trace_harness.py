@@ -9,20 +9,20 @@ from typing import Any
 from hypothesis import strategies as st
 from rich.console import Console
 
-from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.masking import Masker
-from contract.run_events import CallSent, OnEvent, pass_to
-from orchestrator.cli.trace_printer import TracePrinter
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.model import Model
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.traces.reading import Trace
-from orchestrator.traces.recorder import TraceRecorder, open_trace
 from tests.builders import build_spec
+from toolcrew.contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.run_events import CallSent, OnEvent, pass_to
+from toolcrew.orchestrator.cli.trace_printer import TracePrinter
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.traces.reading import Trace
+from toolcrew.orchestrator.traces.recorder import TraceRecorder, open_trace
 
 RUN = "run1"
 Answer = Callable[[ToolCall], ToolResult]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.waiting import SOON_S
-from workers.sandboxd.egress.relay import GRANT, ProxyStreams, open_proxy
-from workers.sandboxd.egress.tunnels import Tunnels
-from workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.egress.relay import GRANT, ProxyStreams, open_proxy
+from toolcrew.workers.sandboxd.egress.tunnels import Tunnels
+from toolcrew.workers.sandboxd.frames import Frame
 
 PREAMBLE = {"v": 1, "tenant": "acme", "session": "s1", "rules": {"hosts": ["example.org"]}}
 

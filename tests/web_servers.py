@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from socket import create_server, socket
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from store.web_pages import WebPage
 from tests.builders import build_call, build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.tools.base import WorkerRegistry, WorkerTool
-from workers.web.access_rules import WebAccessRules
-from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls
-from workers.web.fetcher import Fetcher
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.urls import Address
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.store.web_pages import WebPage
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerTool
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.fetcher import Fetcher
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.urls import Address
 
 Reply = bytes | Sequence[bytes] | Callable[[socket], None]
 """The data that a server sends before it closes: at once, in pieces, or through a function of the connection."""

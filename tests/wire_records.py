@@ -7,18 +7,18 @@ records of that release. So the module may use only names that both releases hav
 import json
 import sys
 
-from contract.call_events import encode_event
-from contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.envelope import encode_call, encode_result
-from contract.errors import ErrorCode
-from contract.hosts import HostReport
-from contract.registry import Switch, seal_switch
-from contract.session_locations import LocationState, SessionLocation
-from contract.signing import ResultSeal, SigningKeys
-from contract.specs import Catalog, ToolSpec, seal_catalog
-from contract.tenancy import TenantPolicy, seal_policy
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
-from store.calls import CallRecord, CallState
+from toolcrew.contract.call_events import encode_event
+from toolcrew.contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import encode_call, encode_result
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.registry import Switch, seal_switch
+from toolcrew.contract.session_locations import LocationState, SessionLocation
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.contract.specs import Catalog, ToolSpec, seal_catalog
+from toolcrew.contract.tenancy import TenantPolicy, seal_policy
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
+from toolcrew.store.calls import CallRecord, CallState
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.stack import missing
-from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.disks.choice import find_obstacle
-from workers.sandboxd.disks.image import ImageWorkspaces
-from workers.sandboxd.disks.loop_mounts import try_lock
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.choice import find_obstacle
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspaces
+from toolcrew.workers.sandboxd.disks.loop_mounts import try_lock
 
 MIB = 1024 * 1024
 SMALL = WorkspaceSize(4 * MIB, 512)

@@ -1,14 +1,14 @@
-"""`python -m workers`: run one Celery worker of the kind in TOOLCREW_WORKER_KIND."""
+"""`python -m toolcrew.workers`: run one Celery worker of the kind in TOOLCREW_WORKER_KIND."""
 
 import sys
 
-from contract.errors import ToolcrewError
-from contract.extras import explain_missing
-from contract.startup import importing_program
-from store.connection import check_connection
-from workers.lifeline import hold_lifeline
-from workers.logs import configure_logging, log_not_started
-from workers.settings import WorkerSettings, load_worker_settings
+from toolcrew.contract.errors import ToolcrewError
+from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.startup import importing_program
+from toolcrew.store.connection import check_connection
+from toolcrew.workers.lifeline import hold_lifeline
+from toolcrew.workers.logs import configure_logging, log_not_started
+from toolcrew.workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
 """Seconds that the worker of an embedded stack runs after its parent has died.
@@ -35,15 +35,15 @@ def _run(settings: WorkerSettings) -> None:
     if settings.worker_kind == "web":
         try:
             with importing_program():
-                from workers.web_tools import load_web_worker_servers, load_web_worker_tools
-                from workers.web_worker import run_web_worker
+                from toolcrew.workers.web_tools import load_web_worker_servers, load_web_worker_tools
+                from toolcrew.workers.web_worker import run_web_worker
         except ModuleNotFoundError as error:
             raise explain_missing(error) from error
 
         run_web_worker(settings, load_web_worker_tools(settings), load_web_worker_servers(settings))
     else:
         with importing_program():
-            from workers.sandbox_worker import run_sandbox_worker
+            from toolcrew.workers.sandbox_worker import run_sandbox_worker
 
         run_sandbox_worker(settings)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from contract.call_events import (
+from toolcrew.contract.call_events import (
     END,
     MAX_PAUSE_S,
     MAX_WAITING_BYTES,
@@ -26,11 +26,11 @@ from contract.call_events import (
     encode_event,
     encode_output,
 )
-from contract.calls import ToolCall, ToolContext
-from contract.errors import BrokerUnavailable
-from contract.signing import SigningKeys
-from store.call_events import WorkerCallEventStore
-from store.connection import SyncRedis
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.call_events import WorkerCallEventStore
+from toolcrew.store.connection import SyncRedis
 
 log = structlog.get_logger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import structlog
 
-from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
-from contract.session_locations import LocationState
-from store.sessions import RecordedCheckpoint, WorkerSessionStore
-from workers.host_duties import SandboxdSession, parse_rows
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import BrokerUnavailable, OperatorError, ToolFailure
+from toolcrew.contract.session_locations import LocationState
+from toolcrew.store.sessions import RecordedCheckpoint, WorkerSessionStore
+from toolcrew.workers.host_duties import SandboxdSession, parse_rows
+from toolcrew.workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
 

@@ -17,14 +17,14 @@ from typing import Protocol
 
 import structlog
 
-from contract.calls import ToolCall, ToolContext
-from contract.envelope import decode_call
-from contract.errors import BrokerUnavailable, EnvelopeRefused, RefusalReason, ToolcrewError
-from contract.hosts import DRAIN_ORDER, holder_name
-from contract.signing import SigningKeys
-from store.hosts import WorkerControlStore
-from workers.interrupts import END_SIGNAL, CancelBoard
-from workers.sandbox_client import SandboxClient, sandbox_id
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.envelope import decode_call
+from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, RefusalReason, ToolcrewError
+from toolcrew.contract.hosts import DRAIN_ORDER, holder_name
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.hosts import WorkerControlStore
+from toolcrew.workers.interrupts import END_SIGNAL, CancelBoard
+from toolcrew.workers.sandbox_client import SandboxClient, sandbox_id
 
 log = structlog.get_logger(__name__)
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolFailure
-from contract.plurals import count
-from contract.session_locations import LocationState, SessionLocation
-from store.sessions import WorkerSessionStore
-from workers.checkpoints import AutomaticCheckpoints
-from workers.host_duties import SandboxdSession, parse_rows
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import BrokerUnavailable, OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.session_locations import LocationState, SessionLocation
+from toolcrew.store.sessions import WorkerSessionStore
+from toolcrew.workers.checkpoints import AutomaticCheckpoints
+from toolcrew.workers.host_duties import SandboxdSession, parse_rows
+from toolcrew.workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from contract.errors import OperatorError, ToolFailure
+from toolcrew.contract.errors import OperatorError, ToolFailure
 
 log = structlog.get_logger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import structlog
 from pydantic import JsonValue
 
-from contract.call_events import HIDDEN
-from contract.calls import RunFailure, SessionUsage, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_arguments
-from contract.errors import (
+from toolcrew.contract.call_events import HIDDEN
+from toolcrew.contract.calls import RunFailure, SessionUsage, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_arguments
+from toolcrew.contract.errors import (
     BROKER_CODES,
     OPERATOR_CODES,
     BrokerUnavailable,
@@ -30,15 +30,22 @@ from contract.errors import (
     RefusalReason,
     ToolFailure,
 )
-from contract.registry import RELEASING, Switch, check_call, check_switches
-from contract.schema import prepare_arguments
-from contract.specs import ToolSpec
-from contract.tenancy import SKILL_TOOL, SandboxPolicy
-from store.calls import CallClaim, WorkerCallStore
-from store.tenants import WorkerTenants
-from store.tools import WorkerSwitches
-from workers.sandbox_client import SandboxdUnreachable
-from workers.tools.base import Outcome, SandboxRequest, ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
+from toolcrew.contract.registry import RELEASING, Switch, check_call, check_switches
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import SKILL_TOOL, SandboxPolicy
+from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.tenants import WorkerTenants
+from toolcrew.store.tools import WorkerSwitches
+from toolcrew.workers.sandbox_client import SandboxdUnreachable
+from toolcrew.workers.tools.base import (
+    Outcome,
+    SandboxRequest,
+    ToolEnvironment,
+    WorkerRegistry,
+    WorkerResources,
+    WorkerTool,
+)
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from typing import Any
 
 from jsonschema.exceptions import SchemaError
 
-from contract.schema import applied_schemas, check_schema, count_parts
-from workers.schema_conversion import Converter, Cut, TooLarge
-from workers.web.fences import printable
+from toolcrew.contract.schema import applied_schemas, check_schema, count_parts
+from toolcrew.workers.schema_conversion import Converter, Cut, TooLarge
+from toolcrew.workers.web.fences import printable
 
 MAX_RECEIVED_BYTES = 256 * 1024
 MAX_SCHEMA_BYTES = 16 * 1024

@@ -13,28 +13,28 @@ from typing import Any, Protocol
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.hosts import HEARTBEAT_S, HostReport
-from contract.names import pool_worker
-from store.audit import SecretAudit
-from store.connection import SharedClock, connect, connect_once
-from store.hosts import WorkerHostStore
-from store.metrics import WorkerMetricsStore
-from store.secrets import WorkerSecrets
-from store.sessions import WorkerSessionStore
-from store.tenants import WorkerTenants
-from store.usage import WorkerUsageStore
-from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
-from workers.checkpoints import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.hosts import HEARTBEAT_S, HostReport
+from toolcrew.contract.names import pool_worker
+from toolcrew.store.audit import SecretAudit
+from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.hosts import WorkerHostStore
+from toolcrew.store.metrics import WorkerMetricsStore
+from toolcrew.store.secrets import WorkerSecrets
+from toolcrew.store.sessions import WorkerSessionStore
+from toolcrew.store.tenants import WorkerTenants
+from toolcrew.store.usage import WorkerUsageStore
+from toolcrew.workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
+from toolcrew.workers.checkpoints import (
     CHECK_INTERVAL_S,
     DEFAULT_EVERY_S,
     AutomaticCheckpoints,
     CheckpointMonitor,
     RecordingSandboxClient,
 )
-from workers.draining import HostDrain
-from workers.duties import Duty
-from workers.host_duties import (
+from toolcrew.workers.draining import HostDrain
+from toolcrew.workers.duties import Duty
+from toolcrew.workers.host_duties import (
     SECRETS_EVERY_S,
     AdoptionMonitor,
     ExpiryMonitor,
@@ -45,7 +45,7 @@ from workers.host_duties import (
     SecretsMonitor,
     UsageMonitor,
 )
-from workers.reports import (
+from toolcrew.workers.reports import (
     RETRY_S,
     Heartbeat,
     build_host_report,
@@ -54,8 +54,8 @@ from workers.reports import (
     read_store,
     take_queue_name,
 )
-from workers.sandbox_client import SandboxClient
-from workers.settings import WorkerSettings
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 

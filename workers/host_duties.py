@@ -10,10 +10,10 @@ from typing import Any
 
 import structlog
 
-from contract.calls import SessionUsage
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.hosts import HEARTBEAT_S, HostReport
-from contract.metrics import (
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.hosts import HEARTBEAT_S, HostReport
+from toolcrew.contract.metrics import (
     BUCKET,
     COUNT,
     KILLS,
@@ -24,14 +24,14 @@ from contract.metrics import (
     SUM,
     WARM_SANDBOXES,
 )
-from contract.tenancy import SandboxPolicy, TenantPolicy
-from store.audit import SecretAudit, SecretUse, parse_uses
-from store.hosts import WorkerHostStore
-from store.metrics import Counts, WorkerMetricsStore
-from store.secrets import Secret, WorkerSecrets
-from store.sessions import AdoptionResult, WorkerSessionStore
-from store.usage import WorkerUsageStore
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
+from toolcrew.store.audit import SecretAudit, SecretUse, parse_uses
+from toolcrew.store.hosts import WorkerHostStore
+from toolcrew.store.metrics import Counts, WorkerMetricsStore
+from toolcrew.store.secrets import Secret, WorkerSecrets
+from toolcrew.store.sessions import AdoptionResult, WorkerSessionStore
+from toolcrew.store.usage import WorkerUsageStore
+from toolcrew.workers.sandbox_client import SandboxClient
 
 log = structlog.get_logger(__name__)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolContext
-from contract.errors import ErrorCode, ToolFailure
-from workers.executor import ExecutorMiddleware
-from workers.tools.base import Outcome, ToolEnvironment
+from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolContext
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.executor import ExecutorMiddleware
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment
 
 END_SIGNAL = signal.SIGUSR1
 """Celery's own signal for a soft time limit. toolcrew sends the same signal for a cancel."""

@@ -11,9 +11,9 @@ from types import TracebackType
 
 import structlog
 
-from contract.masking import Masker, secrets_of_settings
-from telemetry.log_lines import LogLines, RecordLines, StderrLogger, write_line
-from workers.settings import (
+from toolcrew.contract.masking import Masker, secrets_of_settings
+from toolcrew.telemetry.log_lines import LogLines, RecordLines, StderrLogger, write_line
+from toolcrew.workers.settings import (
     EgressSettings,
     SandboxdSettings,
     WorkerSettings,
@@ -69,7 +69,7 @@ def _take_library_records(formatter: logging.Formatter, min_level: int) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(min_level if min_level <= logging.DEBUG else max(min_level, logging.WARNING))
-    for package in ("celery", "store"):
+    for package in ("celery", "toolcrew"):
         logging.getLogger(package).setLevel(min_level)
     for name in _REPEATING:
         logging.getLogger(name).setLevel(min_level if min_level <= logging.DEBUG else max(min_level, logging.WARNING))

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import structlog
 
-from contract.errors import BrokerUnavailable, ConfigError
-from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_PROBLEM_CHARS, HostReport
-from contract.names import host_queue
-from store.connection import SKEW_WARNING_S, SharedClock
-from store.hosts import Departure, ReportResult, WorkerHostStore
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError
+from toolcrew.contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_PROBLEM_CHARS, HostReport
+from toolcrew.contract.names import host_queue
+from toolcrew.store.connection import SKEW_WARNING_S, SharedClock
+from toolcrew.store.hosts import Departure, ReportResult, WorkerHostStore
 
 log = structlog.get_logger(__name__)
 

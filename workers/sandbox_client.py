@@ -22,11 +22,11 @@ from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.sandboxes import SandboxOptions
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
+from toolcrew.contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
 OPEN_TIMEOUT_S = 60.0
 ARCHIVE_TIMEOUT_S = 540.0

@@ -2,26 +2,26 @@
 
 from functools import partial
 
-from contract.hosts import holder_name
-from contract.specs import Catalog
-from store.connection import SharedClock, connect, connect_once
-from store.secrets import WorkerSecrets
-from store.tool_state import StateStore
-from workers.call_events import open_call_events
-from workers.control import SandboxOrders
-from workers.host import SandboxHost
-from workers.mcp.server_registry import ServerRegistry
-from workers.mcp.settings import StdioEntry, load_servers
-from workers.sandbox_client import SandboxClient
-from workers.settings import WorkerSettings
-from workers.skills.examiner import SkillExaminer
-from workers.skills.installed import InstalledSkillCache
-from workers.skills.loader import load_skills
-from workers.skills.of_session import SessionSkills
-from workers.skills.tool import build_skill_tool, register_skill_tools
-from workers.tools.base import WorkerResources
-from workers.tools.builtin import build_registry
-from workers.worker import WorkerParts, run_worker
+from toolcrew.contract.hosts import holder_name
+from toolcrew.contract.specs import Catalog
+from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.secrets import WorkerSecrets
+from toolcrew.store.tool_state import StateStore
+from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.control import SandboxOrders
+from toolcrew.workers.host import SandboxHost
+from toolcrew.workers.mcp.server_registry import ServerRegistry
+from toolcrew.workers.mcp.settings import StdioEntry, load_servers
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.settings import WorkerSettings
+from toolcrew.workers.skills.examiner import SkillExaminer
+from toolcrew.workers.skills.installed import InstalledSkillCache
+from toolcrew.workers.skills.loader import load_skills
+from toolcrew.workers.skills.of_session import SessionSkills
+from toolcrew.workers.skills.tool import build_skill_tool, register_skill_tools
+from toolcrew.workers.tools.base import WorkerResources
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.worker import WorkerParts, run_worker
 
 
 def run_sandbox_worker(settings: WorkerSettings) -> None:
@@ -36,7 +36,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
     servers = None
     if entries:
         # Import late: the MCP SDK costs 30 MiB and half a second at the start.
-        from workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
+        from toolcrew.workers.mcp.sandbox_tools import AT_ONCE, await_sandboxd, build_sandbox_sources
 
         sources = build_sandbox_sources(entries, settings.sandboxd_socket)
         servers = ServerRegistry(registry, sources, settings.mcp_refresh_s, AT_ONCE)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 
-from contract.json_limits import count_values, is_deeper
+from toolcrew.contract.json_limits import count_values, is_deeper
 
 Json = dict[str, Any]
 

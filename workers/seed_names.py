@@ -3,14 +3,14 @@
 Each name is an alias of a class or function elsewhere.
 """
 
-from workers.skills.tool import build_skill_tool
-from workers.tools.builtin import build_registry
-from workers.tools.edit import EDIT_TOOL
-from workers.tools.glob import GLOB_TOOL
-from workers.tools.grep import GREP_TOOL
-from workers.tools.read import READ_TOOL
-from workers.tools.shell import BASH_TOOL
-from workers.tools.write import WRITE_TOOL
+from toolcrew.workers.skills.tool import build_skill_tool
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.tools.edit import EDIT_TOOL
+from toolcrew.workers.tools.glob import GLOB_TOOL
+from toolcrew.workers.tools.grep import GREP_TOOL
+from toolcrew.workers.tools.read import READ_TOOL
+from toolcrew.workers.tools.shell import BASH_TOOL
+from toolcrew.workers.tools.write import WRITE_TOOL
 
 BuiltInToolsRegistry = build_registry
 SkillsSandboxExecutor = build_skill_tool

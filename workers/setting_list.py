@@ -1,4 +1,4 @@
-"""`python -m workers.setting_list`: print the settings of every process of the worker side as JSON.
+"""`python -m toolcrew.workers.setting_list`: print the settings of every process of the worker side as JSON.
 
 `toolcrew config show` runs this module.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from contract.errors import ConfigError
-from contract.invalid_input import find_invalid
-from contract.setting_rows import build_rows
-from workers.settings import (
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.setting_rows import build_rows
+from toolcrew.workers.settings import (
     WorkerSettings,
     load_egress_settings,
     load_sandboxd_settings,

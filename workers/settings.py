@@ -19,12 +19,12 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract.image_names import ImageNameText, ImagePatternText, RegistryText
-from contract.masking import SECRET_NAME
-from contract.sandboxes import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
-from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
-from contract.tenancy import NetworkPolicy
-from telemetry.settings import LogSettings
+from toolcrew.contract.image_names import ImageNameText, ImagePatternText, RegistryText
+from toolcrew.contract.masking import SECRET_NAME
+from toolcrew.contract.sandboxes import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
+from toolcrew.contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
+from toolcrew.contract.tenancy import NetworkPolicy
+from toolcrew.telemetry.settings import LogSettings
 
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 MIB = 1024 * 1024
@@ -75,8 +75,10 @@ def _default_slots(fields: dict[str, Any]) -> int:
 
 def _find_shipped_skills() -> tuple[Path, ...]:
     package = Path(__file__).parent
-    # In an installed package the skills are inside the package. In a source checkout they are next to the package.
-    return tuple(folder for folder in (package / "shipped_skills", package.parent / "skills") if folder.is_dir())[:1]
+    # In an installed package the skills are inside the package. In a source checkout, where toolcrew/workers is a
+    # link, they are next to the linked folder.
+    folders = (package / "shipped_skills", package.resolve().parent / "skills")
+    return tuple(folder for folder in folders if folder.is_dir())[:1]
 
 
 class WorkerSettings(SharedSettings, LogSettings):

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import structlog
 
-from contract.calls import KillReport
-from contract.traceparent import SpanRef, parse_traceparent
-from telemetry import names
-from telemetry.otlp import open_tracer
-from telemetry.settings import load_tracing_settings
-from telemetry.spans import Attributes, Tracer
-from workers.executor import ExecutorMiddleware, FinishedCall
-from workers.tools.base import SandboxRequest
+from toolcrew.contract.calls import KillReport
+from toolcrew.contract.traceparent import SpanRef, parse_traceparent
+from toolcrew.telemetry import names
+from toolcrew.telemetry.otlp import open_tracer
+from toolcrew.telemetry.settings import load_tracing_settings
+from toolcrew.telemetry.spans import Attributes, Tracer
+from toolcrew.workers.executor import ExecutorMiddleware, FinishedCall
+from toolcrew.workers.tools.base import SandboxRequest
 
 log = structlog.get_logger(__name__)
 

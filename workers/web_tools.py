@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from store.connection import connect_once
-from store.tool_state import StateStore
-from store.web_pages import PageCache
-from workers.custom.loading import load_custom_tools
-from workers.mcp.server_registry import ToolSource
-from workers.mcp.settings import HttpEntry, load_servers
-from workers.settings import WorkerSettings, load_web_settings
-from workers.tools.base import WorkerTool
-from workers.web.resolver import SystemResolver
-from workers.web.tools import build_access_rules, build_web_tools
-from workers.web.webhook import build_webhook
+from toolcrew.store.connection import connect_once
+from toolcrew.store.tool_state import StateStore
+from toolcrew.store.web_pages import PageCache
+from toolcrew.workers.custom.loading import load_custom_tools
+from toolcrew.workers.mcp.server_registry import ToolSource
+from toolcrew.workers.mcp.settings import HttpEntry, load_servers
+from toolcrew.workers.settings import WorkerSettings, load_web_settings
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.web.resolver import SystemResolver
+from toolcrew.workers.web.tools import build_access_rules, build_web_tools
+from toolcrew.workers.web.webhook import build_webhook
 
 
 def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
@@ -33,8 +33,8 @@ def load_web_worker_servers(settings: WorkerSettings) -> Sequence[ToolSource]:
     if not servers:
         return ()
     # Import late: the MCP SDK costs 30 MiB per process and half a second at the start.
-    from workers.mcp.http_sessions import ServerSessions
-    from workers.mcp.http_tools import build_http_sources
+    from toolcrew.workers.mcp.http_sessions import ServerSessions
+    from toolcrew.workers.mcp.http_tools import build_http_sources
 
     broker, keys = settings.broker(), settings.broker().signing_keys()
 

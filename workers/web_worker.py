@@ -10,21 +10,21 @@ from functools import partial
 
 import structlog
 
-from contract.errors import ConfigError, OperatorError, ToolFailure
-from contract.names import POOL_QUEUES
-from contract.registry import ToolRegistry
-from contract.specs import Catalog, ToolSpec
-from store.connection import SharedClock, connect_once, drop_connections
-from store.tool_state import StateStore
-from workers.call_events import open_call_events
-from workers.control import PoolOrders, process_holder
-from workers.executor import ExecutorMiddleware
-from workers.host import PoolHost
-from workers.interrupts import CallInterrupts, CancelBoard
-from workers.mcp.server_registry import ServerRegistry, ToolSource
-from workers.settings import WorkerSettings
-from workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
-from workers.worker import WorkerParts, run_worker
+from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.specs import Catalog, ToolSpec
+from toolcrew.store.connection import SharedClock, connect_once, drop_connections
+from toolcrew.store.tool_state import StateStore
+from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.control import PoolOrders, process_holder
+from toolcrew.workers.executor import ExecutorMiddleware
+from toolcrew.workers.host import PoolHost
+from toolcrew.workers.interrupts import CallInterrupts, CancelBoard
+from toolcrew.workers.mcp.server_registry import ServerRegistry, ToolSource
+from toolcrew.workers.settings import WorkerSettings
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
+from toolcrew.workers.worker import WorkerParts, run_worker
 
 log = structlog.get_logger(__name__)
 

@@ -8,25 +8,25 @@ from typing import Literal
 
 import structlog
 
-from contract.specs import Catalog
-from store.blobs import WorkerBlobs
-from store.calls import WorkerCallStore
-from store.connection import SharedClock, connect, connect_once
-from store.hosts import WorkerControlStore
-from store.metrics import RefusalCounter
-from store.tenants import WorkerTenants
-from store.tools import WorkerCatalogStore, WorkerSwitches
-from telemetry.spans import Tracer
-from workers.celery_edge.app import POOL_OF_KIND, build_app, reserve_node_name, run_celery_worker
-from workers.celery_edge.tasks import register_tasks
-from workers.control import ControlListener, OrderHandler
-from workers.duties import Duty
-from workers.executor import CallPolicy, ClaimConfirmation, Executor, ExecutorMiddleware, UnconfirmedCalls
-from workers.host import Host
-from workers.mcp.server_registry import ServerRegistry
-from workers.settings import WorkerSettings
-from workers.tools.base import WorkerRegistry, WorkerResources
-from workers.tracing import CallTracing, open_process_tracer
+from toolcrew.contract.specs import Catalog
+from toolcrew.store.blobs import WorkerBlobs
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.hosts import WorkerControlStore
+from toolcrew.store.metrics import RefusalCounter
+from toolcrew.store.tenants import WorkerTenants
+from toolcrew.store.tools import WorkerCatalogStore, WorkerSwitches
+from toolcrew.telemetry.spans import Tracer
+from toolcrew.workers.celery_edge.app import POOL_OF_KIND, build_app, reserve_node_name, run_celery_worker
+from toolcrew.workers.celery_edge.tasks import register_tasks
+from toolcrew.workers.control import ControlListener, OrderHandler
+from toolcrew.workers.duties import Duty
+from toolcrew.workers.executor import CallPolicy, ClaimConfirmation, Executor, ExecutorMiddleware, UnconfirmedCalls
+from toolcrew.workers.host import Host
+from toolcrew.workers.mcp.server_registry import ServerRegistry
+from toolcrew.workers.settings import WorkerSettings
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources
+from toolcrew.workers.tracing import CallTracing, open_process_tracer
 
 log = structlog.get_logger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.session_state import NoState, SessionState
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.session_state import NoState, SessionState
 
 T = TypeVar("T")
 

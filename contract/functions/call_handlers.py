@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from contract.functions.call_context import CallContext, CallHandler, FunctionHandler
-from contract.functions.function_schemas import is_async, read_function, takes_second_argument
+from toolcrew.contract.functions.call_context import CallContext, CallHandler, FunctionHandler
+from toolcrew.contract.functions.function_schemas import is_async, read_function, takes_second_argument
 
 
 def build_execute_handler(execute: Callable[..., Any], *, is_alone: bool = False) -> CallHandler:

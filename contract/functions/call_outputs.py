@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
-from contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 _METADATA: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 

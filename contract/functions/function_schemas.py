@@ -19,11 +19,11 @@ from pydantic.errors import (
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import CallContext, FunctionHandler
-from contract.functions.docstrings import Docstring, parse_docstring
-from contract.functions.json_schemas import JsonSchema, plain_schema
-from contract.invalid_input import explain_errors, format_path
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.call_context import CallContext, FunctionHandler
+from toolcrew.contract.functions.docstrings import Docstring, parse_docstring
+from toolcrew.contract.functions.json_schemas import JsonSchema, plain_schema
+from toolcrew.contract.invalid_input import explain_errors, format_path
 
 CONTEXT_NAMES = frozenset({"context", "ctx"})
 """Names of parameters that receive the context if they have no annotation. A parameter annotated CallContext receives

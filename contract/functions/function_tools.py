@@ -8,12 +8,12 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from pydantic import ValidationError
 
-from contract.functions.call_context import CallHandler
-from contract.functions.call_handlers import build_function_handler
-from contract.functions.function_schemas import function_name, read_function, tool_parameters
-from contract.invalid_input import describe_invalid
-from contract.registry import Tool, Validator
-from contract.specs import ToolSpec
+from toolcrew.contract.functions.call_context import CallHandler
+from toolcrew.contract.functions.call_handlers import build_function_handler
+from toolcrew.contract.functions.function_schemas import function_name, read_function, tool_parameters
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.registry import Tool, Validator
+from toolcrew.contract.specs import ToolSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import MAX_TIMEOUT_S, Record
-from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.functions.completions import Completion, TokenUsage
-from contract.invalid_input import describe_invalid
+from toolcrew.contract.calls import MAX_TIMEOUT_S, Record
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.functions.completions import Completion, TokenUsage
+from toolcrew.contract.invalid_input import describe_invalid
 
 MAX_MESSAGES = 1000
 MAX_QUESTIONS = 20

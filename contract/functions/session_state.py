@@ -4,7 +4,7 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, Protocol
 
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 MAX_KEY_CHARS = 256
 MAX_VALUE_BYTES = 64 * 1024

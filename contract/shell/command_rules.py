@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from contract.shell.commands import SHELLS, ShellScript, parse_commands
-from contract.shell.shell_reader import Word
-from contract.specs import ToolSpec
+from toolcrew.contract.shell.commands import SHELLS, ShellScript, parse_commands
+from toolcrew.contract.shell.shell_reader import Word
+from toolcrew.contract.specs import ToolSpec
 
 MAX_PLAIN_INPUT_CHARS = 4096
 """Limit, in characters, of text sent to a running program that may count as plain text and not as shell commands.

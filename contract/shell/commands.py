@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from contract.shell.shell_reader import CommandDraft, Word, read_script
+from toolcrew.contract.shell.shell_reader import CommandDraft, Word, read_script
 
 MAX_COMMAND_CHARS = 256 * 1024
 """Limit of the characters of a command line. A longer text is not parsed and counts as opaque."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contract.shell.commands import Command, ShellScript
-from contract.shell.danger_tables import (
+from toolcrew.contract.shell.commands import Command, ShellScript
+from toolcrew.contract.shell.danger_tables import (
     COPIERS,
     DANGEROUS_PROGRAMS,
     DANGEROUS_SUBCOMMANDS,
@@ -29,7 +29,7 @@ from contract.shell.danger_tables import (
     WHOLE_TREES,
     WRITERS,
 )
-from contract.shell.shell_reader import Word
+from toolcrew.contract.shell.shell_reader import Word
 
 
 class Level(enum.IntEnum):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from contract.calls import ToolResult
+from toolcrew.contract.calls import ToolResult
 
 
 def build_artifact(result: ToolResult) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from harbor.environments.options import EnvironmentOptions
 from harbor.environments.tar_transfer import pack_dir_to_bytes
 from typing_extensions import override
 
-from contract.calls import MAX_TIMEOUT_S
-from contract.errors import ConfigError
-from contract.sandboxes import MIB, SandboxOptions
-from orchestrator.adapters.inspect_users import OWN, read_as, run_as, write_as
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
+from toolcrew.contract.calls import MAX_TIMEOUT_S
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.sandboxes import MIB, SandboxOptions
+from toolcrew.orchestrator.adapters.inspect_users import OWN, read_as, run_as, write_as
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 TTL_S = 24 * 3600.0
 _COPIED_INSTRUCTIONS = ("FROM", "WORKDIR")
@@ -36,7 +36,7 @@ class ToolcrewOptions(EnvironmentOptions):  # type: ignore[misc]
 
 class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
     """A session of the pool that TOOLCREW_REDIS_URL names. Use it with `harbor run --environment-import-path
-    orchestrator.adapters.harbor:ToolcrewEnvironment`.
+    toolcrew.orchestrator.adapters.harbor:ToolcrewEnvironment`.
 
     The image is `docker_image` of the task, or the image after FROM in a Dockerfile that has only FROM and WORKDIR. A
     command runs for at most 600 s.

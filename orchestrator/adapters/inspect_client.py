@@ -5,12 +5,12 @@ one client.
 import asyncio
 from weakref import WeakKeyDictionary
 
-from contract.errors import ConfigError
-from contract.sandboxes import pick_options
-from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.sandboxes import pick_options
+from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import load_settings
 
 
 class SharedClient:

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from contract.errors import ConfigError
-from contract.invalid_input import describe_invalid
-from contract.sandboxes import SandboxOptions
-from contract.session_locations import MAX_TTL_S
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_locations import MAX_TTL_S
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnvironmentLimits
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 
-from contract.calls import ExecResult as Done
-from contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.calls import ExecResult as Done
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 
 _STREAM_LIMIT = "4 MiB"
 """Limit of the output that a worker reads from each stream."""

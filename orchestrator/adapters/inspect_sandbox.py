@@ -24,14 +24,14 @@ from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 from pydantic import BaseModel
 from typing_extensions import override
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
-from orchestrator.adapters.inspect_client import client_of_loop
-from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
-from orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
-from orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
-from orchestrator.dispatch.sessions import Session
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
+from toolcrew.orchestrator.adapters.inspect_client import client_of_loop
+from toolcrew.orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
+from toolcrew.orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
+from toolcrew.orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -5,10 +5,10 @@ toolkit that every sandbox has, and needs no program of the image. Only root of 
 import errno
 import os
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.calls import ExecResult as Done
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatch.sessions import Session
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.calls import ExecResult as Done
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.sessions import Session
 
 OWN = ""
 """The user as which programs in the sandbox run if no other user is given."""

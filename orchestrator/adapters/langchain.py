@@ -5,14 +5,14 @@ and metadata is the artifact.
 import asyncio
 from typing import Any, Literal
 
-from contract.calls import DEFAULT_TIMEOUT_S, ToolResult
-from contract.extras import explain_missing
-from contract.specs import ToolSpec
-from orchestrator.adapters.artifacts import build_artifact
-from orchestrator.approvals import Approver
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from orchestrator.sdk.session_tools import Names, SessionTools
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolResult
+from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.adapters.artifacts import build_artifact
+from toolcrew.orchestrator.approvals import Approver
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
 
 try:
     from langchain_core.messages import ToolMessage

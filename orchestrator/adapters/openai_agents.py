@@ -5,16 +5,16 @@ An approver of toolcrew or the SDK's own approvals decide about calls.
 import copy
 from typing import Any
 
-from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
-from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.extras import explain_missing
-from contract.specs import ToolSpec
-from orchestrator.adapters.artifacts import build_artifact
-from orchestrator.approvals import ApprovalRequest, Approver, Decision
-from orchestrator.dialects.native_assembler import parse_arguments
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from orchestrator.sdk.session_tools import Names, SessionTools
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.adapters.artifacts import build_artifact
+from toolcrew.orchestrator.approvals import ApprovalRequest, Approver, Decision
+from toolcrew.orchestrator.dialects.native_assembler import parse_arguments
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
 
 try:
     from agents import FunctionTool, FunctionToolCustomDataContext, RunContextWrapper, UserError

@@ -15,16 +15,16 @@ import verifiers.v1 as vf
 from pydantic import Field
 from typing_extensions import override
 
-from contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
-from contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
-from contract.sandboxes import pick_options
-from orchestrator.batches.lines import load_lines
-from orchestrator.dialects.profiles import STANDARD
-from orchestrator.dispatch.sessions import Session
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.choice import ChosenModel
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.runs.grading import (
+from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
+from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
+from toolcrew.contract.sandboxes import pick_options
+from toolcrew.orchestrator.batches.lines import load_lines
+from toolcrew.orchestrator.dialects.profiles import STANDARD
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.runs.grading import (
     GradingResult,
     Submission,
     grade_submission,
@@ -33,11 +33,11 @@ from orchestrator.runs.grading import (
     retry_grading,
     take_submission,
 )
-from orchestrator.runs.outcomes import judge_call, judge_error, judge_run
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
-from store.archives.files import is_stored
-from store.batches import BatchItem, Grader, RunBody
+from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.archives.files import is_stored
+from toolcrew.store.batches import BatchItem, Grader, RunBody
 
 __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]
 

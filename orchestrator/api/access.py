@@ -15,19 +15,19 @@ from fastapi.security.base import SecurityBase
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.schema import MAX_NAME_CHARS, find_nearest
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.shares import Streams
-from orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
-from orchestrator.http.body_limits import find_header, refuse
-from orchestrator.http.problems import ApiProblem, replace_surrogates, response_to
-from orchestrator.sdk.client import ToolClient
-from store.api_keys import ApiKeys, Credential, Identity
-from store.audit import Audit, AuditAction, NewAuditEntry, build_entry
-from store.model_endpoints import ModelEndpoints
-from store.secrets import SecretStore
-from store.tenants import RedisTenants
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.schema import MAX_NAME_CHARS, find_nearest
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.shares import Streams
+from toolcrew.orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
+from toolcrew.orchestrator.http.body_limits import find_header, refuse
+from toolcrew.orchestrator.http.problems import ApiProblem, replace_surrogates, response_to
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.api_keys import ApiKeys, Credential, Identity
+from toolcrew.store.audit import Audit, AuditAction, NewAuditEntry, build_entry
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.tenants import RedisTenants
 
 
 class ApiAuthentication:

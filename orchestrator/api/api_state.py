@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
-from orchestrator.api.shares import (
+from toolcrew.orchestrator.api.shares import (
     FILES_PER_KEY,
     PAGES_PER_KEY,
     SEARCHES_PER_KEY,
@@ -12,11 +12,11 @@ from orchestrator.api.shares import (
     FairQueue,
     OpenStreams,
 )
-from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.http.app_state import AppState
-from orchestrator.settings import OrchestratorSettings
-from store.pressure import PoolPressure
-from store.tasks import SharedReads
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.http.app_state import AppState
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.pressure import PoolPressure
+from toolcrew.store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
 """Seconds for which a result of the readiness check is cached.

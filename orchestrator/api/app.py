@@ -9,8 +9,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
-from contract.calls import MAX_BLOB_BYTES
-from orchestrator.api import (
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.orchestrator.api import (
     approvals,
     audit,
     batches,
@@ -31,14 +31,14 @@ from orchestrator.api import (
     tools,
     usage,
 )
-from orchestrator.api.access import ApiAuthentication
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.exact_json import ExactJson
-from orchestrator.api.idempotency import Idempotency
-from orchestrator.http.app_state import ConnectedWork
-from orchestrator.http.body_limits import LOGIN_BYTES, BodyLimit, BodyLimits
-from orchestrator.http.problems import Problem
-from store.archives.files import MAX_WORKSPACE_BYTES
+from toolcrew.orchestrator.api.access import ApiAuthentication
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.exact_json import ExactJson
+from toolcrew.orchestrator.api.idempotency import Idempotency
+from toolcrew.orchestrator.http.app_state import ConnectedWork
+from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, BodyLimit, BodyLimits
+from toolcrew.orchestrator.http.problems import Problem
+from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
 
 VERSION = "v1"
 BATCH_BYTES = 200 * 1024 * 1024

@@ -5,15 +5,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.approvals import Decision
-from contract.clock import Instant
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.operations.views import ApprovalView, view_approval
-from store.approvals import (
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.api.access import AnyCaller, Caller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.operations.views import ApprovalView, view_approval
+from toolcrew.store.approvals import (
     AlreadyAnswered,
     ApprovalAnswer,
     ApprovalQueue,
@@ -21,7 +21,7 @@ from store.approvals import (
     QuestionOver,
     UnknownQuestion,
 )
-from store.audit import Actor
+from toolcrew.store.audit import Actor
 
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
 

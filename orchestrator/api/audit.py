@@ -4,10 +4,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from orchestrator.api.access import OperatorCaller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.problem_handlers import responses
-from store.audit import Audit, AuditAction, AuditEntry
+from toolcrew.orchestrator.api.access import OperatorCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.store.audit import Audit, AuditAction, AuditEntry
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 

@@ -12,28 +12,28 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contract.calls import pick_fields
-from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import FailureKind
-from contract.sandboxes import SandboxOptions, pick_options
-from contract.strict_json import InvalidJson, parse_object
-from contract.webhooks import MAX_URL_CHARS, Webhook
-from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.idempotency import IdempotencyKey
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from orchestrator.api.piece_responses import PieceResponse
-from orchestrator.api.problem_handlers import responses
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
-from orchestrator.batches.rows import build_row, build_row_line
-from orchestrator.dialects.profiles import ProfileName
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.runs.batch_status import BatchStatus, build_status
-from store.archives.files import TenantStore, is_file_id
-from store.audit import entry_text
-from store.batches import BatchDefaults, MaxIterations, MaxTokens, MaxWallS, RunLimits
-from store.idempotency import KEEP_S
-from store.tenant_threads import in_tenant_thread
+from toolcrew.contract.calls import pick_fields
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.sandboxes import SandboxOptions, pick_options
+from toolcrew.contract.strict_json import InvalidJson, parse_object
+from toolcrew.contract.webhooks import MAX_URL_CHARS, Webhook
+from toolcrew.orchestrator.api.access import AnyCaller, Caller
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.piece_responses import PieceResponse
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
+from toolcrew.orchestrator.batches.rows import build_row, build_row_line
+from toolcrew.orchestrator.dialects.profiles import ProfileName
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
+from toolcrew.store.archives.files import TenantStore, is_file_id
+from toolcrew.store.audit import entry_text
+from toolcrew.store.batches import BatchDefaults, MaxIterations, MaxTokens, MaxWallS, RunLimits
+from toolcrew.store.idempotency import KEEP_S
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
-from store.call_reader import CallLife, ListedCall
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.api.access import AnyCaller, Caller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
+from toolcrew.store.call_reader import CallLife, ListedCall
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 

@@ -12,18 +12,18 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from contract.calls import LONGEST_TIMEOUT_S, ToolResult
-from contract.errors import ErrorCode
-from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
-from orchestrator.api.access import AnyCaller, find_caller
-from orchestrator.api.exact_json import dump_exactly
-from orchestrator.api.idempotency import IdempotencyKey, mark_not_done
-from orchestrator.api.problem_handlers import responses
-from orchestrator.api.sessions import SESSION_ID, SessionId
-from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
-from orchestrator.dispatch.sessions import Session
-from orchestrator.http.body_limits import find_header
-from orchestrator.http.problems import REDIS_AWAY
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
+from toolcrew.orchestrator.api.access import AnyCaller, find_caller
+from toolcrew.orchestrator.api.exact_json import dump_exactly
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey, mark_not_done
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId
+from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.http.body_limits import find_header
+from toolcrew.orchestrator.http.problems import REDIS_AWAY
 
 WAITING_PIECES = 32
 """Limit of output pieces that wait because the client reads too slowly.

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
-from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
-from orchestrator.api.piece_responses import CONTENT, PieceResponse
-from orchestrator.api.problem_handlers import responses
-from orchestrator.batches.stored_files import StoredFile, StoredFiles
+from toolcrew.orchestrator.api.access import AnyCaller, Caller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from toolcrew.orchestrator.api.piece_responses import CONTENT, PieceResponse
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.batches.stored_files import StoredFile, StoredFiles
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=responses())
 

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from contract.errors import BrokerUnavailable, ConfigError
-from orchestrator.api.access import OperatorCaller, depend_on_app_state
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.problem_handlers import responses
-from orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
-from store.connection import check_writable
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError
+from toolcrew.orchestrator.api.access import OperatorCaller, depend_on_app_state
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.metrics.samples import OPEN_METRICS, TEXT, choose_format
+from toolcrew.store.connection import check_writable
 
 router = APIRouter(tags=["health"])
 

@@ -3,14 +3,14 @@
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
-from contract.errors import ConfigError
-from orchestrator.api.access import OperatorCaller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.operations.drains import find_workers, order_drain
-from orchestrator.operations.views import HostView, view_host
-from store.hosts import HostStore
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.api.access import OperatorCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.operations.drains import find_workers, order_drain
+from toolcrew.orchestrator.operations.views import HostView, view_host
+from toolcrew.store.hosts import HostStore
 
 router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from contract.model_endpoints import EndpointView, ModelEndpoint
-from orchestrator.api.access import AdminCaller, AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.contract.model_endpoints import EndpointView, ModelEndpoint
+from toolcrew.orchestrator.api.access import AdminCaller, AnyCaller, Caller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 
 router = APIRouter(prefix="/v1", tags=["models"], responses=responses())
 

@@ -9,8 +9,8 @@ from typing import Annotated, Generic, TypeVar
 from fastapi import Query
 from pydantic import BaseModel
 
-from contract.errors import ErrorCode
-from orchestrator.http.problems import ApiProblem
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.http.problems import ApiProblem
 
 T = TypeVar("T")
 MAX_LIMIT = 200

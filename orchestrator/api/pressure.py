@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
-from contract.names import POOL_QUEUES
-from orchestrator.api.access import OperatorCaller
-from orchestrator.api.problem_handlers import responses
-from store.pressure import PoolPressure, Pressure
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.orchestrator.api.access import OperatorCaller
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.store.pressure import PoolPressure, Pressure
 
 router = APIRouter(prefix="/v1/pressure", tags=["hosts"], responses=responses())
 

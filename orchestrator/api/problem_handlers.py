@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import InvalidPart, explain_errors
-from orchestrator.http.problems import (
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import InvalidPart, explain_errors
+from toolcrew.orchestrator.http.problems import (
     MEDIA_TYPE,
     ApiCode,
     ApiProblem,
@@ -21,7 +21,7 @@ from orchestrator.http.problems import (
     replace_surrogates,
     response_to,
 )
-from telemetry.logs import get_logger
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

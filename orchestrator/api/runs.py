@@ -9,32 +9,32 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from contract.calls import LONGEST_TIMEOUT_S, pick_fields
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.image_names import ImageText
-from contract.json_limits import is_deeper
-from contract.sandboxes import CheckpointId, SandboxOptions
-from contract.session_locations import MAX_FORKS
-from contract.tool_configs import ToolConfig
-from contract.webhooks import Webhook
-from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.exact_json import dump_exactly
-from orchestrator.api.idempotency import IdempotencyKey
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from orchestrator.api.piece_responses import FileAnswer, PieceResponse, split_pieces
-from orchestrator.api.problem_handlers import responses
-from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
-from orchestrator.batches.artifacts import MAX_PATTERNS
-from orchestrator.batches.lines import MAX_DEPTH
-from orchestrator.dialects.profiles import ProfileName
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.operations.views import RunView, view_run
-from orchestrator.runs.hosted import HostedRuns
-from store.archives.files import MAX_LOCATION_CHARS, is_file_id
-from store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
-from store.run_events import parse_id
-from store.run_records import HostedState
-from store.tenant_threads import in_tenant_thread
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, pick_fields
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.image_names import ImageText
+from toolcrew.contract.json_limits import is_deeper
+from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.api.access import AnyCaller, Caller
+from toolcrew.orchestrator.api.exact_json import dump_exactly
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.piece_responses import FileAnswer, PieceResponse, split_pieces
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
+from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS
+from toolcrew.orchestrator.batches.lines import MAX_DEPTH
+from toolcrew.orchestrator.dialects.profiles import ProfileName
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.operations.views import RunView, view_run
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.store.archives.files import MAX_LOCATION_CHARS, is_file_id
+from toolcrew.store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
+from toolcrew.store.run_events import parse_id
+from toolcrew.store.run_records import HostedState
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 

@@ -5,12 +5,12 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from contract.secrets import MAX_HOSTS
-from orchestrator.api.access import AnyCaller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.operations.views import SecretView, view_secret
+from toolcrew.contract.secrets import MAX_HOSTS
+from toolcrew.orchestrator.api.access import AnyCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.operations.views import SecretView, view_secret
 
 router = APIRouter(prefix="/v1/secrets", tags=["secrets"], responses=responses())
 

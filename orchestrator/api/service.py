@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from contract.errors import OperatorError
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.app import build_app
-from orchestrator.http.app_state import ConnectedParts
-from orchestrator.http.server import UvicornServer
-from orchestrator.runs.run_service import RunService, StopPhases, open_runner
-from orchestrator.settings import OrchestratorSettings
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import OperatorError
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.app import build_app
+from toolcrew.orchestrator.http.app_state import ConnectedParts
+from toolcrew.orchestrator.http.server import UvicornServer
+from toolcrew.orchestrator.runs.run_service import RunService, StopPhases, open_runner
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

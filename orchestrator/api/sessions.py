@@ -7,18 +7,18 @@ from urllib.parse import quote
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.image_names import ImageText
-from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from contract.tool_configs import ToolConfig
-from orchestrator.api.access import AnyCaller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from orchestrator.api.piece_responses import FileAnswer
-from orchestrator.api.problem_handlers import responses
-from orchestrator.api.usage import UsageAmounts
-from orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
-from store.session_list import OpenSession
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.image_names import ImageText
+from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions, pick_options
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.orchestrator.api.access import AnyCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.piece_responses import FileAnswer
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.api.usage import UsageAmounts
+from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
+from toolcrew.store.session_list import OpenSession
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 

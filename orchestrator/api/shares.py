@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from orchestrator.api.sse import ServerEvent
-from orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.api.sse import ServerEvent
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 
 STREAMS_OF_A_KEY = 1000
 FILES_PER_KEY = 4

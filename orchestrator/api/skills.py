@@ -8,14 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.skills import SkillBroken
-from contract.specs import SkillSummary
-from orchestrator.api.access import AnyCaller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
-from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.sdk.skill_installer import SkillInstaller
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.skills import SkillBroken
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.orchestrator.api.access import AnyCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
+from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
 

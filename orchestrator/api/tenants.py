@@ -7,16 +7,16 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.tenancy import TenantPolicy
-from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.operations.views import KeyView, view_key
-from store.api_keys import Role
-from store.hosts import check_tenant_class
-from store.tools import check_tools
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.api.access import AdminCaller, Caller, OperatorCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.operations.views import KeyView, view_key
+from toolcrew.store.api_keys import Role
+from toolcrew.store.hosts import check_tenant_class
+from toolcrew.store.tools import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 

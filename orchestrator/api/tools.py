@@ -5,11 +5,11 @@ from typing import Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.clock import format_instant
-from contract.registry import ToolState
-from orchestrator.api.access import AnyCaller, OperatorCaller
-from orchestrator.api.paging import Cursor, Limit, Page, page_of
-from orchestrator.api.problem_handlers import responses
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.registry import ToolState
+from toolcrew.orchestrator.api.access import AnyCaller, OperatorCaller
+from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.problem_handlers import responses
 
 router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 

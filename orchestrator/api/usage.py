@@ -7,12 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 
-from contract.errors import ErrorCode
-from orchestrator.api.access import AnyCaller
-from orchestrator.api.problem_handlers import responses
-from orchestrator.http.problems import ApiProblem
-from store.budgets import BudgetState
-from store.usage import DAY_S, By, show_amounts, sum_rows
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.api.access import AnyCaller
+from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.problems import ApiProblem
+from toolcrew.store.budgets import BudgetState
+from toolcrew.store.usage import DAY_S, By, show_amounts, sum_rows
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 DEFAULT_DAYS = 30

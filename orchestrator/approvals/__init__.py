@@ -1,7 +1,7 @@
 """Approval of calls before dispatch: which calls run without a question, need a decision, or are refused."""
 
-from contract.approvals import Decision, digest_call
-from orchestrator.approvals.approvers import (
+from toolcrew.contract.approvals import Decision, digest_call
+from toolcrew.orchestrator.approvals.approvers import (
     ApprovalRequest,
     Approver,
     AutoApprover,
@@ -10,8 +10,8 @@ from orchestrator.approvals.approvers import (
     RefusingApprover,
     choose_approver,
 )
-from orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, review
-from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
+from toolcrew.orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, review
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
 
 __all__ = [
     "APPROVAL_TTL_S",

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TextIO
 
-from contract.approvals import Decision
-from contract.calls import ToolCall
-from contract.specs import ToolSpec
-from orchestrator.terminal.output import escape_controls
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.terminal.output import escape_controls
 
 MAX_ANSWER_BYTES = 64
 _INVISIBLE = frozenset(

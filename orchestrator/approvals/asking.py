@@ -8,12 +8,12 @@ import math
 import secrets
 import time
 
-from contract.approvals import Decision
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.signing import SigningKeys
-from orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
-from orchestrator.settings import OrchestratorSettings
-from store.approvals import (
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.approvals import (
     MAX_QUESTION_BYTES,
     MAX_WAIT_S,
     ApprovalAnswer,
@@ -22,9 +22,9 @@ from store.approvals import (
     dump_plain,
     question_id,
 )
-from store.connection import RedisClient
-from store.tasks import begin_shared
-from telemetry.logs import get_logger
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.tasks import begin_shared
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from contract.approvals import Decision, canonical_json, digest_call
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
-from contract.schema import Checks, is_quick, prepare_arguments
-from contract.specs import ToolSpec
-from orchestrator.approvals.approvers import ApprovalRequest, Approver
-from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision
-from store.tenant_threads import in_tenant_thread
-from telemetry.logs import get_logger
+from toolcrew.contract.approvals import Decision, canonical_json, digest_call
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
+from toolcrew.contract.schema import Checks, is_quick, prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest, Approver
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -13,14 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from contract.errors import ConfigError, ErrorCode
-from contract.shell.command_rules import matches_command, read_command
-from contract.shell.commands import Command, ShellScript
-from contract.shell.danger_tables import HARMLESS_DEVICES
-from contract.shell.dangers import Level, classify
-from contract.shell.shell_reader import Word
-from contract.specs import ToolSpec
-from contract.tenancy import build_refusal_subject, tools_of
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.contract.shell.command_rules import matches_command, read_command
+from toolcrew.contract.shell.commands import Command, ShellScript
+from toolcrew.contract.shell.danger_tables import HARMLESS_DEVICES
+from toolcrew.contract.shell.dangers import Level, classify
+from toolcrew.contract.shell.shell_reader import Word
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import build_refusal_subject, tools_of
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 
 ROOT = "/workspace"
 MAX_PATTERN_CHARS = 1024

@@ -5,9 +5,9 @@ Security: a submitter must not read or write files of the machines on which the 
 
 from collections.abc import Iterator
 
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from store.archives.files import is_stored
-from store.batches import BatchItem
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
+from toolcrew.store.archives.files import is_stored
+from toolcrew.store.batches import BatchItem
 
 WORKSPACE = (
     "the workspace or the grader's files are a path of the submitter's machine, which a service cannot read: set "

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
-from contract.clock import with_instants
-from contract.plurals import plural
-from contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.progress import BatchProgress, ProgressSnapshot
-from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
-from orchestrator.terminal.figures import (
+from toolcrew.contract.clock import with_instants
+from toolcrew.contract.plurals import plural
+from toolcrew.contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.batches.progress import BatchProgress, ProgressSnapshot
+from toolcrew.orchestrator.batches.summary import Summary, build_summary, build_summary_lines
+from toolcrew.orchestrator.terminal.figures import (
     MAX_NOTE_CHARS,
     format_cost,
     format_count,

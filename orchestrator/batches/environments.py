@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ConfigError
-from orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
-from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
-from store.archives.files import NO_STORE, TenantStore, is_stored
-from store.batches import BatchItem, Grader, ItemEnvironment
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
+from toolcrew.orchestrator.dispatch.workspace_sources import find_source_kind, load_source
+from toolcrew.store.archives.files import NO_STORE, TenantStore, is_stored
+from toolcrew.store.batches import BatchItem, Grader, ItemEnvironment
 
 _HEAD_BYTES = 1024 * 1024
 """Number of bytes that are read from an archive to find its kind. Every packing program writes the first file name

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from contract.errors import ConfigError
-from contract.run_events import OnEvent, RunEvent
-from orchestrator.traces.event_file import EventFile
-from store.batches import parse_batch_event
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.run_events import OnEvent, RunEvent
+from toolcrew.orchestrator.traces.event_file import EventFile
+from toolcrew.store.batches import parse_batch_event
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from contract.calls import Record
-from contract.plurals import plural
-from contract.run_events import FailureKind, RunEnded
-from orchestrator.terminal.figures import format_cost, format_count
+from toolcrew.contract.calls import Record
+from toolcrew.contract.plurals import plural
+from toolcrew.contract.run_events import FailureKind, RunEnded
+from toolcrew.orchestrator.terminal.figures import format_cost, format_count
 
 _Z = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from contract.calls import MAX_TIMEOUT_S
-from contract.hosts import HostReport
-from contract.image_names import ImageNameError, is_allowed, parse_image_name
-from contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions, pick_options
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy, largest_limit
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from store.batches import BatchItem, CallBody
+from toolcrew.contract.calls import MAX_TIMEOUT_S
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.image_names import ImageNameError, is_allowed, parse_image_name
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions, pick_options
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy, largest_limit
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
+from toolcrew.store.batches import BatchItem, CallBody
 
 MAX_NAMED = 20
 _SIZES = ("cpus", "memory_bytes", "workspace_bytes", "pids")

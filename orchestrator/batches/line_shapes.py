@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
-from contract.image_names import ImageText
-from contract.sandboxes import CheckpointId, SandboxOptions, pick_options
-from contract.tool_configs import ToolConfig
-from orchestrator.dialects.profiles import ProfileName
-from store.batches import (
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
+from toolcrew.contract.image_names import ImageText
+from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions, pick_options
+from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.orchestrator.dialects.profiles import ProfileName
+from toolcrew.store.batches import (
     ARTIFACTS_FOLDER,
     CALLS_URL,
     CHAT_URL,

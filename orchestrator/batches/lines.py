@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 from pydantic import ValidationError
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ErrorCode, OperatorError
-from contract.invalid_input import MAX_EXPLAINED, InvalidPart, explain_errors, format_path
-from contract.strict_json import InvalidJson, parse_object
-from orchestrator.batches.environments import EnvironmentChecker
-from orchestrator.batches.line_shapes import (
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ErrorCode, OperatorError
+from toolcrew.contract.invalid_input import MAX_EXPLAINED, InvalidPart, explain_errors, format_path
+from toolcrew.contract.strict_json import InvalidJson, parse_object
+from toolcrew.orchestrator.batches.environments import EnvironmentChecker
+from toolcrew.orchestrator.batches.line_shapes import (
     BODIES,
     Fields,
     InvalidField,
@@ -29,8 +29,8 @@ from orchestrator.batches.line_shapes import (
     build_item,
     name_samples,
 )
-from store.archives.files import TenantStore
-from store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
+from toolcrew.store.archives.files import TenantStore
+from toolcrew.store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64
 """Number of JSON values above which an item is kept in memory as text. A parsed item needs more than ten times the

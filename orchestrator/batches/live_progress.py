@@ -8,10 +8,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.text import Text
 
-from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
-from orchestrator.batches.progress import ProgressSnapshot
-from orchestrator.batches.summary import Summary
-from orchestrator.terminal.figures import MAX_NOTE_CHARS, format_seconds, one_line
+from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
+from toolcrew.orchestrator.batches.progress import ProgressSnapshot
+from toolcrew.orchestrator.batches.summary import Summary
+from toolcrew.orchestrator.terminal.figures import MAX_NOTE_CHARS, format_seconds, one_line
 
 REFRESH_S = 0.25
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from store.batches import BatchDefaults, BatchItem, RunBody
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
+from toolcrew.store.batches import BatchDefaults, BatchItem, RunBody
 
 
 def find_models(file: BatchFile, defaults: BatchDefaults) -> dict[str, int | None]:

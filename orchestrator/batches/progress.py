@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from contract.calls import Record
-from contract.run_events import (
+from toolcrew.contract.calls import Record
+from toolcrew.contract.run_events import (
     BatchNotice,
     CallFinished,
     Failure,
@@ -20,7 +20,7 @@ from contract.run_events import (
     RunRetried,
     StepFinished,
 )
-from orchestrator.batches.grades import GradeSummary, ItemGrade, build_item_grade, summarize
+from toolcrew.orchestrator.batches.grades import GradeSummary, ItemGrade, build_item_grade, summarize
 
 MAX_NOTES = 20
 MAX_WARNINGS = 5

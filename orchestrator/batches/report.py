@@ -7,16 +7,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from contract.calls import MAX_NAME_CHARS
-from contract.plurals import plural
-from contract.run_events import CallFinished, RunClaimed, RunEnded, RunEvent, RunReady, RunRetried, StepFinished
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.grades import format_grades
-from orchestrator.batches.progress import BatchProgress, Phase, ProgressSnapshot
-from orchestrator.batches.report_plots import Plot, add_up, build_plot, limit_time
-from orchestrator.batches.summary import Summary, build_summary
-from orchestrator.offline_pages import load_template, render_page
-from orchestrator.terminal.figures import (
+from toolcrew.contract.calls import MAX_NAME_CHARS
+from toolcrew.contract.plurals import plural
+from toolcrew.contract.run_events import (
+    CallFinished,
+    RunClaimed,
+    RunEnded,
+    RunEvent,
+    RunReady,
+    RunRetried,
+    StepFinished,
+)
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.batches.grades import format_grades
+from toolcrew.orchestrator.batches.progress import BatchProgress, Phase, ProgressSnapshot
+from toolcrew.orchestrator.batches.report_plots import Plot, add_up, build_plot, limit_time
+from toolcrew.orchestrator.batches.summary import Summary, build_summary
+from toolcrew.orchestrator.offline_pages import load_template, render_page
+from toolcrew.orchestrator.terminal.figures import (
     format_cost,
     format_count,
     format_rate,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.terminal.figures import format_count, format_seconds
+from toolcrew.orchestrator.terminal.figures import format_count, format_seconds
 
 LEFT, RIGHT, TOP, BOTTOM = 70, 696, 10, 210
 POINTS = 240

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from contract.strict_json import InvalidJson, parse_object
+from toolcrew.contract.strict_json import InvalidJson, parse_object
 
 MAX_REWARD_BYTES = 64 * 1024
 MAX_SCORES = 100

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ConfigError
-from contract.run_events import ModelAsked, ReplyTokens
-from orchestrator.traces.reading import Trace
-from store.batches import ItemOutcome, RunBody
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.run_events import ModelAsked, ReplyTokens
+from toolcrew.orchestrator.traces.reading import Trace
+from toolcrew.store.batches import ItemOutcome, RunBody
 
 _JSON_COLUMNS = ("prompt", "tools", "sampling", "completion", "scores")
 """Columns that Parquet files have as JSON texts: their shape differs from row to row."""

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from contract.errors import ConfigError, ErrorCode, OperatorError
-from contract.run_events import Failure, FailureKind
-from orchestrator.batches.row_scan import RowCheck, Scan, read_rows, scan_rows
-from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
-from store.batches import ItemOutcome
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.batches.row_scan import RowCheck, Scan, read_rows, scan_rows
+from toolcrew.orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
+from toolcrew.store.batches import ItemOutcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
 """Limit of newer failures in memory, in bytes. These failures replace older failures when the files are settled. Above

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from contract.errors import ConfigError
-from orchestrator.batches.rows import MAX_ROW_BYTES, Row, parse_row
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.batches.rows import MAX_ROW_BYTES, Row, parse_row
 
 _BEGIN = b'{"id": "'
 """Start of every row that toolcrew writes. The start distinguishes an incomplete row from the end of another text

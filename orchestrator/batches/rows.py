@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import ToolResult
-from contract.invalid_input import describe_invalid
-from contract.run_events import Failure, FailureKind, Grade
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import StopReason
-from store.batches import CHAT_URL, MAX_ID_CHARS, ItemOutcome
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.run_events import Failure, FailureKind, Grade
+from toolcrew.orchestrator.loop.agent import RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.store.batches import CHAT_URL, MAX_ID_CHARS, ItemOutcome
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
 

@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
-from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
-from contract.calls import Record
-from contract.clock import Instant
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from orchestrator.settings import OrchestratorSettings
-from store.archives.base import ArchiveStore, NotStored, in_pieces
-from store.archives.choice import open_client_store
-from store.archives.files import (
+from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
+from toolcrew.contract.calls import Record
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.archives.base import ArchiveStore, NotStored, in_pieces
+from toolcrew.store.archives.choice import open_client_store
+from toolcrew.store.archives.files import (
     KEEP_S,
     MAX_WORKSPACE_BYTES,
     NO_STORE,
@@ -20,8 +20,8 @@ from store.archives.files import (
     is_upload,
     new_file_id,
 )
-from store.stored_bytes import StoredBytes, UploadReservation
-from store.usage import StoredChange
+from toolcrew.store.stored_bytes import StoredBytes, UploadReservation
+from toolcrew.store.usage import StoredChange
 
 MAX_UPLOADS = 1000
 """Maximum number of uploads that a tenant may have at a time."""

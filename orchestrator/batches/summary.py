@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Literal
 
-from contract.plurals import count, plural
-from contract.run_events import FailureKind
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.grades import GradeSummary, format_grades
-from orchestrator.batches.progress import FailureGroup, ProgressSnapshot
-from orchestrator.terminal.commands import build_command, build_resubmission
-from orchestrator.terminal.figures import (
+from toolcrew.contract.plurals import count, plural
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.batches.grades import GradeSummary, format_grades
+from toolcrew.orchestrator.batches.progress import FailureGroup, ProgressSnapshot
+from toolcrew.orchestrator.terminal.commands import build_command, build_resubmission
+from toolcrew.orchestrator.terminal.figures import (
     MAX_NOTE_CHARS,
     format_cost,
     format_count,

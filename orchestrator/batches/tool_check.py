@@ -4,12 +4,12 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from contract.errors import ToolFailure
-from contract.schema import prepare_arguments
-from contract.specs import ToolSpec
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from orchestrator.terminal.commands import build_command
-from store.batches import BatchItem, CallBody
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.store.batches import BatchItem, CallBody
 
 NOT_CHECKED = "no worker is online, so the names and arguments of tools were not checked"
 MIN_LIKENESS = 0.6

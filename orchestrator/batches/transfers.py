@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, overload
 
-from orchestrator.batches.artifacts import artifact_folder
-from orchestrator.batches.lines import BatchFile
-from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.dispatch.folders import unpack_stream, write_folder
-from store.archives.files import MAX_WORKSPACE_BYTES, is_stored
-from store.batches import BatchItem, ItemOutcome
-from store.stored_bytes import StoredBytes
+from toolcrew.orchestrator.batches.artifacts import artifact_folder
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.dispatch.folders import unpack_stream, write_folder
+from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES, is_stored
+from toolcrew.store.batches import BatchItem, ItemOutcome
+from toolcrew.store.stored_bytes import StoredBytes
 
 _PIECE_BYTES = 1024 * 1024
 

@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.operations.command_actor import find_actor
-from orchestrator.settings import load_settings
-from store.api_keys import ApiKeys
-from store.audit import Actor, Role
-from store.connection import RedisClient, check_redis, open_redis
-from store.hosts import HostStore
-from store.model_endpoints import ModelEndpoints
-from store.secrets import SecretStore
-from store.tenants import RedisTenants
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.operations.command_actor import find_actor
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.audit import Actor, Role
+from toolcrew.store.connection import RedisClient, check_redis, open_redis
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.tenants import RedisTenants
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ConfigError, ToolcrewError
-from contract.plurals import count
-from contract.run_events import FailureKind
-from contract.webhooks import Webhook
-from orchestrator.batches.detached import check_detached
-from orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
-from orchestrator.batches.model_check import check_models
-from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
-from orchestrator.cli.batches_options import (
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ConfigError, ToolcrewError
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.batches.detached import check_detached
+from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
+from toolcrew.orchestrator.batches.model_check import check_models
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
+from toolcrew.orchestrator.cli.batches_options import (
     LimitOptions,
     build_defaults,
     build_model_test,
@@ -31,9 +31,9 @@ from orchestrator.cli.batches_options import (
     parse_webhook,
     prepare_artifacts,
 )
-from orchestrator.cli.batches_rollouts import batches_rollouts
-from orchestrator.cli.batches_run import BatchInterrupts, build_row_location, find_rows, run_batch
-from orchestrator.cli.batches_views import (
+from toolcrew.orchestrator.cli.batches_rollouts import batches_rollouts
+from toolcrew.orchestrator.cli.batches_run import BatchInterrupts, build_row_location, find_rows, run_batch
+from toolcrew.orchestrator.cli.batches_views import (
     BatchId,
     Errors,
     JsonAsItGoes,
@@ -41,17 +41,17 @@ from orchestrator.cli.batches_views import (
     batches_list,
     batches_show,
 )
-from orchestrator.cli.clients import open_client, open_pool_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
-from orchestrator.cli.session_options import Options
-from orchestrator.runs.batch_runs import RowPaths
-from orchestrator.runs.batches import check_batch_id, new_batch_id
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings, load_settings
-from orchestrator.terminal.commands import build_command, build_resubmission
-from orchestrator.terminal.output import escape_controls
-from store.archives.files import MAX_WORKSPACE_BYTES
-from store.batches import BatchDefaults
+from toolcrew.orchestrator.cli.clients import open_client, open_pool_client
+from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
+from toolcrew.orchestrator.cli.session_options import Options
+from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.runs.batches import check_batch_id, new_batch_id
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
+from toolcrew.orchestrator.terminal.commands import build_command, build_resubmission
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
+from toolcrew.store.batches import BatchDefaults
 
 batches_app = typer.Typer(no_args_is_help=True)
 

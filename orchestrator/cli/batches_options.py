@@ -10,16 +10,16 @@ from typing import get_args
 import typer
 from pydantic import ValidationError
 
-from contract.errors import ConfigError
-from contract.invalid_input import describe_invalid
-from contract.run_events import FailureKind
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.webhooks import Webhook
-from orchestrator.batches.lines import BatchFile
-from orchestrator.dialects.profiles import PROFILE_NAMES
-from orchestrator.models.choice import FALLBACK_WARNING, LOCAL, find_shipped, serves_model
-from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES
+from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, LOCAL, find_shipped, serves_model
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from contract.errors import ConfigError
-from orchestrator.batches.event_files import write_batch_events
-from orchestrator.batches.live_progress import open_display
-from orchestrator.batches.row_files import RowFiles
-from orchestrator.cli.runner import EXIT_INTERRUPTED
-from orchestrator.runs.batch_runs import BatchRuns, RowPaths
-from orchestrator.runs.runner import Runner
-from store.batches import BatchState, RowLocation
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.batches.event_files import write_batch_events
+from toolcrew.orchestrator.batches.live_progress import open_display
+from toolcrew.orchestrator.batches.row_files import RowFiles
+from toolcrew.orchestrator.cli.runner import EXIT_INTERRUPTED
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns, RowPaths
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.store.batches import BatchState, RowLocation
 
 EXIT_FAILED = 1
 _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3

@@ -9,23 +9,23 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from contract.errors import ConfigError
-from contract.plurals import count
-from contract.run_events import RunEvent
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
-from orchestrator.batches.event_files import read_batch_events
-from orchestrator.batches.live_progress import open_display
-from orchestrator.batches.report import build_report
-from orchestrator.batches.rows import build_row, build_row_line
-from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.batches.transfers import download_artifacts
-from orchestrator.cli.clients import find_tenants, open_pool_client
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from orchestrator.runs.batch_runs import BatchRuns, RowPaths
-from orchestrator.runs.batch_status import build_status
-from orchestrator.settings import load_settings
-from store.batches import BatchRecord
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
+from toolcrew.orchestrator.batches.event_files import read_batch_events
+from toolcrew.orchestrator.batches.live_progress import open_display
+from toolcrew.orchestrator.batches.report import build_report
+from toolcrew.orchestrator.batches.rows import build_row, build_row_line
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.batches.transfers import download_artifacts
+from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client
+from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns, RowPaths
+from toolcrew.orchestrator.runs.batch_status import build_status
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.batches import BatchRecord
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
 Errors = Annotated[

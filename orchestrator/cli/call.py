@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from contract.calls import LONGEST_TIMEOUT_S, ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.clients import open_client, open_running, show_waiting
-from orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
-from orchestrator.cli.session_options import OPTION_NAMES, NewSession, with_session_options
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import build_call
-from orchestrator.terminal.output import LiveOutput, escape_controls, format_times
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.orchestrator.cli.clients import open_client, open_running, show_waiting
+from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
+from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, NewSession, with_session_options
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import build_call
+from toolcrew.orchestrator.terminal.output import LiveOutput, escape_controls, format_times
 
 
 def check_session_id(text: str | None) -> str | None:

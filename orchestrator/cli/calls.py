@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from orchestrator.terminal.commands import build_command
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.cli.clients import open_running
+from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
+from toolcrew.orchestrator.terminal.commands import build_command
 
 calls_app = typer.Typer(no_args_is_help=True)
 CallName = Annotated[

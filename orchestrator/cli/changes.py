@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.clock import format_instant
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
-from orchestrator.settings import load_settings
-from store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only changes that concern this tenant.")]
 Actions = Annotated[

@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, asynccontextmanager
 
 import typer
 
-from contract.errors import ConfigError
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.admission import WaitNotice, once_per_reason, report_waiting
-from orchestrator.cli.access import open_deployment
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.admission import WaitNotice, once_per_reason, report_waiting
+from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.output import escape_controls
 
 
 @asynccontextmanager

@@ -12,15 +12,15 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
-from contract.errors import ConfigError, OperatorError
-from contract.plurals import count
-from contract.setting_rows import build_rows
-from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
-from orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from orchestrator.settings import child_environment, load_settings, program
-from store.resealing import reseal
-from telemetry.settings import load_tracing_settings
+from toolcrew.contract.errors import ConfigError, OperatorError
+from toolcrew.contract.plurals import count
+from toolcrew.contract.setting_rows import build_rows
+from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
+from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from toolcrew.orchestrator.settings import child_environment, load_settings, program
+from toolcrew.store.resealing import reseal
+from toolcrew.telemetry.settings import load_tracing_settings
 
 config_app = typer.Typer(no_args_is_help=True)
 
@@ -144,7 +144,7 @@ def _describe(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
 async def _read_worker_settings() -> list[dict[str, Any]]:
     """Ask a worker process: the orchestrator does not import the settings of workers."""
     process = await asyncio.create_subprocess_exec(
-        *program("workers.setting_list"),
+        *program("toolcrew.workers.setting_list"),
         env=child_environment({}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

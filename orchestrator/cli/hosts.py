@@ -5,16 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.clock import format_instant
-from contract.errors import OperatorError
-from contract.hosts import RESTART_GRACE_S, HostReport
-from contract.plurals import count
-from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
-from orchestrator.operations.drains import find_workers, follow_drain, order_drain
-from orchestrator.operations.views import view_host
-from orchestrator.terminal.output import escape_controls
-from store.hosts import HostStore
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import OperatorError
+from toolcrew.contract.hosts import RESTART_GRACE_S, HostReport
+from toolcrew.contract.plurals import count
+from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
+from toolcrew.orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from toolcrew.orchestrator.operations.views import view_host
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.store.hosts import HostStore
 
 hosts_app = typer.Typer(no_args_is_help=True)
 

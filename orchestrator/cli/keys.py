@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
-from orchestrator.operations.views import view_key
-from store.api_keys import ApiKeyRecord, Role
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
+from toolcrew.orchestrator.operations.views import view_key
+from toolcrew.store.api_keys import ApiKeyRecord, Role
 
 keys_app = typer.Typer(no_args_is_help=True)
 

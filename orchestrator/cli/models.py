@@ -5,11 +5,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.invalid_input import find_invalid
-from contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
-from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
+from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 
 models_app = typer.Typer(no_args_is_help=True)
 

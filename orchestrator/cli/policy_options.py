@@ -11,10 +11,10 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from contract.calls import Record
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid, find_invalid
-from contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
+from toolcrew.contract.calls import Record
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid, find_invalid
+from toolcrew.contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
 
 _NAMES = {
     "rate_per_s": "rate",

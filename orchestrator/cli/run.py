@@ -10,21 +10,30 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from contract.errors import ConfigError, OperatorError, ToolFailure
-from contract.run_events import CallFinished, RunEvent
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
-from orchestrator.cli.approvals import asks_elsewhere
-from orchestrator.cli.batches_options import check_format
-from orchestrator.cli.clients import open_client, show_waiting
-from orchestrator.cli.run_files import RunFiles
-from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, exit_code_of, fail, run_work
-from orchestrator.cli.session_options import NewSession, with_session_options
-from orchestrator.dispatch.sessions import Checkpoint, Session
-from orchestrator.loop.limits import StopReason
-from orchestrator.settings import load_settings
-from orchestrator.terminal.output import RunPrinter, escape_controls
-from store.batches import RunBody, RunLimits
-from store.run_records import HostedRun, RunEnd
+from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
+from toolcrew.contract.run_events import CallFinished, RunEvent
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.orchestrator.cli.approvals import asks_elsewhere
+from toolcrew.orchestrator.cli.batches_options import check_format
+from toolcrew.orchestrator.cli.clients import open_client, show_waiting
+from toolcrew.orchestrator.cli.run_files import RunFiles
+from toolcrew.orchestrator.cli.runner import (
+    EXIT_ERROR,
+    EXIT_LIMIT,
+    EXIT_REFUSED,
+    Json,
+    Tenant,
+    exit_code_of,
+    fail,
+    run_work,
+)
+from toolcrew.orchestrator.cli.session_options import NewSession, with_session_options
+from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
+from toolcrew.store.batches import RunBody, RunLimits
+from toolcrew.store.run_records import HostedRun, RunEnd
 
 
 class WorkspaceSaver:

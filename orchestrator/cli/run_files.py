@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ConfigError
-from contract.run_events import RunEvent
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.settings import load_settings
-from orchestrator.terminal.commands import build_command
-from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.reading import Trace, load_trace
-from orchestrator.traces.recorder import trace_path
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.orchestrator.traces.export_atif import build_atif
+from toolcrew.orchestrator.traces.reading import Trace, load_trace
+from toolcrew.orchestrator.traces.recorder import trace_path
 
 
 class RunFiles:

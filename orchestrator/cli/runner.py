@@ -1,6 +1,6 @@
 """Shared parts of the `toolcrew` commands: interruption by signals, error messages and exit codes.
 
-Commands without a client start twice as fast with this module alone: `orchestrator.cli.clients` imports the SDK.
+Commands without a client start twice as fast with this module alone: `cli.clients` imports the SDK.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
-from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.terminal.output import escape_controls, table_rows
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.terminal.output import escape_controls, table_rows
 
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 """EXIT_COMMAND: the call succeeded, but the command that the tool ran ended with another exit code than 0."""

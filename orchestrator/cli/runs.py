@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.clock import with_instants
-from contract.errors import ErrorCode, ToolFailure
-from contract.session_locations import MAX_FORKS
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.clients import find_tenants, open_running
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from orchestrator.operations.views import view_run
-from orchestrator.sdk.client_runs import ClientRuns
-from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import escape_controls
-from store.run_records import HostedRun, HostedState, RunPage
+from toolcrew.contract.clock import with_instants
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.cli.clients import find_tenants, open_running
+from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
+from toolcrew.orchestrator.operations.views import view_run
+from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.store.run_records import HostedRun, HostedState, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]

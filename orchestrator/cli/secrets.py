@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.access import Deployment, open_deployment
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
-from orchestrator.operations.views import view_secret
-from store.audit import Role
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.cli.access import Deployment, open_deployment
+from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
+from toolcrew.orchestrator.operations.views import view_secret
+from toolcrew.store.audit import Role
 
 MAX_INPUT_CHARS = 64 * 1024
 secrets_app = typer.Typer(no_args_is_help=True)

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from contract.errors import ConfigError
-from contract.invalid_input import find_invalid
-from contract.sandboxes import SandboxOptions
-from contract.tool_configs import parse_tool_config
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.tool_configs import parse_tool_config
 
 
 def parse_options(text: str) -> SandboxOptions:

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.calls import LONGEST_TIMEOUT_S, ExecResult
-from contract.clock import format_instant
-from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import (
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ExecResult
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.cli.clients import open_running
+from toolcrew.orchestrator.cli.runner import (
     EXIT_ERROR,
     Json,
     OnlyTenant,
@@ -26,11 +26,11 @@ from orchestrator.cli.runner import (
     list_output,
     run_work,
 )
-from orchestrator.cli.session_options import NewSession, with_session_options
-from orchestrator.dispatch.sessions import Session
-from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import escape_controls
-from store.session_list import OpenSession
+from toolcrew.orchestrator.cli.session_options import NewSession, with_session_options
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.store.session_list import OpenSession
 
 sessions_app = typer.Typer(no_args_is_help=True)
 

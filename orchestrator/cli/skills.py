@@ -5,18 +5,18 @@ from typing import Annotated
 
 import typer
 
-from contract.clock import with_instants
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.schema import find_nearest
-from contract.settings import check_environment
-from contract.skills import SkillBroken
-from contract.specs import SkillSummary
-from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
-from orchestrator.sdk.skill_folders import examine_skill
-from orchestrator.terminal.commands import build_command
-from store.skills import InstalledSkill
+from toolcrew.contract.clock import with_instants
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.schema import find_nearest
+from toolcrew.contract.settings import check_environment
+from toolcrew.contract.skills import SkillBroken
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
+from toolcrew.orchestrator.sdk.skill_folders import examine_skill
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.store.skills import InstalledSkill
 
 skills_app = typer.Typer(no_args_is_help=True)
 Source = Annotated[Path, typer.Argument(help="The folder of the skill, or a .zip file of it.")]

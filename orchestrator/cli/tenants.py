@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.cli.access import Deployment, open_deployment
-from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
-from orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
-from orchestrator.cli.usage import tenants_usage
-from orchestrator.terminal.output import escape_controls
-from store.hosts import check_tenant_class
-from store.overview import OverviewReader, TenantSummary
-from store.tools import check_tools
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.tenancy import DEFAULT_TENANT, TenantPolicy
+from toolcrew.orchestrator.cli.access import Deployment, open_deployment
+from toolcrew.orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
+from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
+from toolcrew.orchestrator.cli.usage import tenants_usage
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.store.hosts import check_tenant_class
+from toolcrew.store.overview import OverviewReader, TenantSummary
+from toolcrew.store.tools import check_tools
 
 tenants_app = typer.Typer(no_args_is_help=True)
 tenants_app.command("usage")(tenants_usage)

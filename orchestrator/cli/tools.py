@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from contract.clock import format_instant
-from contract.errors import ConfigError
-from contract.registry import Switch, ToolState
-from contract.tool_pages import render_tool
-from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json
-from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.models.weights import load_weights
-from orchestrator.settings import load_settings
-from orchestrator.terminal.output import table_rows
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.registry import Switch, ToolState
+from toolcrew.contract.tool_pages import render_tool
+from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.orchestrator.models.weights import load_weights
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.output import table_rows
 
 tools_app = typer.Typer(no_args_is_help=True)
 
@@ -52,7 +52,7 @@ async def tools_list(
 
 async def _count_tokens(states: Sequence[ToolState]) -> list[int]:
     # Imported here, because the OpenAI SDK takes a second to import.
-    from orchestrator.models.local import LocalModelServer
+    from toolcrew.orchestrator.models.local import LocalModelServer
 
     settings = load_settings()
     weights = await asyncio.to_thread(load_weights, user_file=settings.model_file, cache_dir=settings.model_folder)

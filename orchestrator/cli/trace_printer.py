@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from contract.clock import with_instants
-from contract.plurals import count
-from contract.run_events import (
+from toolcrew.contract.clock import with_instants
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallStarted,
@@ -19,9 +19,9 @@ from contract.run_events import (
     SandboxReady,
     Warned,
 )
-from orchestrator.terminal.output import RunPrinter
-from orchestrator.traces.export_atif import split_thinking
-from orchestrator.traces.reading import Trace, format_instant
+from toolcrew.orchestrator.terminal.output import RunPrinter
+from toolcrew.orchestrator.traces.export_atif import split_thinking
+from toolcrew.orchestrator.traces.reading import Trace, format_instant
 
 
 class TracePrinter(RunPrinter):

@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from contract.errors import ConfigError
-from orchestrator.cli.run_files import write_private
-from orchestrator.cli.runner import Json, run_work
-from orchestrator.cli.trace_printer import TracePrinter, build_json
-from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
-from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.export_otel import build_otel
-from orchestrator.traces.page import build_page
-from orchestrator.traces.reading import Trace, find_attempts, load_trace
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.cli.run_files import write_private
+from toolcrew.orchestrator.cli.runner import Json, run_work
+from toolcrew.orchestrator.cli.trace_printer import TracePrinter, build_json
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.orchestrator.traces.export_atif import build_atif
+from toolcrew.orchestrator.traces.export_otel import build_otel
+from toolcrew.orchestrator.traces.page import build_page
+from toolcrew.orchestrator.traces.reading import Trace, find_attempts, load_trace
 
 traces_app = typer.Typer(no_args_is_help=True)
 

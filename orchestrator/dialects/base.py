@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from contract.calls import ToolCall, ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.finish_reasons import ReplyEnding
-from orchestrator.dialects.model import Chunk, Message, ModelRequest, TokenUsage
-from orchestrator.dialects.tag_events import Text
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding
+from toolcrew.orchestrator.dialects.model import Chunk, Message, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.tag_events import Text
 
 __all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "ReplyReader", "Text", "TokenUsage"]
 

@@ -9,7 +9,7 @@ _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
 def build_call_id(run: str, step: int, index: int) -> str:
     """Return the run's own id of the call at `index` of a reply. The id is repeatable and unique, and matches
-    `contract.calls.Identifier`.
+    `toolcrew.contract.calls.Identifier`.
 
     The model's own id is not usable: it can be random, repeated or missing.
     """

@@ -9,12 +9,12 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from contract.functions.json_schemas import plain_schema
-from contract.json_limits import has_more_values_in_text
-from contract.schema import MAX_VALUES
-from contract.specs import ToolSpec
-from orchestrator.dialects.json_objects import parse_json_object
-from orchestrator.dialects.thinking import strip_thinking
+from toolcrew.contract.functions.json_schemas import plain_schema
+from toolcrew.contract.json_limits import has_more_values_in_text
+from toolcrew.contract.schema import MAX_VALUES
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.json_objects import parse_json_object
+from toolcrew.orchestrator.dialects.thinking import strip_thinking
 
 _REPLY: dict[str, Any] = {
     "type": "object",

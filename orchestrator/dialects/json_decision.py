@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from contract.calls import ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import Event, MalformedCall, ReplyEnd, ReplyReader, Text
-from orchestrator.dialects.call_ids import build_call_id
-from orchestrator.dialects.decisions import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import Event, MalformedCall, ReplyEnd, ReplyReader, Text
+from toolcrew.orchestrator.dialects.call_ids import build_call_id
+from toolcrew.orchestrator.dialects.decisions import (
     CALL_FORM,
     DECISION_HINT,
     REPLY_FORM,
@@ -16,11 +16,11 @@ from orchestrator.dialects.decisions import (
     find_last_object,
     parse_tool_decision,
 )
-from orchestrator.dialects.model import Chunk, Message, ModelRequest
-from orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages, is_failure
-from orchestrator.dialects.profiles import STANDARD, ModelProfile
-from orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
-from orchestrator.dialects.reader import BROKEN, StreamReader, build_call_event, explain_unrun
+from toolcrew.orchestrator.dialects.model import Chunk, Message, ModelRequest
+from toolcrew.orchestrator.dialects.observations import UNKNOWN_TOOL, build_wire_messages, is_failure
+from toolcrew.orchestrator.dialects.profiles import STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.prompts import NO_TOOLS, build_examples, build_system_prompt, describe_tools
+from toolcrew.orchestrator.dialects.reader import BROKEN, StreamReader, build_call_event, explain_unrun
 
 __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from contract.schema import MAX_VALUES
-from contract.strict_json import InvalidJson, parse_object
-from orchestrator.dialects.surrogates import join_surrogates
+from toolcrew.contract.schema import MAX_VALUES
+from toolcrew.contract.strict_json import InvalidJson, parse_object
+from toolcrew.orchestrator.dialects.surrogates import join_surrogates
 
 
 def parse_json_object(raw: str, subject: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from contract.functions.completions import TokenUsage
+from toolcrew.contract.functions.completions import TokenUsage
 
 __all__ = ["Chunk", "Message", "Model", "ModelRequest", "TokenUsage"]
 
@@ -29,7 +29,7 @@ class ModelRequest:
 
 
 class Model(Protocol):
-    """A chat model. `stream` raises contract.errors.ModelUnavailable with a message for the operator."""
+    """A chat model. `stream` raises toolcrew.contract.errors.ModelUnavailable with a message for the operator."""
 
     @property
     def name(self) -> str: ...

@@ -4,17 +4,22 @@ messages.
 
 from collections.abc import Sequence
 
-from contract.calls import ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import ReplyReader
-from orchestrator.dialects.model import Message, ModelRequest
-from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler, NativeReply
-from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.profiles import STANDARD, ModelProfile
-from orchestrator.dialects.prompts import build_example_messages, build_system_prompt
-from orchestrator.dialects.reader import StreamReader
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import ReplyReader
+from toolcrew.orchestrator.dialects.model import Message, ModelRequest
+from toolcrew.orchestrator.dialects.native_assembler import (
+    MalformedNativeCall,
+    NativeCall,
+    NativeCallAssembler,
+    NativeReply,
+)
+from toolcrew.orchestrator.dialects.observations import build_tool_messages, build_wire_messages
+from toolcrew.orchestrator.dialects.profiles import STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.prompts import build_example_messages, build_system_prompt
+from toolcrew.orchestrator.dialects.reader import StreamReader
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 
 __all__ = ["MalformedNativeCall", "NativeCall", "NativeCallAssembler", "NativeDialect", "NativeReply"]
 

@@ -22,17 +22,17 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ModelRefused
-from contract.json_limits import has_more_values_in_text
-from contract.schema import MAX_VALUES
-from orchestrator.dialects.base import Text
-from orchestrator.dialects.call_ids import build_missing_id
-from orchestrator.dialects.finish_reasons import as_reason
-from orchestrator.dialects.json_objects import parse_json_object
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
-from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN, FieldCollector
-from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
+from toolcrew.contract.errors import ModelRefused
+from toolcrew.contract.json_limits import has_more_values_in_text
+from toolcrew.contract.schema import MAX_VALUES
+from toolcrew.orchestrator.dialects.base import Text
+from toolcrew.orchestrator.dialects.call_ids import build_missing_id
+from toolcrew.orchestrator.dialects.finish_reasons import as_reason
+from toolcrew.orchestrator.dialects.json_objects import parse_json_object
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse_fragment
+from toolcrew.orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN, FieldCollector
+from toolcrew.orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
 MAX_REPLY_CHARS = 128 * 1024 * 1024
 """Limit of the characters of one reply, text and calls together, far above any model's token limit. Only a broken

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.dialects.reply_fields import CALL_FIELDS, FUNCTION_FIELDS, FieldCollector
+from toolcrew.orchestrator.dialects.reply_fields import CALL_FIELDS, FUNCTION_FIELDS, FieldCollector
 
 LONGEST_NAME = 256
 """Limit of the characters of a call's name, more than any tool name has. Further fragments are dropped: appending

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from contract.calls import COMMAND_FAILED, FOUND_NOTHING, NO_OUTPUT, ToolResult
-from orchestrator.dialects.model import Message
+from toolcrew.contract.calls import COMMAND_FAILED, FOUND_NOTHING, NO_OUTPUT, ToolResult
+from toolcrew.orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
 """The tool name in the message of a result whose call had no name."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import ReplyReader
-from orchestrator.dialects.model import Message, ModelRequest
-from orchestrator.dialects.native import NativeDialect
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import ReplyReader
+from toolcrew.orchestrator.dialects.model import Message, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
 
 
 class PlainDialect(NativeDialect):

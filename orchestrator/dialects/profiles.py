@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contract.specs import ToolSpec
+from toolcrew.contract.specs import ToolSpec
 
 ProfileName = Literal["small", "standard", "auto"]
 PROFILE_NAMES: tuple[ProfileName, ...] = ("small", "standard", "auto")

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import ReplyReader
-from orchestrator.dialects.decisions import CALL_FORM, find_tool_decision
-from orchestrator.dialects.json_decision import DecisionReader, JsonDecisionDialect
-from orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt
-from orchestrator.functions.openai_tools import convert_to_openai_tool
-from telemetry.logs import get_logger
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import ReplyReader
+from toolcrew.orchestrator.dialects.decisions import CALL_FORM, find_tool_decision
+from toolcrew.orchestrator.dialects.json_decision import DecisionReader, JsonDecisionDialect
+from toolcrew.orchestrator.dialects.prompts import NO_TOOLS, build_system_prompt
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

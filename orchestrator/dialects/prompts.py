@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from contract.calls import COMMAND_FAILED, DEFAULT_TIMEOUT_S
-from contract.functions.json_schemas import plain_schema, show_schema
-from contract.registry import Tool
-from contract.specs import ToolSpec
-from orchestrator.dialects.model import Message
-from orchestrator.dialects.profiles import SHELL_TOOL
-from orchestrator.dialects.tag_gbnf import is_spellable
-from orchestrator.dialects.tag_values import build_plain_tag_call, build_tag_call
-from orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.contract.calls import COMMAND_FAILED, DEFAULT_TIMEOUT_S
+from toolcrew.contract.functions.json_schemas import plain_schema, show_schema
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL
+from toolcrew.orchestrator.dialects.tag_gbnf import is_spellable
+from toolcrew.orchestrator.dialects.tag_values import build_plain_tag_call, build_tag_call
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
 """A ToolSpec, a tool with a spec, or a mapping with name, description and parameters."""

@@ -6,16 +6,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import MAX_NAME_CHARS, ToolCall
-from contract.invalid_input import describe_invalid
-from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.call_ids import build_call_id, build_short_id
-from orchestrator.dialects.finish_reasons import ReplyEnding, announces_calls, classify_ending, explain_ending
-from orchestrator.dialects.model import Chunk, Message, TokenUsage
-from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
-from orchestrator.dialects.tag_events import TagCall, TagEvent
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.thinking import (
+from toolcrew.contract.calls import MAX_NAME_CHARS, ToolCall
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
+from toolcrew.orchestrator.dialects.call_ids import build_call_id, build_short_id
+from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, announces_calls, classify_ending, explain_ending
+from toolcrew.orchestrator.dialects.model import Chunk, Message, TokenUsage
+from toolcrew.orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
+from toolcrew.orchestrator.dialects.tag_events import TagCall, TagEvent
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.thinking import (
     LONGEST_MARK,
     REASONING,
     THINK,
@@ -25,7 +25,7 @@ from orchestrator.dialects.thinking import (
     find_opened,
     may_open,
 )
-from telemetry.logs import get_logger
+from toolcrew.telemetry.logs import get_logger
 
 BROKEN = "the connection to the model was interrupted, so this call was not run; write it again"
 CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"

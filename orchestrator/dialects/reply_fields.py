@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.dialects.model import Chunk, Message
-from orchestrator.dialects.surrogates import join_surrogates
+from toolcrew.orchestrator.dialects.model import Chunk, Message
+from toolcrew.orchestrator.dialects.surrogates import join_surrogates
 
 ORIGIN = "toolcrew_endpoint"
 """The key of a chunk and of an assistant message that names the endpoint of the other fields. It is never sent."""

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contract.specs import ToolSpec
-from orchestrator.dialects.tag_grammar import DELIMITERS, TAG
-from orchestrator.dialects.tag_values import escape_value
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.tag_grammar import DELIMITERS, TAG
+from toolcrew.orchestrator.dialects.tag_values import escape_value
 
 _RULES = {
     "reply": r"[^<\n] [^<]*",

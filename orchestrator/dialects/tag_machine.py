@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Literal
 
-from orchestrator.dialects.tag_events import MalformedTag, TagCall
-from orchestrator.dialects.tag_grammar import (
+from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall
+from toolcrew.orchestrator.dialects.tag_grammar import (
     BLANKS,
     CHILD,
     CLOSE,
@@ -18,7 +18,7 @@ from orchestrator.dialects.tag_grammar import (
     WRONG_CLOSE,
     State,
 )
-from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
+from toolcrew.orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
 Outcome = Literal["open", "complete", "mention", "reopen"]
 """`mention`: the characters read are text. `reopen`: a new tag begins at `cut`."""

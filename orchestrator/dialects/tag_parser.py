@@ -15,11 +15,19 @@
     body      = literal text / S* 1*( "<![CDATA[" ... "]]>" ) S*
 """
 
-from orchestrator.dialects.fences import FenceTracker
-from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
-from orchestrator.dialects.tag_grammar import BLANKS, COMMON_CALL, COMMON_CHILDREN, COMMON_START, MARKER, MENTION, TAG
-from orchestrator.dialects.tag_machine import OpenTag
-from orchestrator.dialects.tag_values import decode_entities
+from toolcrew.orchestrator.dialects.fences import FenceTracker
+from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
+from toolcrew.orchestrator.dialects.tag_grammar import (
+    BLANKS,
+    COMMON_CALL,
+    COMMON_CHILDREN,
+    COMMON_START,
+    MARKER,
+    MENTION,
+    TAG,
+)
+from toolcrew.orchestrator.dialects.tag_machine import OpenTag
+from toolcrew.orchestrator.dialects.tag_values import decode_entities
 
 MAX_TAG_CHARS = 16 * 1024 * 1024
 SMALLEST_LIMIT = 64

@@ -5,18 +5,23 @@ user messages.
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import ReplyReader
-from orchestrator.dialects.model import Message, ModelRequest
-from orchestrator.dialects.observations import build_tool_messages, build_wire_messages
-from orchestrator.dialects.profiles import STANDARD, ModelProfile
-from orchestrator.dialects.prompts import EXAMPLES_STOP, build_examples, build_system_prompt, generate_tool_prompt
-from orchestrator.dialects.reader import StreamReader
-from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
-from orchestrator.dialects.tag_gbnf import build_tag_grammar
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.tag_values import build_tag_call
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import ReplyReader
+from toolcrew.orchestrator.dialects.model import Message, ModelRequest
+from toolcrew.orchestrator.dialects.observations import build_tool_messages, build_wire_messages
+from toolcrew.orchestrator.dialects.profiles import STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.prompts import (
+    EXAMPLES_STOP,
+    build_examples,
+    build_system_prompt,
+    generate_tool_prompt,
+)
+from toolcrew.orchestrator.dialects.reader import StreamReader
+from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
+from toolcrew.orchestrator.dialects.tag_gbnf import build_tag_grammar
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
 
 __all__ = ["MalformedTag", "TagCall", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 

@@ -7,7 +7,7 @@ last such end is reasoning.
 
 import re
 
-from orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.model import Chunk
 
 THINK = "<think>"
 THINK_END = "</think>"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 
 CHARS_PER_TOKEN = 4
 PART_TOKENS = 1000

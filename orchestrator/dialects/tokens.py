@@ -6,8 +6,8 @@ Endpoints give them if the request asks: `logprobs` (OpenAI; llama.cpp adds the 
 import math
 from typing import Any
 
-from contract.run_events import ReplyTokens
-from orchestrator.dialects.model import Chunk
+from toolcrew.contract.run_events import ReplyTokens
+from toolcrew.orchestrator.dialects.model import Chunk
 
 MAX_TOKENS = 2_000_000
 _MAX_ID = 2**31

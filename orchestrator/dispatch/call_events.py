@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer
-from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable, EnvelopeRefused
-from contract.signing import SigningKeys
-from store.call_events import READ_COUNT, CallEventStore, Entry
-from store.connection import RedisClient
-from store.tasks import begin_shared, cancel_all
-from telemetry.logs import get_logger
+from toolcrew.contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.call_events import READ_COUNT, CallEventStore, Entry
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.tasks import begin_shared, cancel_all
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.hosts import HOST_TTL_S, HostReport, parse_holder
-from orchestrator.dispatch.celery_transport import FAILED_EVENTS, build_failed_event
-from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed
-from store.calls import CallRecord, CallState, CallStore
-from store.hosts import HostStore
-from store.tasks import begin_shared, cancel_all
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.hosts import HOST_TTL_S, HostReport, parse_holder
+from toolcrew.orchestrator.dispatch.celery_transport import FAILED_EVENTS, build_failed_event
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from toolcrew.store.calls import CallRecord, CallState, CallStore
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.tasks import begin_shared, cancel_all
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

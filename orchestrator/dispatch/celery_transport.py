@@ -20,18 +20,18 @@ from kombu import Connection
 from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
-from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
-from contract.envelope import find_encoded_result, find_result_key, join_result
-from contract.errors import BrokerUnavailable, ErrorCode
-from contract.hosts import HOST_LOST_TYPE
-from contract.names import call_key, is_blob_of, result_key, show_call, task_name
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.request import Attempt, Request
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
-from store.call_messages import CallMessage, Publisher, ResultHub, read_result_record
-from store.calls import CallStore
-from store.connection import ScriptConnection, SharedClock, open_redis
-from store.hosts import send_order
+from toolcrew.contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
+from toolcrew.contract.envelope import find_encoded_result, find_result_key, join_result
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
+from toolcrew.contract.hosts import HOST_LOST_TYPE
+from toolcrew.contract.names import call_key, is_blob_of, result_key, show_call, task_name
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from toolcrew.store.call_messages import CallMessage, Publisher, ResultHub, read_result_record
+from toolcrew.store.calls import CallStore
+from toolcrew.store.connection import ScriptConnection, SharedClock, open_redis
+from toolcrew.store.hosts import send_order
 
 START_GRACE_S = 2.0
 """Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs

@@ -19,26 +19,33 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
-from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
-from contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
-from contract.names import POOL_QUEUES
-from contract.signing import ResultSeal, SigningKeys
-from orchestrator.admission import Admission, UnlimitedAdmission
-from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
-from orchestrator.dispatch.request import Attempt, Request
-from orchestrator.dispatch.session_locator import HostSource, SessionLocator
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
-from orchestrator.tracing import CURRENT_CALL
-from store.blobs import Blobs
-from store.call_messages import NotSent
-from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, CallStore, has_ticket, seal_ticket
-from store.connection import SharedClock
-from store.sessions import SessionAddress, SessionStore
-from store.slots import SlotRequest
-from store.tasks import Backoff
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
+from toolcrew.contract.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    EnvelopeRefused,
+    ErrorCode,
+    OperatorError,
+    ToolFailure,
+)
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.orchestrator.admission import Admission, UnlimitedAdmission
+from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
+from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.session_locator import HostSource, SessionLocator
+from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
+from toolcrew.orchestrator.tracing import CURRENT_CALL
+from toolcrew.store.blobs import Blobs
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, CallStore, has_ticket, seal_ticket
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.sessions import SessionAddress, SessionStore
+from toolcrew.store.slots import SlotRequest
+from toolcrew.store.tasks import Backoff
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -8,26 +8,26 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
-from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.names import POOL_QUEUES
-from contract.schema import is_quick, prepare_arguments
-from contract.session_locations import TOOL_CONFIG, host_arguments
-from contract.signing import SigningKeys
-from contract.specs import ToolSpec
-from contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
-from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
-from orchestrator.dispatch.placement import HostCapacity
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
-from store.call_messages import NotSent
-from store.sessions import SessionAddress
-from store.tasks import Backoff
-from store.tenant_threads import in_tenant_thread
-from telemetry.logs import bound, get_logger
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.contract.schema import is_quick, prepare_arguments
+from toolcrew.contract.session_locations import TOOL_CONFIG, host_arguments
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
+from toolcrew.orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
+from toolcrew.orchestrator.dispatch.placement import HostCapacity
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.sessions import SessionAddress
+from toolcrew.store.tasks import Backoff
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.tar_archives import BLOCK, TarEntry, read_tar
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.tar_archives import BLOCK, TarEntry, read_tar
 
 _PIECE_BYTES = 1024 * 1024
 

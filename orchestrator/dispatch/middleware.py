@@ -4,12 +4,12 @@
 
 from collections.abc import Sequence
 
-from contract.calls import ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dispatch.dispatcher import Work
-from orchestrator.dispatch.request import Request
-from orchestrator.tracing import CURRENT_CALL, call_spans
-from telemetry.spans import Tracer
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dispatch.dispatcher import Work
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.tracing import CURRENT_CALL, call_spans
+from toolcrew.telemetry.spans import Tracer
 
 
 class TracedCalls:

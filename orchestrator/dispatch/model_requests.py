@@ -4,14 +4,14 @@ process.
 
 from collections.abc import Awaitable
 
-from contract.call_events import MAX_ANSWER_BYTES, CallEvent
-from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
-from contract.functions.completions import TokenUsage
-from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.call_events import CallEventReader, Handler
-from orchestrator.models.adapter import BudgetedModel
-from telemetry.logs import get_logger
+from toolcrew.contract.call_events import MAX_ANSWER_BYTES, CallEvent
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.call_events import CallEventReader, Handler
+from toolcrew.orchestrator.models.adapter import BudgetedModel
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,10 +9,10 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.hosts import RELEASE, HostReport
-from contract.image_names import ImageName, ImageNameError, find_matches, is_allowed, parse_image_name
-from contract.plurals import plural
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.hosts import RELEASE, HostReport
+from toolcrew.contract.image_names import ImageName, ImageNameError, find_matches, is_allowed, parse_image_name
+from toolcrew.contract.plurals import plural
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
 """Free memory, in bytes, that a host should have. A host with less is chosen only if no other host fits."""

@@ -5,34 +5,34 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from contract.masking import passwords_of
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.admission import PausableAdmission, SharedAdmission
-from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.call_monitor import CallMonitor
-from orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
-from orchestrator.dispatch.delivery import Pool
-from orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
-from orchestrator.dispatch.middleware import TracedCalls
-from orchestrator.dispatch.session_locator import HostSource
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
-from orchestrator.metrics.tally import Tally
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.tracing import open_process_tracer
-from store.blobs import Blobs
-from store.call_messages import ResultHub
-from store.call_reader import CallReader
-from store.calls import CallStore
-from store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
-from store.hosts import HostStore
-from store.sessions import SessionStore
-from store.skills import SkillStore
-from store.tenants import RedisTenants
-from store.tools import RedisCatalog, RedisSwitches
-from telemetry.logs import get_logger
-from telemetry.spans import Tracer
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from toolcrew.contract.masking import passwords_of
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission
+from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
+from toolcrew.orchestrator.dispatch.delivery import Pool
+from toolcrew.orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
+from toolcrew.orchestrator.dispatch.middleware import TracedCalls
+from toolcrew.orchestrator.dispatch.session_locator import HostSource
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
+from toolcrew.orchestrator.metrics.tally import Tally
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.tracing import open_process_tracer
+from toolcrew.store.blobs import Blobs
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.call_reader import CallReader
+from toolcrew.store.calls import CallStore
+from toolcrew.store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.skills import SkillStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import RedisCatalog, RedisSwitches
+from toolcrew.telemetry.logs import get_logger
+from toolcrew.telemetry.spans import Tracer
 
 log = get_logger(__name__)
 

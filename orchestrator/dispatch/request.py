@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext
-from contract.names import POOL_QUEUES
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.call_events import Handler
-from store.slots import Priority
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.call_events import Handler
+from toolcrew.store.slots import Priority
 
 SANDBOX_GRACE_S = 20.0
 """Seconds that the sender waits beyond a call's limit and grace period. Sandboxd may have to remove a container, which

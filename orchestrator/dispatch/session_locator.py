@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.hosts import HostReport
-from contract.names import HOST_QUEUES, POOL_QUEUES
-from contract.session_locations import (
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import HOST_QUEUES, POOL_QUEUES
+from toolcrew.contract.session_locations import (
     TOOL_CONFIG,
     LocationState,
     SessionLocation,
@@ -31,10 +31,10 @@ from contract.session_locations import (
     open_start,
     seal_start,
 )
-from contract.signing import SigningKeys
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.placement import (
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.placement import (
     LOW_MEMORY_BYTES,
     HostCapacity,
     HostRequirements,
@@ -42,10 +42,10 @@ from orchestrator.dispatch.placement import (
     choose_host,
     find_capacity,
 )
-from orchestrator.dispatch.transport import CallLost
-from store.call_messages import NotSent
-from store.sessions import SessionAddress, SessionStore
-from telemetry.logs import get_logger
+from toolcrew.orchestrator.dispatch.transport import CallLost
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.sessions import SessionAddress, SessionStore
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

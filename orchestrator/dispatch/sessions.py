@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from contract.call_events import OUTPUT
-from contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
-from contract.closed_files import OPEN_CLOSED
-from contract.errors import (
+from toolcrew.contract.call_events import OUTPUT
+from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
+from toolcrew.contract.closed_files import OPEN_CLOSED
+from toolcrew.contract.errors import (
     OPERATOR_CODES,
     BrokerFull,
     BrokerUnavailable,
@@ -29,21 +29,21 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
-from contract.invalid_input import find_invalid
-from contract.names import host_of
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
-from contract.specs import NO_NETWORK, ToolSpec
-from contract.tenancy import largest_limit
-from orchestrator.dispatch.call_events import OnOutput, output_handler
-from orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
-from orchestrator.dispatch.folders import pack_folder, unpack_archive
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.session_locator import new_session_name
-from orchestrator.dispatch.workspace_sources import load_source
-from store.api_keys import Credential
-from store.blobs import Blobs
-from store.read_memory import Reservation, read_memory
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.names import host_of
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
+from toolcrew.contract.specs import NO_NETWORK, ToolSpec
+from toolcrew.contract.tenancy import largest_limit
+from toolcrew.orchestrator.dispatch.call_events import OnOutput, output_handler
+from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
+from toolcrew.orchestrator.dispatch.folders import pack_folder, unpack_archive
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.session_locator import new_session_name
+from toolcrew.orchestrator.dispatch.workspace_sources import load_source
+from toolcrew.store.api_keys import Credential
+from toolcrew.store.blobs import Blobs
+from toolcrew.store.read_memory import Reservation, read_memory
 
 COPY_TIMEOUT_S = 120.0
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.names import BUILTIN_TOOLS
-from contract.registry import RELEASING, Switch, check_call, check_switches, check_tools, find_switch
-from contract.schema import find_nearest, prepare_arguments
-from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import SKILL_TOOL, TenantPolicy, tools_of
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from store.skills import InstalledSkill, SkillStore
-from store.tenant_threads import in_tenant_thread
-from store.tenants import OpenTenants, TenantSource
-from store.tools import CatalogSource, SwitchSource
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.contract.registry import RELEASING, Switch, check_call, check_switches, check_tools, find_switch
+from toolcrew.contract.schema import find_nearest, prepare_arguments
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.contract.tenancy import SKILL_TOOL, TenantPolicy, tools_of
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.store.skills import InstalledSkill, SkillStore
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.store.tenants import OpenTenants, TenantSource
+from toolcrew.store.tools import CatalogSource, SwitchSource
 
 _FROM_SERVERS = "mcp__"
 """Prefix of the names of tools from MCP servers."""

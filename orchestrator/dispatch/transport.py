@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.errors import ErrorCode
-from contract.functions.call_context import CallContext
-from contract.functions.call_outputs import build_failure, build_result
-from contract.functions.function_schemas import is_async
-from contract.registry import Tool
-from contract.signing import ResultSeal, SigningKeys
-from orchestrator.dispatch.request import Attempt
-from orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, FunctionOutcome
-from orchestrator.functions.loop_waits import LoopRunner
-from orchestrator.functions.session_state import MemoryState
+from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_call, encode_result
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.functions.call_outputs import build_failure, build_result
+from toolcrew.contract.functions.function_schemas import is_async
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.functions.blocking_calls import BlockingCall, BlockingCalls, FunctionOutcome
+from toolcrew.orchestrator.functions.loop_waits import LoopRunner
+from toolcrew.orchestrator.functions.session_state import MemoryState
 
 CANCEL_GRACE_S = 1.0
 """Seconds that a cancelled function has for its cleanup."""

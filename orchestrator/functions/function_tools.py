@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from contract.functions.call_context import CallHandler
-from contract.functions.call_handlers import build_execute_handler
-from contract.functions.function_tools import FunctionTool, checked_spec, tool
-from contract.functions.json_schemas import plain_schema
-from contract.registry import Tool
-from contract.specs import ToolSpec
-from orchestrator.functions.langchain_shape import (
+from toolcrew.contract.functions.call_context import CallHandler
+from toolcrew.contract.functions.call_handlers import build_execute_handler
+from toolcrew.contract.functions.function_tools import FunctionTool, checked_spec, tool
+from toolcrew.contract.functions.json_schemas import plain_schema
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.functions.langchain_shape import (
     base_tool_schema,
     build_base_tool_handler,
     build_langchain_handler,
@@ -20,7 +20,7 @@ from orchestrator.functions.langchain_shape import (
     langchain_schema,
     schema_of,
 )
-from orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 
 __all__ = ["FunctionTool", "LocalTool", "as_tool", "convert_to_openai_tool", "tool"]
 

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
-from contract.functions.call_context import CallContext, CallHandler, FunctionHandler
-from contract.functions.call_handlers import build_execute_handler, build_function_handler
-from contract.functions.function_schemas import is_async, read_function, tool_parameters
-from contract.functions.json_schemas import JsonSchema, plain_schema
+from toolcrew.contract.functions.call_context import CallContext, CallHandler, FunctionHandler
+from toolcrew.contract.functions.call_handlers import build_execute_handler, build_function_handler
+from toolcrew.contract.functions.function_schemas import is_async, read_function, tool_parameters
+from toolcrew.contract.functions.json_schemas import JsonSchema, plain_schema
 
 SINGLE_ARGUMENT = "__arg1"
 """Name of the only parameter, a string, of a tool without a schema."""

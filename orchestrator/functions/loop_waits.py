@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from contract.functions.call_context import refuse_to_wait
+from toolcrew.contract.functions.call_context import refuse_to_wait
 
 T = TypeVar("T")
 

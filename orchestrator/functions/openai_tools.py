@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from contract.functions.docstrings import parse_docstring
-from contract.functions.function_schemas import read_function
-from contract.functions.json_schemas import close_schema, plain_schema, show_schema
-from contract.registry import Tool
-from contract.specs import ToolSpec
-from orchestrator.functions.langchain_shape import (
+from toolcrew.contract.functions.docstrings import parse_docstring
+from toolcrew.contract.functions.function_schemas import read_function
+from toolcrew.contract.functions.json_schemas import close_schema, plain_schema, show_schema
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.functions.langchain_shape import (
     base_tool_schema,
     is_base_tool,
     is_langchain_shaped,

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from contract.functions.session_state import (
+from toolcrew.contract.functions.session_state import (
     MAX_ATTEMPTS,
     MAX_STATE_BYTES,
     MAX_VALUE_BYTES,

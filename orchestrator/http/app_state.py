@@ -6,23 +6,23 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
-from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.http.session_cache import SessionCache
-from orchestrator.metrics.page import MetricsPage
-from orchestrator.runs.endpoints import ModelNames
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys, Credential
-from store.approvals import ApprovalQueue
-from store.model_endpoints import ModelEndpoints
-from store.tasks import cancel_all
-from telemetry.logs import get_logger
-from telemetry.settings import load_tracing_settings
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.http.session_cache import SessionCache
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.orchestrator.runs.endpoints import ModelNames
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys, Credential
+from toolcrew.store.approvals import ApprovalQueue
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.tasks import cancel_all
+from toolcrew.telemetry.logs import get_logger
+from toolcrew.telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0

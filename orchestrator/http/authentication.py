@@ -2,11 +2,11 @@
 
 from starlette.types import Scope
 
-from contract.errors import ErrorCode
-from orchestrator.http.app_state import AppState
-from orchestrator.http.body_limits import BODY_OWNER, find_header
-from orchestrator.http.problems import ApiCode, ApiProblem
-from store.api_keys import Identity
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.http.app_state import AppState
+from toolcrew.orchestrator.http.body_limits import BODY_OWNER, find_header
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.store.api_keys import Identity
 
 MAX_KEY_CHARS = 256
 NO_KEY = "the API key is missing: send it as `Authorization: Bearer KEY` (`toolcrew keys create TENANT` creates one)"

@@ -14,8 +14,8 @@ from typing import NamedTuple, NoReturn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contract.json_limits import has_more_values_in_text
-from orchestrator.http.problems import ApiCode, build_response
+from toolcrew.contract.json_limits import has_more_values_in_text
+from toolcrew.orchestrator.http.problems import ApiCode, build_response
 
 CHUNK_WITHIN_S = 20.0
 """Limit of a pause in the middle of a body, in seconds."""

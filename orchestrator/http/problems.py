@@ -8,8 +8,15 @@ from typing import Any
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
-from contract.errors import OPERATOR_CODES, BrokerFull, BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import (
+    OPERATOR_CODES,
+    BrokerFull,
+    BrokerUnavailable,
+    ErrorCode,
+    OperatorError,
+    ToolFailure,
+)
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

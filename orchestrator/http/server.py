@@ -9,10 +9,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from contract.errors import ConfigError
-from orchestrator.http.body_limits import LEAST_BYTES_PER_S
-from orchestrator.http.problems import ApiCode, build_response
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.http.body_limits import LEAST_BYTES_PER_S
+from toolcrew.orchestrator.http.problems import ApiCode, build_response
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -12,11 +12,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 
-from contract.calls import CallUsage, Clocks, ToolCall, ToolResult
-from contract.errors import ContextWindowExceeded, ErrorCode, ModelInterrupted, ToolFailure
-from contract.plurals import count
-from contract.registry import Switch
-from contract.run_events import (
+from toolcrew.contract.calls import CallUsage, Clocks, ToolCall, ToolResult
+from toolcrew.contract.errors import ContextWindowExceeded, ErrorCode, ModelInterrupted, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.run_events import (
     CallFinished,
     CallStarted,
     ModelAnswered,
@@ -33,21 +33,29 @@ from contract.run_events import (
     TextWithdrawn,
     Warned,
 )
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
-from orchestrator.dialects.call_ids import build_call_id
-from orchestrator.dialects.fences import find_command
-from orchestrator.dialects.finish_reasons import ReplyEnding, explain_ending
-from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
-from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
-from orchestrator.dialects.thinking import strip_thinking
-from orchestrator.dialects.tokens import TokenCollector
-from orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
-from orchestrator.loop.context_window import ContextWindow
-from orchestrator.loop.limits import ReActOptions, Spending, StopReason
-from orchestrator.loop.reply_stream import DisplayedText, ReadAhead
-from orchestrator.loop.transcript import Transcript
-from telemetry.logs import get_logger
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import (
+    CallRequested,
+    Dialect,
+    Event,
+    MalformedCall,
+    ReplyEnd,
+    ReplyReader,
+    Text,
+)
+from toolcrew.orchestrator.dialects.call_ids import build_call_id
+from toolcrew.orchestrator.dialects.fences import find_command
+from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, explain_ending
+from toolcrew.orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.thinking import strip_thinking
+from toolcrew.orchestrator.dialects.tokens import TokenCollector
+from toolcrew.orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
+from toolcrew.orchestrator.loop.context_window import ContextWindow
+from toolcrew.orchestrator.loop.limits import ReActOptions, Spending, StopReason
+from toolcrew.orchestrator.loop.reply_stream import DisplayedText, ReadAhead
+from toolcrew.orchestrator.loop.transcript import Transcript
+from toolcrew.telemetry.logs import get_logger
 
 __all__ = ["Agent", "ReActStrategy", "RunCall", "RunResult"]
 

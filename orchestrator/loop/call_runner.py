@@ -10,16 +10,16 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.registry import Switch
-from contract.run_events import CallFinished, CallStarted, RunEvent
-from contract.schema import coerce_text, find_nearest
-from contract.specs import ToolSpec
-from contract.tenancy import SKILL_TOOL
-from orchestrator.dialects.base import CallRequested, MalformedCall
-from orchestrator.dialects.observations import UNKNOWN_TOOL
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent
+from toolcrew.contract.schema import coerce_text, find_nearest
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import SKILL_TOOL
+from toolcrew.orchestrator.dialects.base import CallRequested, MalformedCall
+from toolcrew.orchestrator.dialects.observations import UNKNOWN_TOOL
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

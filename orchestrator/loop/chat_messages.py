@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.dialects.model import Message, TokenUsage
-from orchestrator.dialects.observations import fill_blank
-from orchestrator.dialects.reader import build_wire_name
-from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
+from toolcrew.orchestrator.dialects.model import Message, TokenUsage
+from toolcrew.orchestrator.dialects.observations import fill_blank
+from toolcrew.orchestrator.dialects.reader import build_wire_name
+from toolcrew.orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
 
 
 @dataclass(frozen=True)

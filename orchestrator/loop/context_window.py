@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from orchestrator.dialects.model import Message, TokenUsage
-from orchestrator.dialects.reply_fields import ORIGIN
+from toolcrew.orchestrator.dialects.model import Message, TokenUsage
+from toolcrew.orchestrator.dialects.reply_fields import ORIGIN
 
 BYTES_PER_TOKEN = 3.5
 """Estimate of the bytes per token, until the server reports the tokens of a request."""

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from contract.calls import DEFAULT_TIMEOUT_S
-from contract.model_endpoints import Prices
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.models.capabilities import Capabilities
-from orchestrator.settings import OrchestratorSettings
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.models.capabilities import Capabilities
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 
 class StopReason(StrEnum):

@@ -5,8 +5,8 @@ text after an interrupted reply.
 import asyncio
 from collections.abc import AsyncIterator
 
-from contract.errors import ModelInterrupted
-from orchestrator.dialects.model import Chunk
+from toolcrew.contract.errors import ModelInterrupted
+from toolcrew.orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
 """Number of chunks of a reply that may wait in memory until the agent loop takes them. At the limit, reading from the

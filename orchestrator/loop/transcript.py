@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 
-from orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.model import Message
 
 
 class Transcript:

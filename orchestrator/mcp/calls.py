@@ -26,17 +26,17 @@ from mcp_types import (
 )
 from pydantic import ValidationError
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.functions.json_schemas import complete_schema
-from contract.invalid_input import describe_invalid
-from contract.schema import find_aliases, find_nearest
-from contract.specs import NO_NETWORK, ToolSpec
-from orchestrator.approvals import Approver
-from orchestrator.dispatch.dispatcher import add_used_aliases
-from orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
-from orchestrator.mcp.leases import SessionLeases
-from orchestrator.sdk.client import ToolClient
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.functions.json_schemas import complete_schema
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.schema import find_aliases, find_nearest
+from toolcrew.contract.specs import NO_NETWORK, ToolSpec
+from toolcrew.orchestrator.approvals import Approver
+from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
+from toolcrew.orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
+from toolcrew.orchestrator.mcp.leases import SessionLeases
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 OUTPUT_SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -11,8 +11,8 @@ from mcp.server.context import ServerRequestContext
 from mcp_types import CallToolRequestParams, ElicitRequest, ElicitRequestFormParams, ElicitResult, InputRequiredResult
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
-from orchestrator.approvals import ApprovalRequest, Approver, Decision, RefusingApprover
-from orchestrator.approvals.approvers import describe_request
+from toolcrew.orchestrator.approvals import ApprovalRequest, Approver, Decision, RefusingApprover
+from toolcrew.orchestrator.approvals.approvers import describe_request
 
 QUESTION = "approval"
 _FORM: dict[str, Any] = {

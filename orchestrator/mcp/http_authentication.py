@@ -8,16 +8,16 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from orchestrator.approvals import Approver
-from orchestrator.approvals.asking import choose_pool_approver, open_approvals
-from orchestrator.http.app_state import AppState
-from orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
-from orchestrator.http.body_limits import find_header, refuse
-from orchestrator.http.problems import ApiCode, ApiProblem, response_to
-from orchestrator.mcp.calls import McpCaller
-from orchestrator.mcp.leases import KeyLeases
-from store.api_keys import Credential
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
+from toolcrew.orchestrator.approvals import Approver
+from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
+from toolcrew.orchestrator.http.app_state import AppState
+from toolcrew.orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
+from toolcrew.orchestrator.http.body_limits import find_header, refuse
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem, response_to
+from toolcrew.orchestrator.mcp.calls import McpCaller
+from toolcrew.orchestrator.mcp.leases import KeyLeases
+from toolcrew.store.api_keys import Credential
 
 CALLER = "toolcrew.mcp.caller"
 """Key in the ASGI scope of an accepted request. The value is the McpCaller of the request."""

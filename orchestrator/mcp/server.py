@@ -17,7 +17,7 @@ from mcp_types import (
     PaginatedRequestParams,
 )
 
-from orchestrator.mcp.calls import Context, McpCaller, call_tool, list_tools
+from toolcrew.orchestrator.mcp.calls import Context, McpCaller, call_tool, list_tools
 
 NAME = "toolcrew"
 _ABOUT = (

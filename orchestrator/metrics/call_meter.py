@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.metrics import (
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.metrics import (
     CALL_SECONDS,
     CALLS,
     CALLS_ENDED,
@@ -19,9 +19,9 @@ from contract.metrics import (
     SANDBOX_WAIT_SECONDS,
     TRANSFER_SECONDS,
 )
-from contract.names import POOL_QUEUES
-from contract.specs import ToolSpec
-from store.metrics import Counts
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.store.metrics import Counts
 
 HOST_QUEUES = "host"
 """Value of the metrics label `queue` that stands for the queues of all hosts together."""

@@ -5,16 +5,16 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from contract import metrics
-from contract.hosts import RELEASE, HostReport
-from contract.names import POOL_QUEUES
-from orchestrator.metrics.samples import Samples, render
-from store.connection import RedisAccessDenied, RedisClient, read_server_info
-from store.hosts import HostStore
-from store.metrics import MetricsStore, StoredCounts, is_mark
-from store.slots import count_slots_in_use
-from store.usage import UsageStore, show_amounts
-from telemetry.logs import get_logger
+from toolcrew.contract import metrics
+from toolcrew.contract.hosts import RELEASE, HostReport
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.orchestrator.metrics.samples import Samples, render
+from toolcrew.store.connection import RedisAccessDenied, RedisClient, read_server_info
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.metrics import MetricsStore, StoredCounts, is_mark
+from toolcrew.store.slots import count_slots_in_use
+from toolcrew.store.usage import UsageStore, show_amounts
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
-from contract.run_events import (
+from toolcrew.contract.metrics import APPROVALS, APPROVALS_ASKED, ITERATIONS, MODEL_SECONDS, RUNS_ENDED, TOKENS
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -15,8 +15,8 @@ from contract.run_events import (
     RunStarted,
     StepStarted,
 )
-from orchestrator.metrics.call_meter import CallMeter
-from store.metrics import Counts
+from toolcrew.orchestrator.metrics.call_meter import CallMeter
+from toolcrew.store.metrics import Counts
 
 
 class Replay(Protocol):

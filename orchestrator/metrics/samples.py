@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from contract.metrics import BUCKET, COUNT, METRICS, SUM, Metric
+from toolcrew.contract.metrics import BUCKET, COUNT, METRICS, SUM, Metric
 
 TEXT = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
-from contract.functions.completions import Completion
-from contract.plurals import count
-from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
-from orchestrator.dialects.native_assembler import NativeCallAssembler
-from orchestrator.dialects.reader import read_usage
+from toolcrew.contract.errors import ErrorCode, ModelInterrupted, ToolFailure
+from toolcrew.contract.functions.completions import Completion
+from toolcrew.contract.plurals import count
+from toolcrew.orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler
+from toolcrew.orchestrator.dialects.reader import read_usage
 
 MAX_CALLS = 20
 MAX_TOKENS = 200_000

@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from contract.errors import ContextWindowExceeded, ModelRefused
-from orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending
-from orchestrator.dialects.model import Model, ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
-from orchestrator.dialects.thinking import THINK
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ContextWindowExceeded, ModelRefused
+from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, classify_ending
+from toolcrew.orchestrator.dialects.model import Model, ModelRequest
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
+from toolcrew.orchestrator.dialects.thinking import THINK
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

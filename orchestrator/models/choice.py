@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from contract.errors import ConfigError
-from contract.model_endpoints import Prices
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Model
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, ModelProfile
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.models.capabilities import (
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.models.capabilities import (
     Capabilities,
     CapabilityCache,
     HasCapabilities,
@@ -27,14 +27,14 @@ from orchestrator.models.capabilities import (
     ModelFacts,
     find_capabilities,
 )
-from orchestrator.models.local_server import CONTEXT_TOKENS
-from orchestrator.models.request_limits import RequestLimits
-from orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel, demo_script
-from orchestrator.models.weights import Progress, load_weights
-from orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.models.local_server import CONTEXT_TOKENS
+from toolcrew.orchestrator.models.request_limits import RequestLimits
+from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel, demo_script
+from toolcrew.orchestrator.models.weights import Progress, load_weights
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 if TYPE_CHECKING:
-    from orchestrator.models.openai import OpenAIModel
+    from toolcrew.orchestrator.models.openai import OpenAIModel
 
 OpenLimits = Callable[[str, str, str], RequestLimits]
 """Function from address, model and API key to the request limits of the endpoint."""
@@ -139,7 +139,7 @@ async def choose_model(
         weights = await asyncio.to_thread(
             load_weights, user_file=settings.model_file, cache_dir=settings.model_folder, progress=progress
         )
-        from orchestrator.models.local import LocalModelServer
+        from toolcrew.orchestrator.models.local import LocalModelServer
 
         async with LocalModelServer(weights) as server:
             yield ChosenModel(server.open_model(), SMALL, SMALL_CAPABILITIES, is_fallback=name is None)
@@ -228,7 +228,7 @@ def _has_endpoint(settings: OrchestratorSettings) -> bool:
 
 def _open_endpoint(settings: OrchestratorSettings, name: str | None) -> "OpenAIModel":
     # Imported here, because the SDK takes a second to import and most commands need no model.
-    from orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
+    from toolcrew.orchestrator.models.openai import DEFAULT_BASE_URL, OpenAIModel
 
     if name is None:
         raise ConfigError(

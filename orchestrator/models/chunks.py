@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.reply_fields import PARTS, number_part
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.reply_fields import PARTS, number_part
 
 _CONTENT_FIELDS = (
     "content",

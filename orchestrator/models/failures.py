@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from contract.errors import (
+from toolcrew.contract.errors import (
     ContextWindowExceeded,
     ModelBlocked,
     ModelDenied,
@@ -13,7 +13,7 @@ from contract.errors import (
     ModelRefused,
     ModelUnavailable,
 )
-from orchestrator.models.retries import is_retried_status
+from toolcrew.orchestrator.models.retries import is_retried_status
 
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000

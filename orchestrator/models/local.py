@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from contract.errors import ModelUnavailable
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.settings import child_environment, program
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.settings import child_environment, program
 
 # Greedy sampling. The prompt cache makes a step three times as fast. It changes rounding, which can change the wording
 # of an answer, but not its facts.
@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 300.0
 # This server has no other clients. If it does not answer, it is dead.
 RETRIES = 1
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(__file__).absolute().parents[3]
 
 
 class LocalModelServer:
@@ -90,7 +90,7 @@ class LocalModelServer:
         await self._stop()
 
     async def _start(self) -> None:
-        command = [*program("orchestrator.models.local_server")]
+        command = [*program("toolcrew.orchestrator.models.local_server")]
         command += ["--weights", str(self._weights), "--threads", str(self._threads)]
         pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         # Python finds the package even if it is not installed, and imports nothing from the current folder.
@@ -105,7 +105,8 @@ class LocalModelServer:
         if not line:
             raise ModelUnavailable(
                 f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install "
-                "'toolcrew[local-model]')? Run `python -m orchestrator.models.local_server` yourself to see the reason"
+                "'toolcrew[local-model]')? Run "
+                "`python -m toolcrew.orchestrator.models.local_server` yourself to see the reason"
             )
         ready = json.loads(line)
         self.base_url, self.model_name = ready["base_url"], ready["model"]

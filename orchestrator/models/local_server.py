@@ -1,8 +1,8 @@
-"""The embedded model's server as a separate program: `python -m orchestrator.models.local_server --weights FILE`.
+"""The embedded model's server as a separate program.
 
-The first line of stdin is `{"api_key": ...}`. When the model is loaded, stdout gets one line `{"base_url": ...,
-"model": "local"}` and nothing else. The server exits on SIGTERM and at the end of stdin, so it never outlives the
-process that started it.
+Start: `python -m toolcrew.orchestrator.models.local_server --weights FILE`. The first line of stdin is
+`{"api_key": ...}`. When the model is loaded, stdout gets one line `{"base_url": ..., "model": "local"}` and nothing
+else. The server exits on SIGTERM and at the end of stdin, so it never outlives the process that started it.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def open_server(weights: Path, port: int, threads: int, api_key: str) -> Any:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.models.local_server", description="Serves the embedded model."
+        prog="python -m toolcrew.orchestrator.models.local_server", description="Serves the embedded model."
     )
     parser.add_argument("--weights", type=Path, required=True, help="the GGUF file")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")

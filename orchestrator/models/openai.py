@@ -14,17 +14,17 @@ import httpx
 import openai
 from openai import AsyncOpenAI, AsyncStream
 
-from contract.errors import ContextWindowExceeded, ModelDenied, ModelRefused, ModelUnavailable
-from contract.model_endpoints import EndpointBlocked, ModelEndpoint, RequestLease
-from orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classify_ending
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.reader import read_usage
-from orchestrator.dialects.reply_fields import build_origin, has_fields, mark_origin, select_fields
-from orchestrator.dialects.thinking import REASONING, LoneEndFinder, mark_reasoning
-from orchestrator.dialects.token_estimates import estimate_prompt
-from orchestrator.models.capabilities import ModelFacts
-from orchestrator.models.chunks import has_content, is_end, join_content, normalize, split_reply
-from orchestrator.models.failures import (
+from toolcrew.contract.errors import ContextWindowExceeded, ModelDenied, ModelRefused, ModelUnavailable
+from toolcrew.contract.model_endpoints import EndpointBlocked, ModelEndpoint, RequestLease
+from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, as_reason, classify_ending
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.reader import read_usage
+from toolcrew.orchestrator.dialects.reply_fields import build_origin, has_fields, mark_origin, select_fields
+from toolcrew.orchestrator.dialects.thinking import REASONING, LoneEndFinder, mark_reasoning
+from toolcrew.orchestrator.dialects.token_estimates import estimate_prompt
+from toolcrew.orchestrator.models.capabilities import ModelFacts
+from toolcrew.orchestrator.models.chunks import has_content, is_end, join_content, normalize, split_reply
+from toolcrew.orchestrator.models.failures import (
     AttemptFailure,
     FailedEndpoint,
     build_error,
@@ -34,10 +34,10 @@ from orchestrator.models.failures import (
     is_too_long,
     is_transient,
 )
-from orchestrator.models.notices import notify_of_wait
-from orchestrator.models.request_limits import LocalLimits, RequestLimits
-from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
-from telemetry.logs import get_logger
+from toolcrew.orchestrator.models.notices import notify_of_wait
+from toolcrew.orchestrator.models.request_limits import LocalLimits, RequestLimits
+from toolcrew.orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from contract.model_endpoints import BLOCK_CAUSES, WAIT_NOTICE_S, BlockReason, EndpointBlocked, RequestLease
+from toolcrew.contract.model_endpoints import BLOCK_CAUSES, WAIT_NOTICE_S, BlockReason, EndpointBlocked, RequestLease
 
 
 class RequestLimits(Protocol):

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ModelUnavailable
-from orchestrator.dialects.model import Chunk, Message, ModelRequest
-from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.models.capabilities import Capabilities
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.orchestrator.dialects.model import Chunk, Message, ModelRequest
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
+from toolcrew.orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
 ALL_CAPABILITIES = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)

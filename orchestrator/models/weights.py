@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import httpx
 
-from contract.errors import ConfigError
+from toolcrew.contract.errors import ConfigError
 
 BLOCK_BYTES = 1024 * 1024
 CONNECT_TIMEOUT_S = 3.0

@@ -1,10 +1,10 @@
 """Finds the actor of a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.audit import Actor, Role, local_actor
-from store.connection import RedisClient
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.audit import Actor, Role, local_actor
+from toolcrew.store.connection import RedisClient
 
 
 async def find_actor(client: RedisClient, settings: OrchestratorSettings, needed: Role) -> Actor:

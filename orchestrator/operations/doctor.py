@@ -6,17 +6,22 @@ import platform
 from contextlib import suppress
 from typing import Literal
 
-from contract.errors import BrokerUnavailable, OperatorError
-from contract.image_names import advise_missing
-from orchestrator.operations.command_actor import find_actor
-from orchestrator.operations.doctor_deep import examine_hosts
-from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
-from orchestrator.operations.doctor_pool import examine_pool
-from orchestrator.operations.doctor_redis import examine_redis
-from orchestrator.operations.findings import Report
-from orchestrator.operations.redis_server import find_redis_server
-from orchestrator.settings import OrchestratorSettings, child_environment, program
-from store.connection import open_redis
+from toolcrew.contract.errors import BrokerUnavailable, OperatorError
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.orchestrator.operations.command_actor import find_actor
+from toolcrew.orchestrator.operations.doctor_deep import examine_hosts
+from toolcrew.orchestrator.operations.doctor_links import (
+    examine_model,
+    examine_model_endpoints,
+    examine_pages,
+    examine_tracing,
+)
+from toolcrew.orchestrator.operations.doctor_pool import examine_pool
+from toolcrew.orchestrator.operations.doctor_redis import examine_redis
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.orchestrator.operations.redis_server import find_redis_server
+from toolcrew.orchestrator.settings import OrchestratorSettings, child_environment, program
+from toolcrew.store.connection import open_redis
 
 Scope = Literal["all", "host", "deployment"]
 CHECK_TIMEOUT_S = 60.0
@@ -67,7 +72,7 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
 async def _examine_engine(report: Report) -> None:
     """Run sandboxd's own check in a separate process, because the orchestrator never talks to the engine."""
     process = await asyncio.create_subprocess_exec(
-        *program("workers.sandboxd", "--check", "--json"),
+        *program("toolcrew.workers.sandboxd", "--check", "--json"),
         env=child_environment({}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.errors import OperatorError, ToolcrewError, ToolFailure
-from contract.hosts import HostReport
-from contract.metrics import REFUSALS
-from contract.settings import BrokerSettings
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from orchestrator.dispatch.sessions import Session, SessionStart
-from orchestrator.operations.findings import Report
-from store.connection import SKEW_WARNING_S, read_clock
+from toolcrew.contract.errors import OperatorError, ToolcrewError, ToolFailure
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.metrics import REFUSALS
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.store.connection import SKEW_WARNING_S, read_clock
 
 HOST_S = 90.0
 """Time limit for one host, in seconds. The host may have to create a sandbox, and it may be busy."""

@@ -4,22 +4,22 @@ open questions.
 
 from collections.abc import Mapping, Sequence
 
-from contract.errors import ConfigError
-from contract.hosts import RELEASE, HostReport
-from contract.image_names import may_share
-from contract.names import CATALOG_POOLS
-from contract.plurals import count, plural
-from contract.signing import SigningKeys
-from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
-from orchestrator.operations.findings import Report
-from store.api_keys import ApiKeyRecord, ApiKeys
-from store.audit import Audit
-from store.connection import RedisClient, read_clock
-from store.hosts import HostStore
-from store.overview import Overview, OverviewReader
-from store.tenants import RedisTenants
-from store.tools import STARTED_BY, RedisCatalog, RedisSwitches
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.hosts import RELEASE, HostReport
+from toolcrew.contract.image_names import may_share
+from toolcrew.contract.names import CATALOG_POOLS
+from toolcrew.contract.plurals import count, plural
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import DEFAULT_TENANT, TenantPolicy
+from toolcrew.orchestrator.dispatch.placement import LOW_MEMORY_BYTES
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.store.api_keys import ApiKeyRecord, ApiKeys
+from toolcrew.store.audit import Audit
+from toolcrew.store.connection import RedisClient, read_clock
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.overview import Overview, OverviewReader
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import STARTED_BY, RedisCatalog, RedisSwitches
 
 LOW_DISK_BYTES = 1024 * 1024 * 1024
 OLD_MESSAGE_S = 60.0

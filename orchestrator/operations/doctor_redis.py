@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from contract.errors import BrokerUnavailable, ConfigError
-from contract.plurals import count
-from contract.settings import BrokerSettings
-from orchestrator.operations.findings import Report
-from store.connection import (
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError
+from toolcrew.contract.plurals import count
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.store.connection import (
     SKEW_WARNING_S,
     RedisAccessDenied,
     RedisClient,
@@ -18,7 +18,7 @@ from store.connection import (
     read_clock,
     read_server_info,
 )
-from store.metrics import MetricsStore
+from toolcrew.store.metrics import MetricsStore
 
 OLDEST_VERSION = (6, 2)
 FULL_SHARE, CLOSE_SHARE = 0.95, 0.8

@@ -8,14 +8,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
-from contract.calls import ToolCall, ToolContext
-from contract.envelope import encode_call
-from contract.errors import ConfigError, OperatorError
-from contract.hosts import DRAIN_ORDER, HostReport
-from contract.signing import SigningKeys
-from contract.tenancy import DEFAULT_TENANT
-from store.audit import Actor, build_entry, local_actor
-from store.hosts import ORDER_TTL_S, HostStore
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.envelope import encode_call
+from toolcrew.contract.errors import ConfigError, OperatorError
+from toolcrew.contract.hosts import DRAIN_ORDER, HostReport
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.store.audit import Actor, build_entry, local_actor
+from toolcrew.store.hosts import ORDER_TTL_S, HostStore
 
 ACCEPTED_WITHIN_S = 12.0
 """Seconds within which a worker must report that it has received an order. A worker normally reads and reports the

@@ -1,5 +1,6 @@
-"""Starts Flower with safe settings and with limits on its memory (`python -m orchestrator.operations.flower`). Flower
-gets the address of Redis from toolcrew's settings, also with TLS and sentinels.
+"""Starts Flower with safe settings and with limits on its memory (`python -m toolcrew.orchestrator.operations.flower`).
+
+Flower gets the address of Redis from toolcrew's settings, also with TLS and sentinels.
 
 Variables FLOWER_* override DEFAULTS. Flower is always read-only, and does not start without a password.
 """
@@ -25,10 +26,10 @@ from flower.views.broker import BrokerView
 from flower.views.monitor import Metrics
 from flower.views.tasks import TasksView, TaskView
 
-from contract.errors import ConfigError, ToolcrewError
-from contract.names import call_page_url, parse_shown_call
-from orchestrator.logs import configure_logging
-from orchestrator.settings import OrchestratorSettings, load_settings
+from toolcrew.contract.errors import ConfigError, ToolcrewError
+from toolcrew.contract.names import call_page_url, parse_shown_call
+from toolcrew.orchestrator.logs import configure_logging
+from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
     # Limit of the tasks in memory. Each task takes about 5 KiB.
@@ -41,8 +42,8 @@ DEFAULTS: dict[str, Any] = {
     # acceptable.
     "state_save_interval": 60_000,
 }
-TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html")
-TASKS_TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_tasks.html")
+TEMPLATE = resources.files("toolcrew.orchestrator.operations").joinpath("flower_call.html")
+TASKS_TEMPLATE = resources.files("toolcrew.orchestrator.operations").joinpath("flower_tasks.html")
 
 
 class CallTaskView(TaskView):  # type: ignore[misc]

@@ -4,9 +4,9 @@ supervisor process. The children end when the supervisor ends.
 If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started again
 (supervision.py).
 
-`python -m orchestrator.operations.local_stack` is the supervisor process. Its first line on stdout is StackInfo as
-JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that started
-it.
+`python -m toolcrew.orchestrator.operations.local_stack` is the supervisor process. Its first line on stdout is
+StackInfo as JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the
+program that started it.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
-from contract.names import catalog_key
-from contract.settings import BrokerSettings
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from orchestrator.operations.stack_data import StackData, open_stack_data
-from orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
-from orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
-from store.api_keys import ApiKeys
-from store.archives.base import STORE_SETTING
-from store.connection import check_redis, open_redis
-from store.run_log import close_unused_sessions
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
+from toolcrew.contract.names import catalog_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from toolcrew.orchestrator.operations.stack_data import StackData, open_stack_data
+from toolcrew.orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
+from toolcrew.orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.archives.base import STORE_SETTING
+from toolcrew.store.connection import check_redis, open_redis
+from toolcrew.store.run_log import close_unused_sessions
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
@@ -84,7 +84,7 @@ class LocalApi:
         """Return how the API's process is started. A TOOLCREW_API_KEY in the environment is for commands, so it is not
         passed to the API.
         """
-        argv = program("orchestrator", "serve", "api", "--port", str(self.port))
+        argv = program("toolcrew.orchestrator", "serve", "api", "--port", str(self.port))
         return ChildPlan(
             API_ROLE, argv, {**environment, "TOOLCREW_API_KEY": ""}, signal.SIGKILL, stop_within_s=API_STOP_WITHIN_S
         )
@@ -185,15 +185,15 @@ class LocalStack:
         store = self._settings.workspace_store or (str(self._data.store) if self._data is not None else None)
         stored = {STORE_SETTING: store} if store is not None else {}
         environment = {**sockets, **nothing, **stored, **self._sandboxd_environment()}
-        await self._start_python("sandboxd", "workers.sandboxd", environment)
+        await self._start_python("sandboxd", "toolcrew.workers.sandboxd", environment)
         shared = {**self._settings.for_children(), **stored, "TOOLCREW_REDIS_URL": redis_url}
-        await self._start_python("worker", "workers", {**sockets, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        await self._start_python("worker", "toolcrew.workers", {**sockets, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
         web = {
             "TOOLCREW_WORKER_KIND": "web",
             "TOOLCREW_WORKER_QUEUES": "",
             "TOOLCREW_CONCURRENCY": str(WEB_CONCURRENCY),
         }
-        await self._start_python("web", "workers", {**shared, **web})
+        await self._start_python("web", "toolcrew.workers", {**shared, **web})
         if not self._workers_only:
             self._api = await LocalApi.prepare(broker, self._port or reserve_port())
             await self._supervisor.start(self._api.plan(shared))
@@ -291,7 +291,9 @@ class LocalStack:
         path = self._folder / "egress.sock"
         sockets = {"TOOLCREW_EGRESS_SOCKET": str(path)}
         # Only the sandboxd of this stack may connect. It runs with the same uid.
-        await self._start_python("egress", "workers.egress", {**sockets, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""})
+        await self._start_python(
+            "egress", "toolcrew.workers.egress", {**sockets, **nothing, "TOOLCREW_EGRESS_ALLOW_UIDS": ""}
+        )
         async for _ in self._attempts("egress"):
             if path.exists():
                 break
@@ -315,7 +317,7 @@ class LocalStack:
         }
         if page_url := self._settings.page_url or (self._api.url if self._api is not None else None):
             environment["TOOLCREW_PAGE_URL"] = page_url
-        argv = program("orchestrator.operations.flower")
+        argv = program("toolcrew.orchestrator.operations.flower")
         await self._supervisor.start(ChildPlan("flower", argv, environment, signal.SIGKILL, stop_signal=signal.SIGKILL))
         return f"http://toolcrew:{password}@127.0.0.1:{port}/"
 
@@ -500,7 +502,7 @@ async def embedded_stack(overrides: Mapping[str, str], *, workers_only: bool) ->
     start.
     """
     supervisor = await asyncio.create_subprocess_exec(
-        *program("orchestrator.operations.local_stack", *([WORKERS_ONLY] if workers_only else [])),
+        *program("toolcrew.orchestrator.operations.local_stack", *([WORKERS_ONLY] if workers_only else [])),
         env=child_environment(overrides),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

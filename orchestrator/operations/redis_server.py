@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from contract.errors import ConfigError
+from toolcrew.contract.errors import ConfigError
 
 
 def find_redis_server() -> str:

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from contract.errors import ConfigError
-from contract.names import HUB_SHARDS, deployment_key, result_channel_pattern
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.names import HUB_SHARDS, deployment_key, result_channel_pattern
 
 # Commands that read beyond a user's own keys, or change the server. `@dangerous` includes KEYS, FLUSHALL, CONFIG,
 # DEBUG, SHUTDOWN and similar commands.

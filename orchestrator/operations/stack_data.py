@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import ConfigError
+from toolcrew.contract.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,18 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from contract.calls import CallUsage
-from contract.clock import Instant
-from contract.errors import ConfigError
-from contract.hosts import HostReport
-from contract.run_events import Failure
-from contract.sandboxes import LargestOptions
-from contract.secrets import SecretInfo
-from contract.webhooks import WebhookDelivery
-from store.api_keys import ApiKeyRecord
-from store.approvals import PendingQuestion
-from store.batches import ForkPoint
-from store.run_records import HostedRun, HostedState
+from toolcrew.contract.calls import CallUsage
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.run_events import Failure
+from toolcrew.contract.sandboxes import LargestOptions
+from toolcrew.contract.secrets import SecretInfo
+from toolcrew.contract.webhooks import WebhookDelivery
+from toolcrew.store.api_keys import ApiKeyRecord
+from toolcrew.store.approvals import PendingQuestion
+from toolcrew.store.batches import ForkPoint
+from toolcrew.store.run_records import HostedRun, HostedState
 
 
 class SecretView(BaseModel):

@@ -9,45 +9,45 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ConfigError, ToolFailure
-from contract.run_events import OnEvent, RunEvent, pass_to
-from orchestrator.batches.displays import Display, DisplayedBatch
-from orchestrator.batches.limit_check import check_limits, find_sessions
-from orchestrator.batches.lines import MAX_SHOWN, BatchFile
-from orchestrator.batches.model_check import check_models, find_models
-from orchestrator.batches.progress import BatchProgress
-from orchestrator.batches.row_files import RowFiles
-from orchestrator.batches.summary import Summary
-from orchestrator.batches.tool_check import NOT_CHECKED, check_tools
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.models.choice import ChosenModel
-from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
-from orchestrator.runs.endpoints import ModelNames, refuse_model
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.models import Models
-from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.runner import Runner
-from orchestrator.runs.tenant_limits import LimitReader
-from orchestrator.runs.webhooks import build_webhook_check
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.recorder import Traces
-from store.batches import (
+from toolcrew.contract.errors import ConfigError, ToolFailure
+from toolcrew.contract.run_events import OnEvent, RunEvent, pass_to
+from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch
+from toolcrew.orchestrator.batches.limit_check import check_limits, find_sessions
+from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BatchFile
+from toolcrew.orchestrator.batches.model_check import check_models, find_models
+from toolcrew.orchestrator.batches.progress import BatchProgress
+from toolcrew.orchestrator.batches.row_files import RowFiles
+from toolcrew.orchestrator.batches.summary import Summary
+from toolcrew.orchestrator.batches.tool_check import NOT_CHECKED, check_tools
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
+from toolcrew.orchestrator.runs.endpoints import ModelNames, refuse_model
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.follower import ROWS_AT_ONCE, Follower
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.runs.tenant_limits import LimitReader
+from toolcrew.orchestrator.runs.webhooks import build_webhook_check
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.traces.recorder import Traces
+from toolcrew.store.batches import (
     BatchDefaults,
     BatchItem,
     BatchRecord,
     ItemOutcome,
     build_ended,
 )
-from store.model_endpoints import ModelEndpoints, StoredEndpoint
-from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
-from store.run_events import MAX_PROGRESS, BatchEventReader
-from store.run_records import RunRecord
-from store.runs import RunQueue
-from store.tasks import retry_until_available
-from store.tenant_threads import in_tenant_thread
+from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
+from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
+from toolcrew.store.run_events import MAX_PROGRESS, BatchEventReader
+from toolcrew.store.run_records import RunRecord
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 OpenDisplay = Callable[[DisplayedBatch], Display]
 

@@ -5,13 +5,13 @@ stopped.
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 
-from contract.errors import ConfigError
-from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
-from orchestrator.runs.run_service import RunService, StopPhases, open_runner
-from orchestrator.runs.runner import Runner
-from orchestrator.settings import OrchestratorSettings
-from telemetry.logs import get_logger
-from telemetry.settings import load_tracing_settings
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
+from toolcrew.orchestrator.runs.run_service import RunService, StopPhases, open_runner
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.telemetry.logs import get_logger
+from toolcrew.telemetry.settings import load_tracing_settings
 
 log = get_logger(__name__)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from contract.calls import Record
-from contract.clock import Instant
-from contract.webhooks import WebhookDelivery
-from store.batches import BatchRecord
+from toolcrew.contract.calls import Record
+from toolcrew.contract.clock import Instant
+from toolcrew.contract.webhooks import WebhookDelivery
+from toolcrew.store.batches import BatchRecord
 
 
 class RequestCounts(Record):

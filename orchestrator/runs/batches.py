@@ -6,18 +6,18 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.run_events import BatchNotice, FailureKind
-from contract.webhooks import Webhook
-from orchestrator.batches.detached import check_detached
-from orchestrator.batches.lines import BatchFile
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.webhooks import CheckWebhook, accept_webhook
-from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
-from store.runs import AT_ONCE, BatchCancelled, RunQueue
-from store.tenant_threads import in_tenant_thread
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import BatchNotice, FailureKind
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.batches.detached import check_detached
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook
+from toolcrew.orchestrator.terminal.commands import build_resubmission
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
+from toolcrew.store.runs import AT_ONCE, BatchCancelled, RunQueue
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -8,14 +8,14 @@ reply that ends early keeps the estimate of the request and of the part that arr
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from contract.errors import BrokerUnavailable
-from contract.model_endpoints import Prices
-from orchestrator.dialects.model import Chunk, Model, ModelRequest, TokenUsage
-from orchestrator.dialects.reader import read_usage
-from orchestrator.dialects.token_estimates import CompletionEstimate, estimate_prompt
-from store.tasks import retry_until_available
-from store.usage import ReplySpending
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.reader import read_usage
+from toolcrew.orchestrator.dialects.token_estimates import CompletionEstimate, estimate_prompt
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.usage import ReplySpending
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, FieldCollector
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.reply_fields import MESSAGE_FIELDS, FieldCollector
 
 _TEXTS = ("content", "refusal")
 

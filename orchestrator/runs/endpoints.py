@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
-from contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
-from contract.schema import find_nearest
-from contract.signing import SigningKeys
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.dialects.reader import read_usage
-from orchestrator.models.capabilities import ModelFacts
-from orchestrator.models.choice import serves_model
-from orchestrator.models.notices import notify
-from orchestrator.models.request_limits import RequestLimits
-from orchestrator.models.retries import RetryPolicy
-from orchestrator.settings import OrchestratorSettings
-from store.connection import RedisClient
-from store.model_endpoints import ModelEndpoints, StoredEndpoint
-from store.model_limits import SharedLimits
-from store.secrets import SecretStore, advise_setting
-from store.tasks import retry_until_available
-from store.tenants import RedisTenants
+from toolcrew.contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
+from toolcrew.contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
+from toolcrew.contract.schema import find_nearest
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.dialects.reader import read_usage
+from toolcrew.orchestrator.models.capabilities import ModelFacts
+from toolcrew.orchestrator.models.choice import serves_model
+from toolcrew.orchestrator.models.notices import notify
+from toolcrew.orchestrator.models.request_limits import RequestLimits
+from toolcrew.orchestrator.models.retries import RetryPolicy
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
+from toolcrew.store.model_limits import SharedLimits
+from toolcrew.store.secrets import SecretStore, advise_setting
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.tenants import RedisTenants
 
 if TYPE_CHECKING:
-    from orchestrator.models.openai import OpenAIModel
+    from toolcrew.orchestrator.models.openai import OpenAIModel
 
 FALLBACK_AFTER_S = 5.0
 """Seconds that a request waits for an endpoint with a fallback: for retries after failures, or for the end of a block.
@@ -139,7 +139,7 @@ class EndpointClients:
 
     def _build(self, stored: StoredEndpoint, key: str | None) -> EndpointClient:
         # Imported here, because the SDK takes a second to import and most commands need no model.
-        from orchestrator.models.openai import OpenAIModel
+        from toolcrew.orchestrator.models.openai import OpenAIModel
 
         attempts = 1 + self._settings.model_retries
         retries = (

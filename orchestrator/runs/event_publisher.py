@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import BrokerUnavailable
-from contract.run_events import (
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     EventsOmitted,
@@ -27,11 +27,11 @@ from contract.run_events import (
     StepStarted,
     TextArrived,
 )
-from store.batches import HOSTED_BATCH
-from store.connection import RedisClient
-from store.run_events import EventBatch, ProgressEvent, RunEventStore, build_event
-from store.tasks import begin_shared, check_cancelled, retry_until_available
-from telemetry.logs import get_logger
+from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.run_events import EventBatch, ProgressEvent, RunEventStore, build_event
+from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

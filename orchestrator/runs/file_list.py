@@ -1,9 +1,9 @@
 """List of the files in a session's working directory, for the first request to a small model."""
 
-from contract.errors import ToolcrewError
-from orchestrator.dialects.prompts import clean_line
-from orchestrator.dispatch.sessions import Session
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ToolcrewError
+from toolcrew.orchestrator.dialects.prompts import clean_line
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

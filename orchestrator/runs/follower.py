@@ -7,16 +7,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.plurals import count
-from contract.run_events import BatchNotice, RunEvent
-from orchestrator.batches.row_files import RowFiles, RowsNotWritten
-from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchRecord, BatchState, ItemOutcome
-from store.run_events import BatchEventReader
-from store.runs import RunQueue
-from store.tasks import check_cancelled
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import BatchNotice, RunEvent
+from toolcrew.orchestrator.batches.row_files import RowFiles, RowsNotWritten
+from toolcrew.orchestrator.terminal.commands import build_resubmission
+from toolcrew.store.batches import BatchRecord, BatchState, ItemOutcome
+from toolcrew.store.run_events import BatchEventReader
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.tasks import check_cancelled
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -21,22 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.calls import ExecResult
-from contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
-from contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
-from contract.tar_archives import read_tar
-from orchestrator.batches.artifacts import NO_FILE, CopiedFiles, choose_paths
-from orchestrator.batches.rewards import InvalidReward, parse_reward
-from orchestrator.dispatch.sessions import SandboxProgramFailed, Session, SessionStart
-from orchestrator.runs.item_sessions import ItemSessions
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.outcomes import GRADER_ERROR, judge_error
-from orchestrator.runs.run_gate import QUOTA_CODES
-from store.archives.files import is_stored
-from store.batches import ARTIFACTS_FOLDER, Grader
-from store.tasks import is_being_cancelled, retry_until_available
-from store.tenant_threads import in_tenant_thread
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import ExecResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
+from toolcrew.contract.tar_archives import read_tar
+from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, choose_paths
+from toolcrew.orchestrator.batches.rewards import InvalidReward, parse_reward
+from toolcrew.orchestrator.dispatch.sessions import SandboxProgramFailed, Session, SessionStart
+from toolcrew.orchestrator.runs.item_sessions import ItemSessions
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.outcomes import GRADER_ERROR, judge_error
+from toolcrew.orchestrator.runs.run_gate import QUOTA_CODES
+from toolcrew.store.archives.files import is_stored
+from toolcrew.store.batches import ARTIFACTS_FOLDER, Grader
+from toolcrew.store.tasks import is_being_cancelled, retry_until_available
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

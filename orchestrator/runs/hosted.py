@@ -13,34 +13,49 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.plurals import count
-from contract.run_events import CallFinished, ModelReplied, RunEvent
-from contract.signing import SigningKeys
-from contract.webhooks import Webhook
-from orchestrator.batches.environments import EnvironmentChecker
-from orchestrator.dialects.base import CallRequested, MalformedCall
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.observations import build_tool_messages
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.models.choice import LOCAL
-from orchestrator.runs.endpoints import CheckModel, accept_model, refuse_model
-from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, name_attempt, plan_fork, read_shared_steps
-from orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
-from orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
-from orchestrator.settings import OrchestratorSettings
-from store.archives.files import TenantStore
-from store.audit import Actor, build_entry, entry_text
-from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ForkPoint, ForkSource, ItemEnvironment, RunBody
-from store.connection import RedisClient
-from store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
-from store.run_events import RunEventHub, not_found
-from store.run_log import inflate_transcript, measure_transcript
-from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
-from store.runs import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import CallFinished, ModelReplied, RunEvent
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.batches.environments import EnvironmentChecker
+from toolcrew.orchestrator.dialects.base import CallRequested, MalformedCall
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.observations import build_tool_messages
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.models.choice import LOCAL
+from toolcrew.orchestrator.runs.endpoints import CheckModel, accept_model, refuse_model
+from toolcrew.orchestrator.runs.run_forks import (
+    ForkTree,
+    build_tree,
+    check_count,
+    name_attempt,
+    plan_fork,
+    read_shared_steps,
+)
+from toolcrew.orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
+from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.archives.files import TenantStore
+from toolcrew.store.audit import Actor, build_entry, entry_text
+from toolcrew.store.batches import (
+    HOSTED_BATCH,
     HOSTED_DEFAULTS,
+    RUNS_URL,
+    BatchItem,
+    ForkPoint,
+    ForkSource,
+    ItemEnvironment,
+    RunBody,
+)
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
+from toolcrew.store.run_events import RunEventHub, not_found
+from toolcrew.store.run_log import inflate_transcript, measure_transcript
+from toolcrew.store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
+from toolcrew.store.runs import (
     MAX_BODY_BYTES,
     MAX_LISTED,
     MAX_METADATA,
@@ -51,9 +66,9 @@ from store.runs import (
     RunQueue,
     nearly_full,
 )
-from store.sessions import SessionStore
-from store.tenant_threads import in_tenant_thread
-from store.tenants import RedisTenants
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.store.tenants import RedisTenants
 
 
 def build_transcript(run: str, record: RunRecord, entries: Sequence[RunEvent]) -> list[dict[str, Any]]:

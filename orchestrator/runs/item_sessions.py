@@ -6,16 +6,16 @@ from contextlib import suppress
 
 from pydantic import TypeAdapter
 
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.run_events import SessionOpened, SessionOpening, StateForking, StateKept
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.dispatch.session_locator import new_session_name
-from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.run_slots import RunSlots
-from orchestrator.runs.session_queue import SessionQueue
-from store.tasks import Backoff, retry_until_available
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.run_events import SessionOpened, SessionOpening, StateForking, StateKept
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.session_locator import new_session_name
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.run_slots import RunSlots
+from toolcrew.orchestrator.runs.session_queue import SessionQueue
+from toolcrew.store.tasks import Backoff, retry_until_available
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -10,11 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from contract.calls import ToolResult
-from contract.errors import ConfigError, ContextWindowExceeded, ErrorCode, ModelDenied, ModelRefused, ToolFailure
-from contract.model_endpoints import Prices
-from contract.plurals import count
-from contract.run_events import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import (
+    ConfigError,
+    ContextWindowExceeded,
+    ErrorCode,
+    ModelDenied,
+    ModelRefused,
+    ToolFailure,
+)
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import (
     ArtifactsCopied,
     BatchNotice,
     CallFinished,
@@ -26,35 +33,35 @@ from contract.run_events import (
     Warned,
     pass_to,
 )
-from contract.sandboxes import pick_options
-from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
-from orchestrator.admission import until_admitted
-from orchestrator.approvals import Approver
-from orchestrator.approvals.asking import QueueApprover
-from orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifact_folder, choose_paths, copy_artifacts
-from orchestrator.batches.rows import build_answer_body, build_call_body
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session, SessionStart, build_call
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.choice import FALLBACK_WARNING
-from orchestrator.models.notices import report_notices
-from orchestrator.runs.billed_model import BilledModel
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
-from orchestrator.runs.item_sessions import ItemSessions
-from orchestrator.runs.journal import Journal, LoggedModel
-from orchestrator.runs.live_text import LiveText
-from orchestrator.runs.models import Models
-from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
-from orchestrator.runs.run_forks import name_attempt
-from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
-from orchestrator.runs.run_parts import RunConfig, RunParts
-from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
-from orchestrator.traces.recorder import Traces
-from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
-from store.archives.files import new_file_id
-from store.batches import (
+from toolcrew.contract.sandboxes import pick_options
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.orchestrator.admission import until_admitted
+from toolcrew.orchestrator.approvals import Approver
+from toolcrew.orchestrator.approvals.asking import QueueApprover
+from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifact_folder, choose_paths, copy_artifacts
+from toolcrew.orchestrator.batches.rows import build_answer_body, build_call_body
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart, build_call
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.choice import FALLBACK_WARNING
+from toolcrew.orchestrator.models.notices import report_notices
+from toolcrew.orchestrator.runs.billed_model import BilledModel
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
+from toolcrew.orchestrator.runs.item_sessions import ItemSessions
+from toolcrew.orchestrator.runs.journal import Journal, LoggedModel
+from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
+from toolcrew.orchestrator.runs.run_forks import name_attempt
+from toolcrew.orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
+from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
+from toolcrew.orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
+from toolcrew.orchestrator.traces.recorder import Traces
+from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
+from toolcrew.store.archives.files import new_file_id
+from toolcrew.store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
     BatchDefaults,
@@ -65,10 +72,10 @@ from store.batches import (
     RunBody,
     RunLimits,
 )
-from store.runs import RunClaim
-from store.slots import Priority
-from store.tasks import is_being_cancelled, retry_until_available
-from store.tenant_threads import in_tenant_thread
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.slots import Priority
+from toolcrew.store.tasks import is_being_cancelled, retry_until_available
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 LEAST_WALL_S = 1.0
 """Minimum time, in seconds, that a resumed run gets even if its time limit has passed. The run replays its log in this

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, SandboxUnavailable
-from contract.model_endpoints import Prices
-from contract.run_events import (
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
     CallReviewed,
@@ -26,15 +26,15 @@ from contract.run_events import (
     StateKept,
     SubmissionTaken,
 )
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.dialects.thinking import mark_reasoning
-from orchestrator.models.chunks import join_content
-from orchestrator.runs.billed_model import Reservation
-from orchestrator.runs.chunks import join_chunks
-from orchestrator.runs.live_text import LiveText
-from store.run_log import RunLog, RunTaken
-from store.tasks import retry_until_available
-from store.usage import ReplySpending
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.dialects.thinking import mark_reasoning
+from toolcrew.orchestrator.models.chunks import join_content
+from toolcrew.orchestrator.runs.billed_model import Reservation
+from toolcrew.orchestrator.runs.chunks import join_chunks
+from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.store.run_log import RunLog, RunTaken
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.usage import ReplySpending
 
 E = TypeVar("E", bound=RunEvent)
 

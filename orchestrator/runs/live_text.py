@@ -4,9 +4,9 @@ complete reply is logged.
 
 from collections.abc import Callable
 
-from contract.run_events import OnEvent, RunEvent, TextArrived, TextWithdrawn
-from orchestrator.dialects.base import ReplyReader, Text
-from orchestrator.dialects.model import Chunk
+from toolcrew.contract.run_events import OnEvent, RunEvent, TextArrived, TextWithdrawn
+from toolcrew.orchestrator.dialects.base import ReplyReader, Text
+from toolcrew.orchestrator.dialects.model import Chunk
 
 
 class LiveText:

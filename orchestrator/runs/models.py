@@ -3,11 +3,11 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.models.choice import LOCAL, ChosenModel, choose_model
-from orchestrator.runs.endpoints import EndpointClients, EndpointModel
-from orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.models.choice import LOCAL, ChosenModel, choose_model
+from toolcrew.orchestrator.runs.endpoints import EndpointClients, EndpointModel
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 
 class Models:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.errors import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import (
     OPERATOR_CODES,
     BrokerUnavailable,
     ConfigError,
@@ -16,11 +16,11 @@ from contract.errors import (
     OperatorError,
     ToolFailure,
 )
-from contract.run_events import Failure, FailureKind
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import StopReason
-from store.batches import ItemOutcome
-from store.runs import RunClaim
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.loop.agent import RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.store.batches import ItemOutcome
+from toolcrew.store.runs import RunClaim
 
 _INPUT_CODES = frozenset(
     {

@@ -7,21 +7,21 @@ is never queued, and a failure ends the run instead of delaying it.
 
 import secrets
 
-from contract.run_events import OnEvent
-from orchestrator.approvals import Approver
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.models import Models
-from orchestrator.runs.run_gate import RunGate
-from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.run_slots import RunSlot
-from orchestrator.runs.runner import Runner
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.recorder import Traces
-from store.batches import BatchDefaults, ItemEnvironment, RunBody
-from store.run_records import HostedRun
+from toolcrew.contract.run_events import OnEvent
+from toolcrew.orchestrator.approvals import Approver
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.run_gate import RunGate
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.runs.run_slots import RunSlot
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.traces.recorder import Traces
+from toolcrew.store.batches import BatchDefaults, ItemEnvironment, RunBody
+from toolcrew.store.run_records import HostedRun
 
 _DEFAULTS = BatchDefaults(retries=0)
 

@@ -17,15 +17,15 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEvent, StateKept
-from contract.session_locations import MAX_FORKS
-from orchestrator.dialects.call_ids import build_call_id
-from store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
-from store.run_log import RunLog
-from store.run_records import HostedRun, RunRecord
-from store.runs import RunClaim, RunQueue
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEvent, StateKept
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.orchestrator.dialects.call_ids import build_call_id
+from toolcrew.store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.run_records import HostedRun, RunRecord
+from toolcrew.store.runs import RunClaim, RunQueue
 
 MAX_TREE_RUNS = 200
 """Limit of the runs in a tree of forks."""

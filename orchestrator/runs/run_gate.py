@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from contract.errors import (
+from toolcrew.contract.errors import (
     ContextWindowExceeded,
     ErrorCode,
     ModelDenied,
@@ -23,7 +23,7 @@ from contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
 """Pauses between the runs that try an endpoint that is down, in seconds. The last pause repeats."""

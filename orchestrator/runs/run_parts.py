@@ -7,12 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from contract.call_events import MODEL
-from contract.calls import ToolCall, ToolResult
-from contract.errors import BROKER_CODES, BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.model_endpoints import Prices
-from contract.registry import Switch, filter_specs, switches_for
-from contract.run_events import (
+from toolcrew.contract.call_events import MODEL
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import (
+    BROKER_CODES,
+    BrokerUnavailable,
+    ConfigError,
+    ErrorCode,
+    SandboxUnavailable,
+    ToolFailure,
+)
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.registry import Switch, filter_specs, switches_for
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     CallFinished,
     CallSent,
@@ -22,39 +29,39 @@ from contract.run_events import (
     SandboxReady,
     Warned,
 )
-from contract.schema import find_aliases, is_quick
-from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import SKILL_TOOL
-from orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
-from orchestrator.approvals import Approver, review
-from orchestrator.approvals.asking import choose_people_approver, open_approvals
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.model import Model
-from orchestrator.dialects.plain import PlainDialect
-from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
-from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import add_used_aliases
-from orchestrator.dispatch.model_requests import ModelRequests
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session, SessionInfo
-from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_before_approval, with_tenant_rules
-from orchestrator.loop.agent import Agent, RunCall
-from orchestrator.loop.limits import ReActOptions, with_window
-from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
-from orchestrator.runs.billed_model import BilledModel
-from orchestrator.runs.file_list import list_files
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.live_text import LiveText
-from orchestrator.settings import OrchestratorSettings
-from store.skills import SkillUses
-from store.slots import Priority
-from store.tasks import retry_until_available
-from store.tenant_threads import in_tenant_thread
-from store.usage import UsageStore
-from telemetry.logs import get_logger
+from toolcrew.contract.schema import find_aliases, is_quick
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.contract.tenancy import SKILL_TOOL
+from toolcrew.orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
+from toolcrew.orchestrator.approvals import Approver, review
+from toolcrew.orchestrator.approvals.asking import choose_people_approver, open_approvals
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dialects.plain import PlainDialect
+from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
+from toolcrew.orchestrator.dispatch.call_events import OnOutput
+from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
+from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
+from toolcrew.orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_before_approval, with_tenant_rules
+from toolcrew.orchestrator.loop.agent import Agent, RunCall
+from toolcrew.orchestrator.loop.limits import ReActOptions, with_window
+from toolcrew.orchestrator.models.capabilities import CapabilityCache
+from toolcrew.orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
+from toolcrew.orchestrator.runs.billed_model import BilledModel
+from toolcrew.orchestrator.runs.file_list import list_files
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.skills import SkillUses
+from toolcrew.store.slots import Priority
+from toolcrew.store.tasks import retry_until_available
+from toolcrew.store.tenant_threads import in_tenant_thread
+from toolcrew.store.usage import UsageStore
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

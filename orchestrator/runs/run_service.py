@@ -8,32 +8,32 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from contract.calls import ToolCall
-from contract.errors import BrokerUnavailable, ErrorCode, ModelDenied
-from contract.run_events import CallFinished, CallSent, Failure, FailureKind, OnEvent, RunEvent
-from orchestrator.approvals import DEFAULT_POLICY
-from orchestrator.approvals.asking import choose_pool_approver, open_approvals
-from orchestrator.approvals.policies import load_policy
-from orchestrator.batches.detached import find_paths
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.models.choice import LOCAL
-from orchestrator.runs.batch_runs import until_first
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.live_text import LiveText
-from orchestrator.runs.models import Models
-from orchestrator.runs.outcomes import build_outcome, judge_error
-from orchestrator.runs.run_gate import RunDeferred
-from orchestrator.runs.run_parts import RunParts
-from orchestrator.runs.runner import Runner
-from orchestrator.runs.webhooks import WebhookSender
-from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.recorder import Traces
-from store.batches import BatchDefaults, ItemOutcome, RunBody
-from store.runs import RunClaim, RunQueue
-from store.tasks import cancel_all
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelDenied
+from toolcrew.contract.run_events import CallFinished, CallSent, Failure, FailureKind, OnEvent, RunEvent
+from toolcrew.orchestrator.approvals import DEFAULT_POLICY
+from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
+from toolcrew.orchestrator.approvals.policies import load_policy
+from toolcrew.orchestrator.batches.detached import find_paths
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.models.choice import LOCAL
+from toolcrew.orchestrator.runs.batch_runs import until_first
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_error
+from toolcrew.orchestrator.runs.run_gate import RunDeferred
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.runs.webhooks import WebhookSender
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.orchestrator.traces.recorder import Traces
+from toolcrew.store.batches import BatchDefaults, ItemOutcome, RunBody
+from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.tasks import cancel_all
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

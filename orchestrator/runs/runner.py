@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
-from contract.run_events import (
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
+from toolcrew.contract.run_events import (
     PROGRESS_EVENTS,
     BatchNotice,
     CallFinished,
@@ -24,23 +24,24 @@ from contract.run_events import (
     RunRetried,
     StepFinished,
 )
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
-from orchestrator.runs.run_forks import load_copied_steps
-from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
-from store.batches import (
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
+from toolcrew.orchestrator.runs.run_forks import load_copied_steps
+from toolcrew.orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
+from toolcrew.store.batches import (
     HOSTED_BATCH,
+    HOSTED_DEFAULTS,
     BatchDefaults,
     ItemOutcome,
     build_ended,
 )
-from store.connection import RedisClient
-from store.run_log import RunLog, RunTaken
-from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
-from store.tasks import cancel_all, check_cancelled
-from telemetry.logs import bound, get_logger
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.run_log import RunLog, RunTaken
+from toolcrew.store.runs import LEASE_S, BatchCancelled, RunClaim, RunQueue
+from toolcrew.store.tasks import cancel_all, check_cancelled
+from toolcrew.telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from contract.errors import BrokerUnavailable
-from orchestrator.dispatch.placement import HostCapacity
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.orchestrator.dispatch.placement import HostCapacity
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Awaitable, Callable, Collection
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.hosts import RELEASE, HostReport
-from orchestrator.batches.limit_check import TenantLimits
-from orchestrator.dispatch.pool_connection import PoolConnection
-from store.batches import BatchItem
-from store.hosts import HostStore
-from store.secrets import SecretStore
-from store.sessions import SessionStore
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.hosts import RELEASE, HostReport
+from toolcrew.orchestrator.batches.limit_check import TenantLimits
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.store.batches import BatchItem
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.sessions import SessionStore
 
 MAX_CHECKED_SESSIONS = 1000
 """Limit of the sessions that one check looks up. Each lookup is a request to Redis."""

@@ -17,17 +17,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import ToolCall
-from contract.clock import format_instant
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.webhooks import SEND_TOOL, Webhook, sign
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.runs.batch_status import build_status
-from store.runs import RunQueue
-from store.tasks import check_cancelled
-from store.webhooks import DueNotice, DueNotices, open_webhook
-from telemetry.logs import get_logger
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.webhooks import SEND_TOOL, Webhook, sign
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.runs.batch_status import build_status
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.tasks import check_cancelled
+from toolcrew.store.webhooks import DueNotice, DueNotices, open_webhook
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

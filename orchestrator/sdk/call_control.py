@@ -7,14 +7,14 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from contract.calls import ToolCall
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.hosts import parse_holder
-from orchestrator.dispatch.pool_connection import PoolConnection
-from orchestrator.terminal.commands import build_command
-from store.audit import Actor, build_entry, entry_text
-from store.call_reader import unknown_call
-from store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.hosts import parse_holder
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.store.audit import Actor, build_entry, entry_text
+from toolcrew.store.call_reader import unknown_call
+from toolcrew.store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
 
 LOOKUP_S = 5.0
 """Seconds to search for a call that has no record yet, because its program has not sent it. Each program reads the

@@ -9,48 +9,48 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.registry import Switch, ToolState, find_state, switch_field
-from contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.schema import find_nearest
-from contract.specs import SkillSummary, ToolSpec
-from contract.tenancy import DEFAULT_TENANT
-from contract.tool_configs import parse_tool_config
-from orchestrator.approvals import DEFAULT_POLICY, Approver
-from orchestrator.approvals.asking import choose_pool_approver, open_approvals
-from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from orchestrator.dispatch.sessions import Checkpoint, Session, SessionStart, delete_checkpoint
-from orchestrator.dispatch.tenant_catalog import Offer
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.choice import ChosenModel
-from orchestrator.models.notices import report_notices
-from orchestrator.operations.local_stack import StackInfo, embedded_stack
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.models import Models
-from orchestrator.runs.own_run import OwnRuns
-from orchestrator.runs.run_parts import RunConfig, RunParts
-from orchestrator.sdk.call_control import CallControl, KilledCall
-from orchestrator.sdk.client_runs import ClientRuns
-from orchestrator.sdk.session_tools import Names, SessionTools
-from orchestrator.sdk.skill_installer import SkillInstaller
-from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
-from orchestrator.traces.recorder import Traces, secrets_of_pool
-from orchestrator.tracing import RunSpans, TracedRun, run_spans
-from store.api_keys import ApiKeys, Credential
-from store.approvals import ApprovalQueue
-from store.audit import Actor, Audit, local_actor
-from store.budgets import BudgetState
-from store.call_reader import CallLife, CallPage
-from store.session_list import SessionList, SessionPage
-from store.stored_bytes import StoredBytes
-from store.tools import build_switch, find_skill
-from store.usage import By, UsageRow, UsageStore, show_amounts
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.registry import Switch, ToolState, find_state, switch_field
+from toolcrew.contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.schema import find_nearest
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.contract.tool_configs import parse_tool_config
+from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver
+from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
+from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, SessionStart, delete_checkpoint
+from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
+from toolcrew.orchestrator.loop.agent import RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.models.notices import report_notices
+from toolcrew.orchestrator.operations.local_stack import StackInfo, embedded_stack
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.own_run import OwnRuns
+from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
+from toolcrew.orchestrator.sdk.call_control import CallControl, KilledCall
+from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
+from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
+from toolcrew.orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
+from toolcrew.orchestrator.traces.recorder import Traces, secrets_of_pool
+from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
+from toolcrew.store.api_keys import ApiKeys, Credential
+from toolcrew.store.approvals import ApprovalQueue
+from toolcrew.store.audit import Actor, Audit, local_actor
+from toolcrew.store.budgets import BudgetState
+from toolcrew.store.call_reader import CallLife, CallPage
+from toolcrew.store.session_list import SessionList, SessionPage
+from toolcrew.store.stored_bytes import StoredBytes
+from toolcrew.store.tools import build_switch, find_skill
+from toolcrew.store.usage import By, UsageRow, UsageStore, show_amounts
 
 
 class ToolClient:

@@ -3,14 +3,14 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from contract.run_events import OnEvent
-from contract.webhooks import Webhook
-from orchestrator.dispatch.sessions import Session
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.own_run import OwnRuns
-from store.audit import Actor
-from store.batches import ItemEnvironment, RunBody
-from store.run_records import HostedRun, HostedState, RunPage
+from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.own_run import OwnRuns
+from toolcrew.store.audit import Actor
+from toolcrew.store.batches import ItemEnvironment, RunBody
+from toolcrew.store.run_records import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:

@@ -11,40 +11,40 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
-from contract.functions.call_context import CallContext, CallHandler, ModelAdapter
-from contract.functions.session_state import SessionState
-from contract.registry import ToolRegistry
-from contract.run_events import OnEvent
-from contract.signing import SigningKeys
-from contract.specs import SkillSummary, ToolSpec
-from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
-from orchestrator.dialects.model import Model
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
-from orchestrator.dispatch.transport import InProcessTransport
-from orchestrator.functions.blocking_calls import BlockingCalls
-from orchestrator.functions.function_tools import LocalTool, as_tool
-from orchestrator.functions.loop_waits import LoopRunner
-from orchestrator.functions.session_state import MemoryState
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions, with_window
-from orchestrator.models.adapter import BudgetedModel
-from orchestrator.models.capabilities import CapabilityCache
-from orchestrator.models.choice import (
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.call_context import CallContext, CallHandler, ModelAdapter
+from toolcrew.contract.functions.session_state import SessionState
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
+from toolcrew.orchestrator.dialects.model import Model
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import InProcessTransport
+from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls
+from toolcrew.orchestrator.functions.function_tools import LocalTool, as_tool
+from toolcrew.orchestrator.functions.loop_waits import LoopRunner
+from toolcrew.orchestrator.functions.session_state import MemoryState
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions, with_window
+from toolcrew.orchestrator.models.adapter import BudgetedModel
+from toolcrew.orchestrator.models.capabilities import CapabilityCache
+from toolcrew.orchestrator.models.choice import (
     ChosenModel,
     choose_dialect,
     choose_model,
     choose_profile,
     find_needed_capabilities,
 )
-from orchestrator.settings import load_settings
-from store.tools import RegistrySwitches
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.tools import RegistrySwitches
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Pattern of `contract.calls.Identifier`."""
+"""Pattern of `toolcrew.contract.calls.Identifier`."""
 QUEUE_WAIT_S = 60.0
 """Seconds that a call of a plain function waits for a free thread."""
 

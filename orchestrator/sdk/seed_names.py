@@ -5,14 +5,14 @@ objects behind them.
 from collections.abc import Mapping
 from typing import Any
 
-from contract.functions.call_context import CallContext
-from contract.registry import Tool
-from orchestrator.dialects.decisions import parse_tool_decision
-from orchestrator.dialects.json_decision import build_tool_system_prompt
-from orchestrator.dialects.model import Message, Model
-from orchestrator.dialects.prompts import generate_tool_prompt
-from orchestrator.models.adapter import BudgetedModel
-from orchestrator.sdk.tool_loop import (
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.registry import Tool
+from toolcrew.orchestrator.dialects.decisions import parse_tool_decision
+from toolcrew.orchestrator.dialects.json_decision import build_tool_system_prompt
+from toolcrew.orchestrator.dialects.model import Message, Model
+from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt
+from toolcrew.orchestrator.models.adapter import BudgetedModel
+from toolcrew.orchestrator.sdk.tool_loop import (
     ToolLoopResult,
     create_output_controller,
     create_tool_registry,

@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.schema import find_aliases, find_nearest, prepare_arguments
-from contract.specs import ToolSpec
-from orchestrator.approvals import Approver, PolicyDecision
-from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import add_used_aliases
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.runs.run_parts import RunParts
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.schema import find_aliases, find_nearest, prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals import Approver, PolicyDecision
+from toolcrew.orchestrator.dispatch.call_events import OnOutput
+from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.runs.run_parts import RunParts
 
 Names = Iterable[str] | Literal["all"]
 """Names of the tools to offer, or "all"."""

@@ -7,11 +7,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import ConfigError
-from contract.settings import parser_environment
-from contract.skills import SkillBroken
-from contract.specs import SkillSummary, ToolSpec
-from orchestrator.settings import program
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import parser_environment
+from toolcrew.contract.skills import SkillBroken
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.orchestrator.settings import program
 
 EXAMINE_S = 120.0
 
@@ -34,7 +34,7 @@ def examine_skill(
 
     Raises SkillBroken with the error that makes the skill unusable, ConfigError when it could not be examined.
     """
-    command = [*program("workers.skills"), str(path), f"--owner={owner}"]
+    command = [*program("toolcrew.workers.skills"), str(path), f"--owner={owner}"]
     for option, target in (("--zip", as_zip), ("--bundle", as_bundle)):
         command += [option, str(target)] if target is not None else []
     try:

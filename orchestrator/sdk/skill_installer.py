@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.sdk.skill_folders import examine_skill
-from store.skills import InstalledSkill, SkillStore
+from toolcrew.orchestrator.sdk.skill_folders import examine_skill
+from toolcrew.store.skills import InstalledSkill, SkillStore
 
 
 class SkillInstaller:

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.errors import ModelInterrupted
-from orchestrator.dialects.base import CallRequested, MalformedCall, Text
-from orchestrator.dialects.finish_reasons import classify_ending
-from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
-from orchestrator.dialects.native import NativeCallAssembler
-from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
-from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.reader import build_call_event, explain_unrun, read_usage
-from orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
-from orchestrator.functions.function_tools import as_tool, convert_to_openai_tool
-from orchestrator.loop.call_runner import CallRunner, Requested
-from orchestrator.loop.chat_messages import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ModelInterrupted
+from toolcrew.orchestrator.dialects.base import CallRequested, MalformedCall, Text
+from toolcrew.orchestrator.dialects.finish_reasons import classify_ending
+from toolcrew.orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.native import NativeCallAssembler
+from toolcrew.orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
+from toolcrew.orchestrator.dialects.prompt_json import PromptJsonDialect
+from toolcrew.orchestrator.dialects.reader import build_call_event, explain_unrun, read_usage
+from toolcrew.orchestrator.dialects.reply_fields import MESSAGE_FIELDS, ORIGIN
+from toolcrew.orchestrator.functions.function_tools import as_tool, convert_to_openai_tool
+from toolcrew.orchestrator.loop.call_runner import CallRunner, Requested
+from toolcrew.orchestrator.loop.chat_messages import (
     AIMessage,
     ChatMessage,
     HumanMessage,
@@ -29,9 +29,9 @@ from orchestrator.loop.chat_messages import (
     build_tool_call,
     convert_to_wire,
 )
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.sdk.local_tools import LocalTools
-from telemetry.logs import get_logger
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from contract.calls import ToolCall, ToolResult
-from contract.functions.call_context import CallHandler
-from contract.registry import ToolRegistry
-from contract.run_events import OnEvent
-from contract.specs import ToolSpec
-from orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
-from orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
-from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
-from orchestrator.dialects.reply_fields import MESSAGE_FIELDS
-from orchestrator.functions.function_tools import LocalTool
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.loop.transcript import Transcript
-from orchestrator.sdk.local_tools import FITTING_ID, BoundTools, LocalTools
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.functions.call_context import CallHandler
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.decisions import TOOL_DECISION_SCHEMA, ToolDecisionOutput, parse_tool_decision
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect, build_tool_system_prompt
+from toolcrew.orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
+from toolcrew.orchestrator.dialects.reply_fields import MESSAGE_FIELDS
+from toolcrew.orchestrator.functions.function_tools import LocalTool
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.loop.transcript import Transcript
+from toolcrew.orchestrator.sdk.local_tools import FITTING_ID, BoundTools, LocalTools
 
 __all__ = [
     "TOOL_DECISION_SCHEMA",

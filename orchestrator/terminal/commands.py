@@ -2,8 +2,8 @@
 
 import shlex
 
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.terminal.text import escape_controls
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.terminal.text import escape_controls
 
 
 def build_command(*arguments: str, tenant: str = DEFAULT_TENANT) -> str:

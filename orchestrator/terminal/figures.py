@@ -5,7 +5,7 @@ a terminal.
 import math
 from datetime import UTC, datetime
 
-from orchestrator.terminal.text import escape_controls
+from toolcrew.orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
 """Limit of the characters of a notice about the whole batch. The limit is high because the end of a notice says what to

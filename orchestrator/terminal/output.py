@@ -9,10 +9,10 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text as RichText
 
-from contract.calls import Clocks, ToolResult
-from contract.errors import ErrorCode
-from contract.plurals import count
-from contract.run_events import (
+from toolcrew.contract.calls import Clocks, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     CallFinished,
     CallStarted,
@@ -27,7 +27,7 @@ from contract.run_events import (
     TextWithdrawn,
     Warned,
 )
-from orchestrator.terminal.text import escape_controls
+from toolcrew.orchestrator.terminal.text import escape_controls
 
 __all__ = ["LiveOutput", "RunPrinter", "escape_controls", "format_clocks", "format_times", "table_rows"]
 

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from telemetry.logs import get_logger
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.run_events import ReplyTokens, Warned
-from contract.traceparent import trace_id_of
-from orchestrator.dialects.thinking import strip_thinking, take_thinking
-from orchestrator.traces.reading import Trace, format_instant
-from orchestrator.traces.steps import RunCall, RunStep
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.run_events import ReplyTokens, Warned
+from toolcrew.contract.traceparent import trace_id_of
+from toolcrew.orchestrator.dialects.thinking import strip_thinking, take_thinking
+from toolcrew.orchestrator.traces.reading import Trace, format_instant
+from toolcrew.orchestrator.traces.steps import RunCall, RunStep
 
 VERSION = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from contract.traceparent import derive_id, run_span_id
-from orchestrator.traces.reading import Trace
-from orchestrator.tracing import RunSpans, TracedRun
-from telemetry import names
-from telemetry.spans import Span, Tracer
+from toolcrew.contract.traceparent import derive_id, run_span_id
+from toolcrew.orchestrator.traces.reading import Trace
+from toolcrew.orchestrator.tracing import RunSpans, TracedRun
+from toolcrew.telemetry import names
+from toolcrew.telemetry.spans import Span, Tracer
 
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 STATUS_ERROR = 2

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from contract.plurals import count
-from contract.run_events import RunEvent, SandboxReady
-from orchestrator.offline_pages import render_page
-from orchestrator.terminal.output import format_clocks
-from orchestrator.traces.export_atif import split_thinking
-from orchestrator.traces.reading import Trace, format_instant
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import RunEvent, SandboxReady
+from toolcrew.orchestrator.offline_pages import render_page
+from toolcrew.orchestrator.terminal.output import format_clocks
+from toolcrew.orchestrator.traces.export_atif import split_thinking
+from toolcrew.orchestrator.traces.reading import Trace, format_instant
 
 
 def build_page(trace: Trace) -> str:

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from contract.calls import Clocks
-from contract.errors import ConfigError, ErrorCode
-from contract.run_events import (
+from toolcrew.contract.calls import Clocks
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -31,9 +31,9 @@ from contract.run_events import (
     Warned,
     parse_event,
 )
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.traces.recorder import VERSION, trace_path
-from orchestrator.traces.steps import RunCall, RunSteps, call_id_of
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.traces.recorder import VERSION, trace_path
+from toolcrew.orchestrator.traces.steps import RunCall, RunSteps, call_id_of
 
 _HALF_PAIR = b"\\ud"
 _ITEM_RUN = re.compile(r"[0-9a-f]{24}")

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
-from contract.errors import ConfigError
-from contract.masking import Masker, passwords_of
-from contract.run_events import (
+from toolcrew.contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.masking import Masker, passwords_of
+from toolcrew.contract.run_events import (
     OutputArrived,
     RunAborted,
     RunEvent,
@@ -24,9 +24,9 @@ from contract.run_events import (
     TextArrived,
     TextWithdrawn,
 )
-from orchestrator.settings import OrchestratorSettings, build_masker
-from orchestrator.traces.event_file import EventFile
-from telemetry.logs import get_logger
+from toolcrew.orchestrator.settings import OrchestratorSettings, build_masker
+from toolcrew.orchestrator.traces.event_file import EventFile
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.run_events import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -21,7 +21,7 @@ from contract.run_events import (
     TextWithdrawn,
     Warned,
 )
-from orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.model import Message
 
 LIVE_CHARS = 16_384
 """Limit of the stored output of a running call, in characters. Only the end of the output is stored."""

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from contract.errors import SandboxUnavailable
-from store.archives.base import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.store.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STORE_SETTING,

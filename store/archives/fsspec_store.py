@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from contract.errors import ConfigError, SandboxUnavailable
-from store.archives.base import (
+from toolcrew.contract.errors import ConfigError, SandboxUnavailable
+from toolcrew.store.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STATE_SETTING,

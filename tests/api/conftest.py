@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from orchestrator.http import app_state
 from tests.api_harness import ApiHarness, open_api
 from tests.api_stack import ApiStack, open_api_stack
 from tests.conftest import RedisProcess
+from toolcrew.orchestrator.http import app_state
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from contract.specs import Catalog
-from orchestrator.batches import lines
-from store.batches import BatchItem
 from tests.api_harness import ApiHarness
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.batches import lines
+from toolcrew.store.batches import BatchItem
 
 HEADERS = {"Content-Type": "application/jsonl"}
 

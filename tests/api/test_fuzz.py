@@ -19,11 +19,11 @@ from schemathesis import Case, GenerationMode
 from schemathesis.config import GenerationConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.app import build_app
 from tests.api_harness import api_settings, make_keys
 from tests.service_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.app import build_app
 
 CASES = {"admin": 24, "acme": 5, "operator": 5}
 """The number of cases for each operation, by role of the key."""

@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from store import idempotency as once_slots
-from store.approvals import ApprovalQueue
-from store.connection import open_redis
 from tests.api_harness import ApiHarness, api_settings
 from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.store import idempotency as once_slots
+from toolcrew.store.approvals import ApprovalQueue
+from toolcrew.store.connection import open_redis
 
 JSON = {"Content-Type": "application/json"}
 LONE_SURROGATE = b"\\ud800"

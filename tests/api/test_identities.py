@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from contract.names import call_key, host_key, hosts_key
-from contract.specs import Catalog
-from orchestrator.api.pages import approval_pages
-from orchestrator.operations import drains
-from store import api_keys
 from tests.api.test_hostile import ask_for_approval
 from tests.api_harness import ApiHarness, open_api
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.waiting import SOON_S
+from toolcrew.contract.names import call_key, host_key, hosts_key
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.api.pages import approval_pages
+from toolcrew.orchestrator.operations import drains
+from toolcrew.store import api_keys
 
 IDEMPOTENCY = {"Idempotency-Key": "make-a-key"}
 LONG_COMMAND = "echo " + "\u202e" * 100

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from contract.names import call_key
-from store.runs import RunQueue
 from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
 from tests.outage_requests import ApiRequest, send, send_until_stored
 from tests.waiting import wait_until_async
+from toolcrew.contract.names import call_key
+from toolcrew.store.runs import RunQueue
 
 LINES = 1000
 

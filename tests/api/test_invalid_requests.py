@@ -7,8 +7,8 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from orchestrator.api.app import _list_routers
 from tests.api_harness import ApiHarness
+from toolcrew.orchestrator.api.app import _list_routers
 
 PYDANTIC = ("Input should", "Value error", "Extra inputs", "Field required", "String should", "Assertion failed")
 VALUES: tuple[Any, ...] = ({"deep": [1]}, [[]], "\0 no name", -1, 1e300, None, True)

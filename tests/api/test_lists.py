@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from orchestrator.api.app import _list_routers
 from tests.api_harness import ApiHarness
+from toolcrew.orchestrator.api.app import _list_routers
 
 ENDPOINT = {"base_url": "http://10.0.0.9:8000/v1", "model": "m"}
 ITEMS = 3

@@ -9,8 +9,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from orchestrator.http.server import HeadTimeoutProtocol
 from tests.api_harness import ApiHarness
+from toolcrew.orchestrator.http.server import HeadTimeoutProtocol
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"
 UNKNOWN_KEY = "Bearer tc_0123456789abcdef_" + "a" * 43

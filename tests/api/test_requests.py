@@ -13,19 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.errors import BrokerUnavailable, ConfigError
-from orchestrator.api import service
-from orchestrator.api.idempotency import STORE_WAIT_S
-from orchestrator.api.service import ApiService
-from orchestrator.http import body_limits, server
-from orchestrator.runs.runner import Runner
-from store.connection import SharedClock
-from store.hosts import WorkerHostStore
-from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
 from tests.wire_records import REPORT
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError
+from toolcrew.orchestrator.api import service
+from toolcrew.orchestrator.api.idempotency import STORE_WAIT_S
+from toolcrew.orchestrator.api.service import ApiService
+from toolcrew.orchestrator.http import body_limits, server
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import WorkerHostStore
+from toolcrew.store.idempotency import IdempotencyStore, SlotClaim
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from contract.calls import MAX_BLOB_BYTES
 from tests.api_stack import ApiStack, read_events
 from tests.stack import commands_in
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import MAX_BLOB_BYTES
 
 pytestmark = pytest.mark.stack
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from contract.specs import Catalog
-from orchestrator.sdk.skill_folders import examine_skill
 from tests.api_harness import ApiHarness
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.skill_harness import write_skill
-from workers.skills.loader import load_skills
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.sdk.skill_folders import examine_skill
+from toolcrew.workers.skills.loader import load_skills
 
 
 def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from contract.calls import SessionUsage
-from store.usage import WorkerUsageStore
 from tests.api_harness import ApiHarness
 from tests.conftest import RedisProcess
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.store.usage import WorkerUsageStore
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from orchestrator.operations.ports import reserve_port
 from tests.api_stack import ApiStack
 from tests.waiting import SOON_S
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 pytestmark = pytest.mark.stack
 

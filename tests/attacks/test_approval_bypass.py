@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from orchestrator.approvals import (
+from tests.builders import build_call, build_spec
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.approvals import (
     ApprovalRequest,
     AutoApprover,
     CallbackApprover,
@@ -18,8 +19,7 @@ from orchestrator.approvals import (
     RefusingApprover,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from tests.builders import build_call, build_spec
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable, ToolFailure
-from store.archives.folder import FolderStore
 from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.containers import IMAGE
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.archives.root_changes import ArchiveHead
-from workers.sandboxd.disks.changes import MAX_LIST_BYTES
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.store.archives.folder import FolderStore
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.archives.root_changes import ArchiveHead
+from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES
 
 pytestmark = pytest.mark.stack
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.containers import Box, assert_still_works, python
 from tests.stack import is_alive
-from workers.sandboxd.runtime.hardening import SandboxLimits
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack
 

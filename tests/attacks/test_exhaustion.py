@@ -14,7 +14,7 @@ from docker import APIClient
 from tests.attack_sandboxd import OwnSandboxd
 from tests.containers import Box, assert_still_works, open_box, python
 from tests.waiting import SOON_S, wait_until
-from workers.sandboxd.runtime.hardening import SandboxLimits
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.attack_sandboxd import HostileSession, OwnSandboxd
-from workers.sandboxd.frames import MAX_UP, encode_frame
+from toolcrew.workers.sandboxd.frames import MAX_UP, encode_frame
 
 pytestmark = pytest.mark.stack
 

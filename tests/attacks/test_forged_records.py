@@ -8,30 +8,30 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.call_events import MODEL, encode_answer, encode_event, entry_fields
-from contract.calls import ToolResult
-from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
-from contract.names import api_keys_key, catalog_key, switches_key, tenants_key
-from contract.registry import Switch
-from contract.run_events import CallFinished, ModelReplied
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from contract.specs import Catalog, seal_catalog
-from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.dispatch.model_requests import ModelRequests
-from orchestrator.models.scripted import ScriptedModel
-from store.api_keys import ApiKeys, LoginStore
-from store.batches import BatchDefaults, RowLocation, RunBody, batch_key, seal_defaults, seal_item
-from store.call_events import call_event_keys
-from store.connection import open_redis
-from store.idempotency import IdempotencyStore
-from store.run_log import RunAttempt, RunLog, run_key, run_log_key
-from store.tenants import RedisTenants, WorkerTenants
-from store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.event_harness import DEPLOYMENT, EventHarness, run_call
 from tests.run_harness import RunHarness, build_item, build_outcome
+from toolcrew.contract.call_events import MODEL, encode_answer, encode_event, entry_fields
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from toolcrew.contract.names import api_keys_key, catalog_key, switches_key, tenants_key
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.run_events import CallFinished, ModelReplied
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.contract.tenancy import TenantPolicy, seal_policy
+from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.store.api_keys import ApiKeys, LoginStore
+from toolcrew.store.batches import BatchDefaults, RowLocation, RunBody, batch_key, seal_defaults, seal_item
+from toolcrew.store.call_events import call_event_keys
+from toolcrew.store.connection import open_redis
+from toolcrew.store.idempotency import IdempotencyStore
+from toolcrew.store.run_log import RunAttempt, RunLog, run_key, run_log_key
+from toolcrew.store.tenants import RedisTenants, WorkerTenants
+from toolcrew.store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 
 WRONG_KEYS = SigningKeys.of("a guess")
 OTHER_DEPLOYMENT = SigningKeys.of("k" * 32, deployment="another")

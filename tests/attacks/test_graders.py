@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.batches.displays import JsonLines
-from orchestrator.batches.lines import load_lines
-from orchestrator.runs.batch_runs import RowPaths
-from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack
+from toolcrew.orchestrator.batches.displays import JsonLines
+from toolcrew.orchestrator.batches.lines import load_lines
+from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 # Every item of the batch runs before the first test, and some attacks run until their limit.
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]

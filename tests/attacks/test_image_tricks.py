@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
 from tests.attack_sandboxd import OwnSandboxd, open_own_sandboxd
 from tests.containers import IMAGE, watch
+from toolcrew.contract.errors import SandboxUnavailable
 
 pytestmark = pytest.mark.stack
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, ToolFailure
 from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from tests.containers import Box, open_box, python
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.attack_sandboxd import CAPTURE, HostileSession, OwnSandboxd
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 

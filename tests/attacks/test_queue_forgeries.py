@@ -19,21 +19,29 @@ import pytest
 import redis
 from celery import Celery
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import MAX_ENVELOPE_BYTES, encode_call
-from contract.errors import ErrorCode
-from contract.hosts import HOST_LOST_TYPE
-from contract.names import POOL_WEB, call_key, control_queue, location_key, refusals_key, result_key, tenants_key
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.dispatch.celery_transport import build_message
-from orchestrator.dispatch.pool_connection import open_pool
-from orchestrator.dispatch.request import Request
-from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.raw_queue import stored_result, stored_state
 from tests.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import MAX_ENVELOPE_BYTES, encode_call
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.hosts import HOST_LOST_TYPE
+from toolcrew.contract.names import (
+    POOL_WEB,
+    call_key,
+    control_queue,
+    location_key,
+    refusals_key,
+    result_key,
+    tenants_key,
+)
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy, seal_policy
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
+from toolcrew.orchestrator.dispatch.pool_connection import open_pool
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.store.calls import seal_ticket
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
 WRONG_KEYS = SigningKeys.of("a guess")

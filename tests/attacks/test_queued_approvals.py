@@ -9,28 +9,6 @@ from typing import Any
 
 import pytest
 
-from contract.approvals import Decision
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import audit_key
-from contract.signing import SigningKeys
-from orchestrator.approvals.asking import QueueApprover
-from orchestrator.approvals.gate import review
-from orchestrator.operations.redis_users import ROLES
-from store import approvals as queue_file
-from store.approvals import (
-    MAX_ARGUMENT_BYTES,
-    MAX_QUESTION_BYTES,
-    AlreadyAnswered,
-    ApprovalAnswer,
-    OtherCall,
-    UnknownQuestion,
-    approval_key,
-    approvals_key,
-    build_answer,
-    seal,
-    tenant_approvals_key,
-)
 from tests.approval_harness import (
     ACME,
     ADMIN,
@@ -44,6 +22,28 @@ from tests.approval_harness import (
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.approvals.asking import QueueApprover
+from toolcrew.orchestrator.approvals.gate import review
+from toolcrew.orchestrator.operations.redis_users import ROLES
+from toolcrew.store import approvals as queue_file
+from toolcrew.store.approvals import (
+    MAX_ARGUMENT_BYTES,
+    MAX_QUESTION_BYTES,
+    AlreadyAnswered,
+    ApprovalAnswer,
+    OtherCall,
+    UnknownQuestion,
+    approval_key,
+    approvals_key,
+    build_answer,
+    seal,
+    tenant_approvals_key,
+)
 
 YES, NO = Decision(True), Decision(False, "no")
 WRONG_KEYS = SigningKeys.of("a guess of the secret, as long as it takes")

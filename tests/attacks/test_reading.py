@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from contract.errors import ErrorCode
 from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
 from tests.waiting import SOON_S, wait_until
-from workers.tools.text import MAX_OUTPUT_BYTES
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
 

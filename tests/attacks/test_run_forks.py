@@ -10,13 +10,13 @@ import httpx
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.session_locations import MAX_FORKS
-from orchestrator.runs.tenant_limits import LimitReader
-from orchestrator.sdk.client import ToolClient
-from store.batches import ItemEnvironment
-from store.run_records import HostedState
 from tests.api_stack import ApiStack, open_api_stack, read_events, start_run
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.orchestrator.runs.tenant_limits import LimitReader
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.batches import ItemEnvironment
+from toolcrew.store.run_records import HostedState
 
 pytestmark = pytest.mark.stack
 

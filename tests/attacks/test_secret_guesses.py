@@ -19,7 +19,7 @@ import pytest
 
 from tests.secret_harness import VALUE, SecretHarness, answer, open_secret_harness
 from tests.waiting import SOON_S
-from workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.limits import ProxyLimits
 
 QUIET_S = 0.05
 """Time without data after which the proxy holds back what it has. A longer wait of a busy machine changes no size."""

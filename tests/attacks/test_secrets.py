@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 import pytest
 
-from contract.masking import find_encodings
-from contract.secrets import build_placeholder
 from tests.egress_harness import build_rules, read_all, read_some, status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
 from tests.web_certificate import trusting_context
-from workers.egress.limits import ProxyLimits
+from toolcrew.contract.masking import find_encodings
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.workers.egress.limits import ProxyLimits
 
 MARK, RAW = PLACEHOLDER.decode(), VALUE.encode()
 BEARER = f"Authorization: Bearer {MARK}"

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.skills import BundleDigest
 from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.skills import BundleDigest
+from toolcrew.workers.sandbox_client import SandboxClient
 
 FILES = {
     "SKILL.md": b"---\nname: echo\n---\n",

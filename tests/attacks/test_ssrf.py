@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, ToolFailure
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.access_rules import WebAccessRules
-from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls
-from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
-from workers.web.fetcher import FetchedPage
-from workers.web.limits import Deadline
-from workers.web.urls import Address, parse_url
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.exchange import ConnectionOptions, HttpRequest, exchange
+from toolcrew.workers.web.fetcher import FetchedPage
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.urls import Address, parse_url
 
 REFUSED_V4 = (
     "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "

@@ -14,7 +14,7 @@ from docker import APIClient
 from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.stack import commands_in
 from tests.waiting import SOON_S, wait_until
-from workers.sandbox_client import GuestResponse
+from toolcrew.workers.sandbox_client import GuestResponse
 
 pytestmark = pytest.mark.stack
 

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
-from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from store.tools import WorkerCatalogStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.specs import Catalog, ToolSpec
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.store.tools import WorkerCatalogStore
+from toolcrew.workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 TENANT_TOOL = build_spec("bolts_tool", tenants=("bolt",))
 SHARED_TOOL = build_spec("common_tool")

@@ -11,7 +11,7 @@ import pytest
 from tests.attack_sandboxd import HostileSession, OwnSandboxd
 from tests.containers import python
 from tests.stack import missing
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 

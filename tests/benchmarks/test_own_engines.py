@@ -13,9 +13,9 @@ from docker import APIClient
 from benchmarks import __main__ as benchmarks
 from benchmarks.image_hosts import running_engine
 from benchmarks.processes import temporary_folder
-from contract.errors import SandboxUnavailable
 from tests.stack import missing, open_footprint, require_engine
-from workers.sandboxd.runtime.mounts import list_mounts
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from contract.tenancy import DEFAULT_TENANT
-from store.batches import batch_key
 from tests.chaos.batch_load import BatchLoad
 from tests.host_harness import Harness
 from tests.stack import UP_S
 from tests.waiting import wait_until
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.store.batches import batch_key
 
 BatchBlow = Literal["orchestrator", "worker", "redis", "pause", "forget"]
 KILLS: tuple[BatchBlow, ...] = ("orchestrator", "worker", "redis")

@@ -8,11 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.names import runs_prefix
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.runs.batches import run_id
-from store.batches import batch_key
-from store.run_log import run_key
 from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
 from tests.chaos.batch_load import BatchLoad, build_script
 from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally
@@ -20,6 +15,11 @@ from tests.chaos.rounds import settle
 from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
 from tests.waiting import wait_until
+from toolcrew.contract.names import runs_prefix
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.runs.batches import run_id
+from toolcrew.store.batches import batch_key
+from toolcrew.store.run_log import run_key
 
 LATEST = 0.85
 """The part of the replies before which all faults are applied."""

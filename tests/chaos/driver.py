@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 KNOWN = "known words\n"
 LIMIT_S = 10.0

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.errors import SandboxUnavailable, ToolFailure
 from tests.containers import open_engine
 from tests.daemons import Daemon, open_daemons, run_script
 from tests.waiting import wait_until
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandbox_client import SandboxClient
 
 SETTINGS = {
     "oci": {"sandbox_start": "oci", "sandbox_workspace": "image"},

@@ -16,8 +16,6 @@ from typing import Any
 
 import redis
 
-from contract.tenancy import DEFAULT_TENANT
-from store.batches import batch_key
 from tests.chaos.batch_blows import KILLS, strike
 from tests.chaos.batch_load import BatchLoad
 from tests.chaos.rounds import Terms, open_chaos, settle
@@ -25,6 +23,8 @@ from tests.containers import open_engine
 from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
 from tests.waiting import wait_until
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.store.batches import batch_key
 
 _RIGHT = '[ "$(cat "$ARTIFACTS/answer")" = right ]'
 GRADERS: tuple[dict[str, Any], ...] = (

@@ -5,9 +5,9 @@ from typing import Any
 
 import redis
 
-from contract.hosts import HostReport, parse_holder
-from contract.names import admission_prefix, control_queue, host_key
 from tests.host_harness import Harness
+from toolcrew.contract.hosts import HostReport, parse_holder
+from toolcrew.contract.names import admission_prefix, control_queue, host_key
 
 OPEN_STATES = (b"queued", b"running")
 _SHOWN = 10

@@ -10,9 +10,6 @@ from typing import Any
 
 from docker import APIClient
 
-from contract.errors import OperatorError, ToolFailure
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
 from tests.chaos.blows import Blow, Struck, strike
 from tests.chaos.leftovers import find_leftovers, find_mounts
 from tests.chaos.load import Load, open_load
@@ -20,6 +17,9 @@ from tests.chaos.usage import judge_usage, read_usage
 from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
 from tests.host_harness import Harness, open_harness
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import OperatorError, ToolFailure
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 SETTLE_S = 90.0
 """Limit for the leftovers of killed processes to disappear, in seconds: times to live, leases, reports, and a retry."""

@@ -6,12 +6,12 @@ import os
 import sys
 from typing import Any
 
-from workers.sandboxd import daemon
-from workers.sandboxd.__main__ import main
-from workers.sandboxd.runtime.base import AttachedContainer
-from workers.sandboxd.runtime.hardening import SandboxSpec
-from workers.sandboxd.runtime.mounts import ROOTS, attach_below, clone_tree
-from workers.sandboxd.runtime.oci import OciRuntime
+from toolcrew.workers.sandboxd import daemon
+from toolcrew.workers.sandboxd.__main__ import main
+from toolcrew.workers.sandboxd.runtime.base import AttachedContainer
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec
+from toolcrew.workers.sandboxd.runtime.mounts import ROOTS, attach_below, clone_tree
+from toolcrew.workers.sandboxd.runtime.oci import OciRuntime
 
 PLACE = "srv"
 """A folder that the image has, because the root of a sandbox is read-only."""

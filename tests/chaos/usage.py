@@ -7,9 +7,9 @@ from typing import Any
 
 import redis
 
-from contract.names import call_key
-from store.usage import AMOUNTS, session_usage_key, sum_packed, usage_prefix
 from tests.chaos.leftovers import is_call
+from toolcrew.contract.names import call_key
+from toolcrew.store.usage import AMOUNTS, session_usage_key, sum_packed, usage_prefix
 
 TENANT = "default"
 METERED = AMOUNTS[1:6]

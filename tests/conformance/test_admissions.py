@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.names import slots_key
-from orchestrator.admission import Admission, SharedAdmission, UnlimitedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.names import slots_key
+from toolcrew.orchestrator.admission import Admission, SharedAdmission, UnlimitedAdmission
 
 
 @pytest.fixture(params=["unlimited", "shared"])

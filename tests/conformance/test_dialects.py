@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.calls import ToolResult
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.models.scripted import Calls, Reply, ScriptedModel
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, Text
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.prompt_json import PromptJsonDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect, build_tag_call
+from toolcrew.orchestrator.models.scripted import Calls, Reply, ScriptedModel
 
 SPEC = ToolSpec(name="t", description="Does t.", parameters={"type": "object", "properties": {"x": {"type": "string"}}})
 

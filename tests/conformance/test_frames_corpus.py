@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT
-from workers.sandboxd import frames as host
+from toolcrew.workers.sandboxd import frames as host
 
 assert GUEST_PARENT  # this import makes the guest importable
 from guest import frames as guest  # noqa: E402

@@ -13,17 +13,17 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 
-from contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_result, encode_call
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import CallContext
-from contract.registry import Tool, ToolRegistry
-from contract.signing import ResultSeal
-from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.transport import InProcessTransport
-from orchestrator.functions.blocking_calls import BlockingCalls
 from tests.builders import KEY, build_attempt, build_call, build_context, build_spec
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_result, encode_call
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.dispatch.transport import InProcessTransport
+from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls
 
 SEAL = ResultSeal(KEY, "acme")
 
@@ -258,7 +258,7 @@ async def test_an_async_function_is_cancelled_at_its_limit_and_cleans_up() -> No
 
 
 async def test_an_async_function_that_ignores_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.dispatch.transport.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("toolcrew.orchestrator.dispatch.transport.CANCEL_GRACE_S", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from contract.errors import ConfigError, ModelUnavailable
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import CallRequested, ReplyEnd
-from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
-from orchestrator.dialects.native import NativeCallAssembler, NativeDialect
-from orchestrator.models.capabilities import probe
-from orchestrator.models.choice import SMALL_CAPABILITIES
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.scripted import Reply, ScriptedModel, demo_script
-from orchestrator.models.weights import DEFAULT_CACHE, load_weights
+from toolcrew.contract.errors import ConfigError, ModelUnavailable
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import CallRequested, ReplyEnd
+from toolcrew.orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeCallAssembler, NativeDialect
+from toolcrew.orchestrator.models.capabilities import probe
+from toolcrew.orchestrator.models.choice import SMALL_CAPABILITIES
+from toolcrew.orchestrator.models.local import LocalModelServer
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.scripted import Reply, ScriptedModel, demo_script
+from toolcrew.orchestrator.models.weights import DEFAULT_CACHE, load_weights
 
 BASH = ToolSpec(
     name="bash_tool",

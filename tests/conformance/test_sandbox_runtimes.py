@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, Watched, open_engine, watch
 from tests.stack import is_alive
 from tests.waiting import SOON_S, wait_until, wait_until_async
-from workers.sandboxd.frames import Frame, GuestChannel
-from workers.sandboxd.runtime.base import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
+from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEPLOYMENT,
     LABEL_PRODUCT,
@@ -25,11 +25,11 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     SandboxRuntime,
 )
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.engine_runtime import EngineRuntime
-from workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
-from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_obstacle
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 pytestmark = pytest.mark.stack
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.session_state import MAX_VALUE_BYTES, SessionState
-from orchestrator.functions.session_state import MemoryState
-from store.tool_state import StateStore
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.session_state import MAX_VALUE_BYTES, SessionState
+from toolcrew.orchestrator.functions.session_state import MemoryState
+from toolcrew.store.tool_state import StateStore
 
 Open = Callable[..., SessionState]
 

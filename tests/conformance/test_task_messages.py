@@ -12,11 +12,11 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.calls import POOL_GRACE_S
-from orchestrator.dispatch.celery_transport import build_message
-from orchestrator.dispatch.request import Attempt
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
+from toolcrew.contract.calls import POOL_GRACE_S
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
+from toolcrew.orchestrator.dispatch.request import Attempt
 
 QUEUE = "host.a.b00t"
 OF_EACH_MESSAGE = {("properties", "delivery_tag"), ("properties", "reply_to"), ("headers", "origin")}

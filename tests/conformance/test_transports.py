@@ -13,21 +13,21 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from contract.calls import ToolResult
-from contract.envelope import decode_result, encode_call
-from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.hosts import HOST_LOST_TYPE
-from contract.settings import BrokerSettings
-from contract.signing import ResultSeal, SigningKeys
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed, InProcessTransport, Transport
-from store import call_messages as publishing
-from store.call_messages import ResultHub
 from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.envelope import decode_result, encode_call
+from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.hosts import HOST_LOST_TYPE
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, InProcessTransport, Transport
+from toolcrew.store import call_messages as publishing
+from toolcrew.store.call_messages import ResultHub
 
 QUEUE = "host.test.b00t"
 

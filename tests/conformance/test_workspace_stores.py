@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from store.archives.base import ArchiveStore, NotStored, StoreThreads
-from store.archives.choice import open_own_store, open_store
-from store.archives.folder import FolderStore
-from store.archives.fsspec_store import FsspecStore
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.store.archives.base import ArchiveStore, NotStored, StoreThreads
+from toolcrew.store.archives.choice import open_own_store, open_store
+from toolcrew.store.archives.folder import FolderStore
+from toolcrew.store.archives.fsspec_store import FsspecStore
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import SandboxUnavailable
 from tests.workspace_harness import SMALL, mounts_below, open_images
-from workers.sandboxd.disks.base import Workspaces
-from workers.sandboxd.disks.folder import FolderWorkspaces
-from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import Workspaces
+from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces
+from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 
 Open = Callable[[], Workspaces]
 """Opens workspaces in the same folder each time, as a new sandboxd does."""

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from docker import APIClient
 
-from contract.calls import ToolResult
-from orchestrator.operations.local_stack import StackInfo
-from orchestrator.operations.ports import reserve_port
 from tests.command_server import run_toolcrew
 from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.calls import ToolResult
+from toolcrew.orchestrator.operations.local_stack import StackInfo
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 pytestmark = pytest.mark.stack
 

@@ -22,15 +22,15 @@ import httpx
 import pytest
 import yaml
 
-from orchestrator.operations.ports import reserve_port
-from orchestrator.operations.redis_users import ROLES
 from tests.image_scan import scan_image
 from tests.log_lines import read_events
 from tests.stack import missing, require_engine
 from tests.waiting import SOON_S, wait_until
-from workers.sandboxd.cgroups import Cgroups
-from workers.sandboxd.runtime.id_ranges import FIRST_ID
-from workers.sandboxd.runtime.oci import FOLDER
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_users import ROLES
+from toolcrew.workers.sandboxd.cgroups import Cgroups
+from toolcrew.workers.sandboxd.runtime.id_ranges import FIRST_ID
+from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}
@@ -310,11 +310,13 @@ def test_a_service_image_contains_no_file_that_gives_rights(compose_stack: Compo
 
 
 def test_sandboxes_have_disk_images_and_no_rights_on_the_host(compose_stack: ComposeStack) -> None:
-    ask = "from workers.sandbox_client import SandboxClient as C; import json, os; "
+    ask = "from toolcrew.workers.sandbox_client import SandboxClient as C; import json, os; "
     ask += "print(json.dumps(C(os.environ['TOOLCREW_SANDBOXD_SOCKET']).status()))"
     status = json.loads(compose_stack.execute("sandboxd", "python", "-c", ask).out)
     assert (status["start"], status["workspaces"]) == ("oci", {"kind": "image", "hard": True, "note": None})
-    report = json.loads(compose_stack.execute("sandboxd", "python", "-m", "workers.sandboxd", "--check", "--json").out)
+    report = json.loads(
+        compose_stack.execute("sandboxd", "python", "-m", "toolcrew.workers.sandboxd", "--check", "--json").out
+    )
     states = {row["name"]: row["state"] for row in report["guarantees"]}
     for guarantee in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
         assert states[guarantee] == "holds", report

@@ -7,23 +7,23 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError, ModelUnavailable
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import SMALL
-from orchestrator.dialects.tag_gbnf import build_tag_grammar
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatch.sessions import Session
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.weights import DEFAULT_CACHE, load_weights
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ModelUnavailable
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.profiles import SMALL
+from toolcrew.orchestrator.dialects.tag_gbnf import build_tag_grammar
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.local import LocalModelServer
+from toolcrew.orchestrator.models.weights import DEFAULT_CACHE, load_weights
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = [pytest.mark.model, pytest.mark.stack, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from contract.errors import ConfigError, ModelUnavailable
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.weights import DEFAULT_CACHE, load_weights
+from toolcrew.contract.errors import ConfigError, ModelUnavailable
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.models.local import LocalModelServer
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.weights import DEFAULT_CACHE, load_weights
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,7 +7,7 @@ import json
 from random import Random
 from typing import Any
 
-from orchestrator.dialects.decisions import ToolDecisionOutput, find_tool_decision, parse_tool_decision
+from toolcrew.orchestrator.dialects.decisions import ToolDecisionOutput, find_tool_decision, parse_tool_decision
 
 _PIECES = (
     '{"tool": ', '"t"', "null", ', "arguments": ', "{}", "{", "}", ', "reply": ', '"hi"', '"', "\\", "\\ud83d", "\ud83d", "[", "]", ",", "1e999",

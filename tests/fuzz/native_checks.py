@@ -4,8 +4,8 @@ import json
 from random import Random
 from typing import Any
 
-from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from tests.fuzz.tag_texts import random_arguments, random_cuts
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 
 _JUNK = (
     None, True, 0, 1, -1, 7, 1.5, float("nan"), "", "0", "1", "a", "{}", "{", '{"x":1}', "null", "\ud83d", "\ude00", "[1]", [], {}, "stop", "\0",

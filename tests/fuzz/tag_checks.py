@@ -3,10 +3,10 @@
 from random import Random
 from typing import Any
 
-from orchestrator.dialects.tag_events import TagCall, TagEvent, Text
-from orchestrator.dialects.tag_parser import TagStreamParser
 from tests.fuzz.tag_reference import read_whole
 from tests.fuzz.tag_texts import damaged, hostile_text, random_arguments, random_cuts, random_name, written_call
+from toolcrew.orchestrator.dialects.tag_events import TagCall, TagEvent, Text
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
 
 MARKER = "<tool_action"
 MAX_HELD = 12

@@ -4,9 +4,9 @@ for comparison.
 
 import re
 
-from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
-from orchestrator.dialects.tag_grammar import JSON_BODY, NOT_CLOSED, STRAY_TEXT, UNQUOTED, WRONG_CLOSE
-from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
+from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
+from toolcrew.orchestrator.dialects.tag_grammar import JSON_BODY, NOT_CLOSED, STRAY_TEXT, UNQUOTED, WRONG_CLOSE
+from toolcrew.orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
 _S = r"[ \t\r\n]*"
 _N = r"""[^ \t\r\n/>=<"'!?&]"""

@@ -4,7 +4,7 @@ of the grammar.
 
 from random import Random
 
-from orchestrator.dialects.tag_values import build_tag_call, escape_value
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call, escape_value
 
 PIECES = (
     "<tool_action", "<tool_action", ' name="t"', " name='u'", ' name="t">', ">", ">", "/>", "<v", "<v>", ' value="', " value='", '"', "'", "</v>",

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemons, open_daemons
 from tests.stack import Stack, missing
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 
 @pytest.fixture

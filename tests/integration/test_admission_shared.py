@@ -11,13 +11,13 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import admission_prefix, slots_key
-from contract.tenancy import TenantPolicy
-from orchestrator.admission import NOT_ADMITTED, SharedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import admission_prefix, slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.admission import NOT_ADMITTED, SharedAdmission
 
 
 class Harness:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from contract.model_endpoints import ModelEndpoint
-from contract.run_events import CallFinished, CallStarted, RunEvent
-from orchestrator.dialects.model import Message
-from orchestrator.dialects.tags import build_tag_call
-from orchestrator.dispatch.sessions import Session
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.scripted import Calls, Reply, ScriptedModel
-from orchestrator.sdk.client import ToolClient
-from store.model_endpoints import ModelEndpoints
 from tests.model_endpoint import END, HELLO, serving, stream
 from tests.stack import Stack, commands_in
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.model_endpoints import ModelEndpoint
+from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.tags import build_tag_call
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.scripted import Calls, Reply, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.model_endpoints import ModelEndpoints
 
 pytestmark = pytest.mark.stack
 

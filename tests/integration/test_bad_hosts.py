@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import OperatorError, SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_start_error
-from workers.sandboxd.daemon import open_daemon
-from workers.sandboxd.guarantees import build_rows
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.plans import Plans
-from workers.sandboxd.program import examine
-from workers.sandboxd.runtime.base import AttachedContainer
-from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
-from workers.settings import SandboxdSettings, TenantClass
+from toolcrew.contract.errors import OperatorError, SandboxUnavailable
+from toolcrew.workers.sandboxd.daemon import open_daemon
+from toolcrew.workers.sandboxd.guarantees import build_rows
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.program import examine
+from toolcrew.workers.sandboxd.runtime.base import AttachedContainer
+from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
+from toolcrew.workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
+from toolcrew.workers.settings import SandboxdSettings, TenantClass
 
 SHORT_DEADLINES = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "start checks", "freezes", "fills")),
@@ -261,7 +261,7 @@ async def test_the_check_accepts_an_egress_proxy_only_under_an_allowed_user(
 
 
 def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "workers.sandboxd", *arguments]
+    command = [sys.executable, "-m", "toolcrew.workers.sandboxd", *arguments]
     return subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

@@ -20,18 +20,18 @@ import redis
 from docker import APIClient
 from pydantic import SecretStr
 
-from contract.errors import ErrorCode
-from contract.names import POOL_WEB
-from orchestrator.dispatch.celery_transport import build_message
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.containers import watch
 from tests.processes import read_proc
 from tests.stack import Stack, all_pids, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import POOL_WEB
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
 
 pytestmark = pytest.mark.stack
 

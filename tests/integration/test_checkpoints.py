@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

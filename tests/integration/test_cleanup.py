@@ -14,10 +14,6 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
-from orchestrator.operations.local_stack import StackInfo
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
 from tests.command_server import run_toolcrew
 from tests.log_lines import read_log
 from tests.stack import (
@@ -33,13 +29,17 @@ from tests.stack import (
     read_line,
 )
 from tests.waiting import SOON_S, wait_until
-from workers.__main__ import ORPHAN_GRACE_S
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
+from toolcrew.orchestrator.operations.local_stack import StackInfo
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.workers.__main__ import ORPHAN_GRACE_S
 
 pytestmark = pytest.mark.stack
 
 PROGRAM = """
 import asyncio, sys
-from orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 async def main():
     async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:

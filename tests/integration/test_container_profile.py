@@ -16,7 +16,7 @@ import pytest
 from docker import APIClient
 
 from tests.containers import IMAGE, LABELS, Box, build_config, create, open_box, open_container, open_engine
-from workers.sandboxd.runtime.hardening import SandboxLimits, find_drift
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits, find_drift
 
 pytestmark = pytest.mark.stack
 

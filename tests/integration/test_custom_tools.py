@@ -18,16 +18,16 @@ import pytest
 import pytest_asyncio
 from hatchling.build import build_wheel
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import catalog_key
-from orchestrator.approvals import AutoApprover
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack, children_of
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import catalog_key
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,7 +37,7 @@ PROBES = '''
 
 import asyncio, os, time
 
-from contract.functions import CallContext, tool
+from toolcrew.contract.functions import CallContext, tool
 
 
 @tool
@@ -123,7 +123,10 @@ def harness(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log, key = place / "worker.log", catalog_key("default", "tools")
     with log.open("wb") as out, stack.open_redis() as store:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "workers"], env=stack.footprint.environment(settings), stdout=out, stderr=out
+            [sys.executable, "-m", "toolcrew.workers"],
+            env=stack.footprint.environment(settings),
+            stdout=out,
+            stderr=out,
         )
         try:
             wait_until(lambda: store.exists(key) or worker.poll() is not None, SOON_S, "the worker is ready")

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from orchestrator.operations import doctor_deep
-from orchestrator.operations.doctor_deep import examine_hosts
-from orchestrator.operations.findings import Report
-from store.connection import open_redis
-from store.hosts import HostStore
 from tests.command_server import run_toolcrew
 from tests.redis_harness import broker_for
 from tests.stack import Stack
+from toolcrew.orchestrator.operations import doctor_deep
+from toolcrew.orchestrator.operations.doctor_deep import examine_hosts
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.store.connection import open_redis
+from toolcrew.store.hosts import HostStore
 
 
 def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack: Stack) -> None:

@@ -10,16 +10,16 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from contract.hosts import HostReport
-from contract.sandboxes import SandboxOptions
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.connection import open_redis
-from store.hosts import HostStore
 from tests.host_harness import Harness, open_harness
 from tests.stack import TOOLCREW, UP_S
 from tests.waiting import wait_until, wait_until_async
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.connection import open_redis
+from toolcrew.store.hosts import HostStore
 
 SESSIONS = 4
 

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable
-from contract.names import slots_key
-from orchestrator.admission import SharedAdmission
-from store.call_messages import CallMessage, NotSent, Publisher
-from store.connection import ScriptConnection, SharedClock
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import slots_key
+from toolcrew.orchestrator.admission import SharedAdmission
+from toolcrew.store.call_messages import CallMessage, NotSent, Publisher
+from toolcrew.store.connection import ScriptConnection, SharedClock
 
 
 class Orchestrator:

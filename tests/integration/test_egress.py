@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_site
@@ -26,9 +24,11 @@ from tests.service_process import run_program
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import SOON_S, wait_until
 from tests.web_certificate import server_context, write_authority
-from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.settings import StdioEntry
-from workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.mcp.sandbox_server import SandboxServer
+from toolcrew.workers.mcp.settings import StdioEntry
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 _FETCH = "import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1], timeout=20).read())"
 _DIGEST = (
@@ -318,7 +318,7 @@ def test_a_client_gets_an_error_when_the_proxy_ends_during_a_response(
     with run_program(
         sandboxes.footprint,
         "egress",
-        [sys.executable, "-m", "workers.egress"],
+        [sys.executable, "-m", "toolcrew.workers.egress"],
         {"TOOLCREW_EGRESS_SOCKET": str(own)},
     ) as proxy:
         wait_until(own.exists, SOON_S, "the proxy listens")

@@ -15,7 +15,6 @@ import pytest
 from docker import APIClient
 from structlog.testing import capture_logs
 
-from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, build_config, open_engine
 from tests.engine_stubs import (
     Behaviour,
@@ -29,10 +28,11 @@ from tests.engine_stubs import (
     talks_garbage,
 )
 from tests.waiting import until
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.engine_gate import EngineCallKinds, EngineSilent, Lane
-from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engine_gate import EngineCallKinds, EngineSilent, Lane
+from toolcrew.workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 
 LONG_DEADLINE_S = 15.0
 DEPLOYMENT = f"faults-{secrets.token_hex(4)}"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, missing, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -13,13 +13,6 @@ import pytest
 import redis
 from docker import APIClient
 
-from contract.calls import ToolResult
-from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
-from orchestrator.dispatch import delivery
-from orchestrator.dispatch.sessions import Session
-from orchestrator.operations.supervision import MAX_ENDS
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
 from tests.containers import watch
 from tests.stack import (
     RedisServer,
@@ -33,6 +26,13 @@ from tests.stack import (
     open_stack,
 )
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
+from toolcrew.orchestrator.dispatch import delivery
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.operations.supervision import MAX_ENDS
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 pytestmark = pytest.mark.stack
 

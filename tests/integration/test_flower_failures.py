@@ -14,12 +14,12 @@ import pytest
 from docker import APIClient
 from playwright.async_api import Page, expect
 
-from contract.errors import ErrorCode, SandboxUnavailable
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.page_harness import CHROMIUM, open_browser
 from tests.stack import UP_S, Stack, missing, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

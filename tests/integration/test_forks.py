@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.batches.displays import JsonLines
-from orchestrator.batches.lines import load_lines
-from orchestrator.dispatch.sessions import Session
-from orchestrator.runs.batch_runs import RowPaths
-from orchestrator.sdk.client import ToolClient
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import Tree, close_all
 from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import SOON_S, wait_until
-from workers.sandboxd.forks import MERGED_LAYERS
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.orchestrator.batches.displays import JsonLines
+from toolcrew.orchestrator.batches.lines import load_lines
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.workers.sandboxd.forks import MERGED_LAYERS
 
 pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]
 

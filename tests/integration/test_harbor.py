@@ -86,7 +86,7 @@ def write_tasks(folder: Path) -> Path:
 def test_harbor_tasks_are_solved_by_their_oracle_and_not_by_an_idle_agent(
     rooted: Stack, tmp_path: Path, agent: str, reward: float
 ) -> None:
-    environment = "orchestrator.adapters.harbor:ToolcrewEnvironment"
+    environment = "toolcrew.orchestrator.adapters.harbor:ToolcrewEnvironment"
     options = ["--env", environment, "-a", agent, "-o", str(tmp_path / "jobs"), "-n", "2", "--yes"]
     done = subprocess.run(
         ["harbor", "run", "-p", str(write_tasks(tmp_path / "tasks")), *options],

@@ -8,7 +8,18 @@ from docker import APIClient
 
 from tests.stack import TOOLCREW, open_footprint
 
-NAMES = ("json", "redis", "celery", "structlog", "workers", "orchestrator", "contract", "telemetry", "sitecustomize")
+NAMES = (
+    "json",
+    "redis",
+    "celery",
+    "structlog",
+    "workers",
+    "orchestrator",
+    "contract",
+    "telemetry",
+    "toolcrew",
+    "sitecustomize",
+)
 
 
 @pytest.mark.stack

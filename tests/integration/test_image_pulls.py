@@ -13,14 +13,14 @@ import docker.errors
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.tenancy import SandboxPolicy
-from orchestrator.operations.ports import reserve_port
-from orchestrator.sdk.client import ToolClient
 from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
 from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
 from tests.image_scan import scan_image
 from tests.stack import missing
 from tests.waiting import SOON_S, wait_until_async
-from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
-from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
-from workers.sandboxd.plans import Profile, SandboxPlan
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import Attestation, find_dirt, find_misfits, parse_attestation
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
-from workers.sandboxd.sandbox import Sandbox
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from toolcrew.workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck
+from toolcrew.workers.sandboxd.plans import Profile, SandboxPlan
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.attestation import Attestation, find_dirt, find_misfits, parse_attestation
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.sandbox import Sandbox
 
 PYTHON_IMAGE, NODE_IMAGE = "toolcrew-sandbox-python:dev", "toolcrew-sandbox-node:dev"
 MB = 1_000_000

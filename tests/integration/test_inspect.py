@@ -19,12 +19,12 @@ from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.util import OutputLimitExceededError, SandboxUserUnsupportedError
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 
-from contract.errors import ConfigError
-from orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
-from orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
+from toolcrew.orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).parents[2]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.names import POOL_WEB
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.pool_connection import open_pool
-from orchestrator.dispatch.request import Request
 from tests.redis_harness import Server, open_counting_pool, open_server
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.names import POOL_WEB
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.pool_connection import open_pool
+from toolcrew.orchestrator.dispatch.request import Request
 
 OLD, NEW = "the-old-secret", "the-new-secret"
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytest.importorskip("langchain_core")
 
@@ -27,7 +27,7 @@ from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from orchestrator.adapters.langchain import PoolTool, as_langchain_tools
+from toolcrew.orchestrator.adapters.langchain import PoolTool, as_langchain_tools
 
 pytestmark = pytest.mark.stack
 

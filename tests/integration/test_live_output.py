@@ -5,15 +5,15 @@ import asyncio
 import pytest
 from typer.testing import CliRunner
 
-from contract.call_events import MAX_WAITING_BYTES
-from contract.names import call_key
-from contract.run_events import CallFinished, OutputArrived, RunEvent
-from orchestrator.command import app
-from orchestrator.dispatch.sessions import Session
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.call_events import MAX_WAITING_BYTES
+from toolcrew.contract.names import call_key
+from toolcrew.contract.run_events import CallFinished, OutputArrived, RunEvent
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

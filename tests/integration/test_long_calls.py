@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolResult
-from contract.errors import ErrorCode
-from contract.names import call_key, location_key
-from contract.session_locations import LOCATION_MARGIN_S
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from store.calls import CALL_TTL_S
 from tests.stack import Stack, commands_in, open_stack
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import call_key, location_key
+from toolcrew.contract.session_locations import LOCATION_MARGIN_S
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.calls import CALL_TTL_S
 
 pytestmark = pytest.mark.stack
 

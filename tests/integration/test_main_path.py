@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import blob_key
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.processes import read_proc
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, all_of, commands_in, is_alive
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import blob_key
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import catalog_key
-from orchestrator.approvals import AutoApprover
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.mcp_peers import TOOL, StatefulServer, modern, open_raw_peer
 from tests.stack import ROOT, Stack, commands_in, open_stack
 from tests.waiting import SOON_S, wait_until, wait_until_async
 from tests.web_servers import WebServer
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import catalog_key
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 import pytest
 from docker import APIClient
 
-from orchestrator.dispatch.sessions import Session
-from orchestrator.metrics.page import render_metrics
-from orchestrator.sdk.client import ToolClient
-from store.connection import open_redis
-from store.metrics import metrics_key
 from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.stack import UP_S, Stack, open_stack
 from tests.unit.test_metric_files import promtool
 from tests.waiting import wait_until_async
-from workers.sandbox_client import SandboxClient
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.metrics.page import render_metrics
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.connection import open_redis
+from toolcrew.store.metrics import metrics_key
+from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack
 

@@ -4,8 +4,8 @@ checkpoint.
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
 from tests.daemons import Daemons, bash, run_script
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 pytestmark = pytest.mark.stack
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.approvals import AutoApprover, CallbackApprover, Decision
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.stack import Stack, commands_in
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.orchestrator.approvals import AutoApprover, CallbackApprover, Decision
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytest.importorskip("agents")
 
 from agents import Agent, FunctionTool, RunConfig, Runner, RunResult, RunState, ToolCallOutputItem
 from agents.testing import ScriptedModel, assistant_message, function_call
 
-from orchestrator.adapters.openai_agents import as_agents_tools, is_strict
+from toolcrew.orchestrator.adapters.openai_agents import as_agents_tools, is_strict
 
 pytestmark = pytest.mark.stack
 QUIET = RunConfig(tracing_disabled=True)

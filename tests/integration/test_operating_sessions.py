@@ -14,16 +14,16 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import call_key, slots_key
-from orchestrator.command import app
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from store.call_reader import CallLife
 from tests.command_server import run_toolcrew
 from tests.stack import Stack, commands_in
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import call_key, slots_key
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.call_reader import CallLife
 
 pytestmark = pytest.mark.stack
 

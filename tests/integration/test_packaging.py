@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from contract.extras import EXTRAS, explain_missing
 from tests.conftest import RedisProcess
 from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
 from tests.log_lines import read_start_error
+from tests.stack import require_engine
+from toolcrew.contract.extras import EXTRAS, explain_missing
 
-PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-    "packages"
-]
 # Printed as JSON: module -> the missing package.
 IMPORT = """
 import importlib, json, sys
@@ -57,13 +55,13 @@ def read_extras() -> dict[str, list[str]]:
 
 
 def source_files() -> Iterator[str]:
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*"):
+    yield "toolcrew/__init__.py"
+    yield "toolcrew/py.typed"
+    folders = {f"toolcrew/{link.name}": link.resolve() for link in (ROOT / "toolcrew").iterdir() if link.is_symlink()}
+    for name, folder in {**folders, "toolcrew/workers/shipped_skills": ROOT / "skills"}.items():
+        for path in folder.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                yield path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "skills").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            yield f"workers/shipped_skills/{path.relative_to(ROOT / 'skills').as_posix()}"
+                yield f"{name}/{path.relative_to(folder).as_posix()}"
 
 
 def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
@@ -85,7 +83,7 @@ def test_the_wheel_contains_every_file_of_the_packages_and_nothing_else(wheel: P
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = set(source_files())
     assert held == wanted
-    assert {"contract/py.typed", "workers/sandboxd/runtime/seccomp.json", "store/runs.lua"} <= held
+    assert {"toolcrew/workers/sandboxd/runtime/seccomp.json", "toolcrew/store/runs.lua"} <= held
 
 
 def test_every_module_imports_with_the_extra_that_its_error_names(
@@ -97,14 +95,16 @@ def test_every_module_imports_with_the_extra_that_its_error_names(
         if name.endswith(".py")
     )
     lacking = find_lacks(bare, modules)
-    assert "contract.envelope" not in lacking
-    assert lacking["workers.sandboxd.runtime.engine"] == "worker"
+    assert "toolcrew.contract.envelope" not in lacking
+    assert lacking["toolcrew.workers.sandboxd.runtime.engine"] == "worker"
     needless = [
-        name for name in lacking if name.startswith(("contract", "store", "orchestrator.sdk", "orchestrator.cli"))
+        name
+        for name in lacking
+        if name.removeprefix("toolcrew.").startswith(("contract", "store", "orchestrator.sdk", "orchestrator.cli"))
     ]
     assert needless == []
     # The package verifiers can be installed only without the extra `worker`.
-    assert lacking.pop("orchestrator.adapters.verifiers") == "verifiers"
+    assert lacking.pop("toolcrew.orchestrator.adapters.verifiers") == "verifiers"
     made: dict[str, Installed] = {}
     # Twice, because the first check may name the wrong extra of a package that two extras contain.
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_every_module_imports_with_the_extra_that_its_error_names(
                 made[extra] = make_environment(tmp_path / extra, unpacked, (extra,))
             lacking |= find_lacks(made[extra], names)
     # harbor can be installed only for Python 3.12 and later.
-    assert lacking == ({} if sys.version_info >= (3, 12) else {"orchestrator.adapters.harbor": "harbor"})
+    assert lacking == ({} if sys.version_info >= (3, 12) else {"toolcrew.orchestrator.adapters.harbor": "harbor"})
 
 
 def test_all_extras_are_installed_together_from_the_wheel(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_all_extras_are_installed_together_from_the_wheel(wheel: Path, unpacked:
     assert (result.returncode, result.stdout) == (0, f"toolcrew {version}\n"), result.stderr
 
 
-@pytest.mark.parametrize("program", ["workers.sandboxd", "workers"], ids=["sandboxd", "web"])
+@pytest.mark.parametrize("program", ["toolcrew.workers.sandboxd", "toolcrew.workers"], ids=["sandboxd", "web"])
 def test_a_program_without_its_extra_names_the_extra(bare: Installed, redis_server: RedisProcess, program: str) -> None:
     done = bare.run(bare.python, "-m", program, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
     last_line = read_start_error(done.stderr).strip()
@@ -143,7 +143,7 @@ def test_a_program_without_its_extra_names_the_extra(bare: Installed, redis_serv
 
 
 def test_without_extras_help_works_and_a_stack_names_its_extras(bare: Installed) -> None:
-    toolcrew = (bare.python, "-m", "orchestrator")
+    toolcrew = (bare.python, "-m", "toolcrew.orchestrator")
     shown = bare.run(*toolcrew, "--help")
     assert (shown.returncode, "Start here:" in shown.stdout) == (0, True), shown.stderr
     for command in (("up",), ("call", "bash_tool", "command=true")):
@@ -152,7 +152,7 @@ def test_without_extras_help_works_and_a_stack_names_its_extras(bare: Installed)
 
 
 def test_a_missing_module_of_the_project_is_raised_unchanged() -> None:
-    bug = ModuleNotFoundError("x", name="orchestrator.no_such_module")
+    bug = ModuleNotFoundError("x", name="toolcrew.orchestrator.no_such_module")
     with pytest.raises(ModuleNotFoundError) as raised:
         explain_missing(bug)
     assert raised.value is bug
@@ -160,3 +160,39 @@ def test_a_missing_module_of_the_project_is_raised_unchanged() -> None:
 
 def test_the_named_extras_are_those_of_pyproject() -> None:
     assert set(EXTRAS) == set(read_extras())
+
+
+CLASHING = ("contract", "orchestrator", "store", "telemetry", "workers")
+CALL = """
+import asyncio
+import config, contract, orchestrator, store, telemetry, workers
+import toolcrew
+from toolcrew import ToolClient
+
+assert "site-packages" not in store.__file__ + workers.__file__ + config.__file__
+print(sorted(set(dir(toolcrew)) & {*toolcrew.__all__}) == sorted(toolcrew.__all__))
+
+
+async def main():
+    async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:
+        result = await session.call("bash_tool", {"command": "echo $((6 * 7))"})
+        print(result.success, result.output.strip())
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.stack
+def test_a_project_with_folders_of_our_names_runs_a_call(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+    installed = make_environment(tmp_path / "venv", unpacked, ("worker", "ops"))
+    require_engine()
+    for name in CLASHING:
+        folder = installed.folder / name
+        folder.mkdir()
+        (folder / "__init__.py").write_text(f"raise_if_run = {name!r}\n")
+        (folder / "__main__.py").write_text("raise SystemExit('the wrong program ran')\n")
+    (installed.folder / "config.py").write_text("")
+    (installed.folder / "program.py").write_text(CALL)
+    done = installed.run(installed.python, "program.py")
+    assert (done.returncode, done.stdout.split()) == (0, ["True", "True", "42"]), done.stderr[-3000:]

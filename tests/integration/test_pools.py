@@ -16,26 +16,26 @@ from typing import Any
 import pytest
 import redis
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.names import POOL_WEB, call_key, catalog_key, control_queue
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.dispatch.transport import DeliveryFailed
-from orchestrator.operations.local_stack import WEB_CONCURRENCY
-from orchestrator.sdk.call_control import CallControl
-from store.audit import local_actor
-from store.call_messages import ResultHub
-from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope, open_dispatcher
 from tests.service_process import run_program
 from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import POOL_WEB, call_key, catalog_key, control_queue
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.dispatch.transport import DeliveryFailed
+from toolcrew.orchestrator.operations.local_stack import WEB_CONCURRENCY
+from toolcrew.orchestrator.sdk.call_control import CallControl
+from toolcrew.store.audit import local_actor
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.connection import open_redis
 
 pytestmark = pytest.mark.stack
 

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import redis
 
-from contract.calls import ToolCall
-from contract.errors import ErrorCode
-from contract.names import call_key, refusals_key
-from contract.signing import SigningKeys
-from orchestrator.dispatch.celery_transport import build_message
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from store.calls import CallState, parse_record
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_result, stored_state
 from tests.stack import Stack, all_of, is_alive
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import call_key, refusals_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.calls import CallState, parse_record
 
 pytestmark = pytest.mark.stack
 

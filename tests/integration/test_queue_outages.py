@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from contract.calls import ToolCall
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.request import Attempt
-from store.call_messages import ResultHub
-from store.connection import open_redis
 from tests.builders import build_attempt
 from tests.raw_queue import make_envelope
 from tests.service_process import run_program
 from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.connection import open_redis
 
 pytestmark = pytest.mark.stack
 

@@ -8,17 +8,17 @@ from contextlib import suppress
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import CallFinished, Failure, FailureKind
-from store.idempotency import IdempotencyStore
-from store.memory import TenantMemoryUsed
-from store.run_events import EventBatch, RunEventStore
-from store.run_log import RunLog
-from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_events import CallFinished, Failure, FailureKind
+from toolcrew.store.idempotency import IdempotencyStore
+from toolcrew.store.memory import TenantMemoryUsed
+from toolcrew.store.run_events import EventBatch, RunEventStore
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.runs import RunClaim
 
 MAX_BYTES = 64 * 1024 * 1024
 

@@ -21,27 +21,27 @@ from docker import APIClient
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from contract.envelope import INLINE_BYTES
-from contract.names import catalog_key, host_key, hosts_key, location_key, tombstone_key
-from contract.tenancy import TenantPolicy
-from orchestrator.approvals import AutoApprover
-from orchestrator.command import app
-from orchestrator.dispatch.sessions import Session
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.operations.drains import find_workers, follow_drain, order_drain
-from orchestrator.operations.ports import reserve_port
-from orchestrator.runs.batch_service import BatchService
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchState
-from store.connection import open_redis
-from store.hosts import HostStore
-from store.tenants import RedisTenants
 from tests.host_harness import Harness, HarnessProcess
 from tests.redis_harness import SECRET, Server, open_server
 from tests.stack import UP_S, open_footprint
 from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
+from toolcrew.contract.envelope import INLINE_BYTES
+from toolcrew.contract.names import catalog_key, host_key, hosts_key, location_key, tombstone_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.runs.batch_service import BatchService
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import BatchState
+from toolcrew.store.connection import open_redis
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.stack
 
@@ -50,7 +50,7 @@ TOOLS = '''
 
 import time
 
-from contract.functions import CallContext, tool
+from toolcrew.contract.functions import CallContext, tool
 
 
 @tool
@@ -165,7 +165,7 @@ def _open_pool(harness: Harness, server: Server, site: WebServer) -> PoolHarness
     }
     flower = HarnessProcess(
         "flower",
-        [sys.executable, "-m", "orchestrator.operations.flower"],
+        [sys.executable, "-m", "toolcrew.orchestrator.operations.flower"],
         harness.environment(variables),
         harness.folder / "flower.log",
     )

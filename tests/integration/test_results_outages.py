@@ -11,15 +11,15 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from store import call_messages as results
-from store.call_messages import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SilentRelay, build_stored_result, open_hub
 from tests.waiting import SOON_S, until
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.store import call_messages as results
+from toolcrew.store.call_messages import ResultHub
 
 QUEUE = "host.test.b00t"
 

@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import close_all
 from tests.daemons import Daemon, Daemons, bash, run_script
-from workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]
 

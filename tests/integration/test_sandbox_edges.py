@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.integration.test_sessions import assert_usable
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.sandboxes import SandboxOptions
-from contract.tenancy import SandboxPolicy
 from tests.containers import Watched, python, watch
 from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.tenancy import SandboxPolicy
 
 pytestmark = [
     pytest.mark.stack,

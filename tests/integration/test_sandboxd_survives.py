@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
 from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
 from tests.engine_stubs import relayed_engine
 from tests.stack import missing
 from tests.waiting import SOON_S, wait_until, wait_until_async
-from workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 pytestmark = pytest.mark.stack
 

@@ -13,23 +13,23 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.sandboxes import SandboxOptions
-from contract.secrets import build_placeholder
-from contract.tenancy import SandboxPolicy, TenantPolicy
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.audit import Audit, AuditEntry
-from store.connection import open_redis
-from store.tenants import RedisTenants
 from tests.attacks.test_secrets import find_secret
 from tests.command_server import run_toolcrew
 from tests.integration.test_canary import command_lines, dump, logs
 from tests.secret_harness import VALUE, Site, open_secret_site
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S, wait_until_async
-from workers.egress.authority import Authority
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.audit import Audit, AuditEntry
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.workers.egress.authority import Authority
 
 pytestmark = pytest.mark.stack
 SECRET = "the-secret-of-this-deployment"

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from contract.sandboxes import SandboxOptions
-from contract.secrets import build_placeholder
-from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import SOON_S, wait_until
-from workers.sandbox_client import GuestResponse, SandboxClient
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 TOKEN = "private-canary-0123456789abcdef"
 BASIC, HEADER = ("GIT_TOKEN", "PIP_TOKEN"), ("API_TOKEN", "NPM_TOKEN", "OPENAI_API_KEY")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from contract.calls import ToolCall, ToolResult
-from contract.names import POOL_WEB
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.pool_connection import open_pool
-from orchestrator.dispatch.request import Request
 from tests.redis_harness import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.names import POOL_WEB
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.pool_connection import open_pool
+from toolcrew.orchestrator.dispatch.request import Request
 
 NAME, PASSWORD = "calls", "a-password-of-both"
 RECOVERY_S = 60.0

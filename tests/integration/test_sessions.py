@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.names import slots_key
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
-from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack, commands_in, is_alive
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import slots_key
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode
-from contract.skill_sidecars import SIDECAR_FILE
-from orchestrator.approvals import CallbackApprover
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.dispatch.sessions import Session
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
 from tests.skill_harness import SHIPPED, write_skill
 from tests.stack import Stack, open_stack
-from workers.skills.loader import load_skill
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.skill_sidecars import SIDECAR_FILE
+from toolcrew.orchestrator.approvals import CallbackApprover
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.workers.skills.loader import load_skill
 
 pytestmark = pytest.mark.stack
 

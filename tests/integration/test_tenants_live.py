@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.tenancy import CommandRule, TenantPolicy
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from store.api_keys import ApiKeys
-from store.connection import open_redis
-from store.tenants import RedisTenants
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack
 from tests.waiting import assert_in_force
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import CommandRule, TenantPolicy
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.stack
 

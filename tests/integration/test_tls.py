@@ -13,16 +13,16 @@ from urllib.parse import urlencode
 
 import pytest
 
-from contract.calls import ToolCall
-from contract.errors import BrokerUnavailable
-from contract.names import POOL_WEB
-from contract.settings import BrokerSettings
-from orchestrator.dispatch.pool_connection import open_pool
-from orchestrator.dispatch.request import Request
-from orchestrator.operations.ports import reserve_port
-from store.connection import check_connection, check_redis, open_redis
 from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
 from tests.stack import missing
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import POOL_WEB
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.pool_connection import open_pool
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.store.connection import check_connection, check_redis, open_redis
 
 CURVE = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 

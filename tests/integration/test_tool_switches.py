@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from contract.calls import ToolCall
-from contract.errors import ErrorCode
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.raw_queue import open_dispatcher
 from tests.stack import Stack
 from tests.waiting import assert_in_force
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from contract.traceparent import run_span_id, trace_id_of
-from orchestrator.approvals import AutoApprover
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
 from tests.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
 from tests.stack import Stack, open_stack
+from toolcrew.contract.traceparent import run_span_id, trace_id_of
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 
@@ -19,7 +19,7 @@ KEY = "sk-abcdefghijklmnop1234567890"
 HOSTILE = "\x1b[31m\u202e<script>" + "x" * 20_000
 TOOLS = '''
 import os
-from contract.functions import tool
+from toolcrew.contract.functions import tool
 
 @tool
 def shout(text: str) -> str:

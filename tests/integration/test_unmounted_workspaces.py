@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.workspace_harness import MIB, require_images
-from workers.sandboxd.daemon import open_daemon
-from workers.sandboxd.disks import image as image_module
-from workers.sandboxd.disks.image import TEMPLATES
-from workers.sandboxd.runtime.engine import Engine
-from workers.settings import SandboxdSettings
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.daemon import open_daemon
+from toolcrew.workers.sandboxd.disks import image as image_module
+from toolcrew.workers.sandboxd.disks.image import TEMPLATES
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.settings import SandboxdSettings
 
 DEPLOYMENT = "unseen"
 

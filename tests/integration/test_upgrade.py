@@ -13,17 +13,17 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.batches import batch_key
 from tests.earlier_release import COMMIT, unpack_release
 from tests.host_harness import Harness, open_harness
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process
 from tests.waiting import wait_until, wait_until_async
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import batch_key
 
 SESSIONS, ITEMS = 4, 3
-COMMAND = (sys.executable, "-m", "orchestrator")
+COMMAND = (sys.executable, "-m", "toolcrew.orchestrator")
 """toolcrew, of the release in whose tree the command starts."""
 
 pytestmark = pytest.mark.stack
@@ -83,7 +83,7 @@ def test_a_batch_of_an_earlier_orchestrator_runs_on_hosts_of_both_releases(
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     environment = harness.environment({"TOOLCREW_APPROVALS": "auto"})
     batch = "upgrade"
-    service = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
+    service = [sys.executable, "-m", "toolcrew.orchestrator", "serve", "batches", "--no-traces"]
     with (tmp_path / "service.log").open("wb") as log:
         serving = subprocess.Popen(service, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:

@@ -13,23 +13,23 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from contract.calls import ToolCall
-from contract.errors import ConfigError
-from contract.names import hosts_key, refusals_key
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.batches import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
 from tests.host_harness import Harness, open_harness
 from tests.raw_queue import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process
 from tests.waiting import wait_until
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.names import hosts_key, refusals_key
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import batch_key
 
 _MAIN = """
 try:
-    from orchestrator.command import main
+    from toolcrew.orchestrator.command import main
 except ModuleNotFoundError:  # the earlier releases
-    from orchestrator.cli import main
+    from toolcrew.orchestrator.cli import main
 main()
 """
 COMMAND = (sys.executable, "-c", _MAIN)
@@ -38,7 +38,7 @@ COMMAND = (sys.executable, "-c", _MAIN)
 EARLIER_ORCHESTRATOR = """
 import asyncio
 from orchestrator.client import ToolClient
-from orchestrator.settings import load_settings
+from toolcrew.orchestrator.settings import load_settings
 
 async def main():
     async with ToolClient.connect(settings=load_settings()) as client:
@@ -137,7 +137,7 @@ def test_no_orchestrator_executes_a_batch_on_hosts_of_the_other_release(
     log_file = tmp_path / "service.log"
     with log_file.open("wb") as log:
         if works == ROOT:
-            argv = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
+            argv = [sys.executable, "-m", "toolcrew.orchestrator", "serve", "batches", "--no-traces"]
         else:
             argv = [*COMMAND, "batch", "work", "--no-traces"]
         serving = subprocess.Popen(

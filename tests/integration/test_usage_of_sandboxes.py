@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
 from tests.containers import watch
 from tests.stack import Stack, all_of, commands_in, open_stack
 from tests.waiting import SOON_S, assert_in_force, wait_until_async
-from workers.sandboxd.metering import UsageReader
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.workers.sandboxd.metering import UsageReader
 
 pytestmark = pytest.mark.stack
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from contract.errors import SandboxUnavailable
 from tests.containers import Box, build_config, open_box
 from tests.workspace_harness import MIB, assert_nothing_left_mounted, is_in_use, mounts_below, open_images
-from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
-from workers.sandboxd.runtime.hardening import SandboxLimits
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 SIZE = WorkspaceSize(8 * MIB, 300)
 pytestmark = pytest.mark.stack

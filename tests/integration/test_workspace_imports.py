@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.archives import build_tar
 from tests.unit.test_workspace_sources import git
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.sdk.client import ToolClient
 from tests.mcp_stack import McpStack, bash, new_session, open_mcp_process, text_of
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

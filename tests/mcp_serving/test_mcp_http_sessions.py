@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.signing import SigningKeys
 from tests.mcp_peers import NOT_FOUND, StatefulServer, build_client, modern, open_raw_peer
 from tests.web_servers import WebServer
-from workers.custom.testing import MemoryStates
-from workers.mcp.http_server import HttpServer
-from workers.mcp.http_sessions import ServerSessions
-from workers.mcp.http_tools import HttpSource
-from workers.web.limits import Deadline
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.workers.custom.testing import MemoryStates
+from toolcrew.workers.mcp.http_server import HttpServer
+from toolcrew.workers.mcp.http_sessions import ServerSessions
+from toolcrew.workers.mcp.http_tools import HttpSource
+from toolcrew.workers.web.limits import Deadline
 
 KEYS = SigningKeys.of("a secret of this test that is long enough")
 

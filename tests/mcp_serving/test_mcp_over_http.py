@@ -7,7 +7,6 @@ import pytest
 from mcp import MCPError
 from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
-from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
 from tests.mcp_stack import (
     REVISIONS,
@@ -21,6 +20,7 @@ from tests.mcp_stack import (
 )
 from tests.stack import Stack
 from tests.waiting import SOON_S, assert_in_force, wait_until_async
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 

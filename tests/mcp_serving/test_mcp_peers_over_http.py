@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import ToolRegistry
 from tests.guest_exec import open_local_sandbox
 from tests.mcp_peers import TOOL, build_client, legacy, modern, open_raw_peer, open_sdk_peer, reply_to
 from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
-from workers.mcp import sandbox_server
-from workers.mcp.http_tools import build_http_sources
-from workers.mcp.http_transport import ANSWER_BYTES
-from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.server_registry import ServerRegistry
-from workers.mcp.settings import HttpEntry, StdioEntry
-from workers.settings import WebSettings
-from workers.tools.base import WorkerRegistry, WorkerTool
-from workers.web.limits import Deadline
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.workers.mcp import sandbox_server
+from toolcrew.workers.mcp.http_tools import build_http_sources
+from toolcrew.workers.mcp.http_transport import ANSWER_BYTES
+from toolcrew.workers.mcp.sandbox_server import SandboxServer
+from toolcrew.workers.mcp.server_registry import ServerRegistry
+from toolcrew.workers.mcp.settings import HttpEntry, StdioEntry
+from toolcrew.workers.settings import WebSettings
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerTool
+from toolcrew.workers.web.limits import Deadline
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["streams", "json"])

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.retries import RetryPolicy
 from tests.model_server.script import parse_script
 from tests.model_server.service import Chat
 from tests.model_server.wire import Connection
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.retries import RetryPolicy
 
 Lines = Sequence[dict[str, Any]]
 OK = {"kind": "rule", "reply": {"text": "ok"}}

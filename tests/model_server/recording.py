@@ -16,11 +16,11 @@ from typing import Any, Literal
 import httpx
 from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import Record
 from tests.model_server.chat_request import ChatRequest, read_body, text_of
 from tests.model_server.replies import build_error
 from tests.model_server.script import BadScript
 from tests.model_server.wire import BrokenOff, Plan, Request
+from toolcrew.contract.calls import Record
 
 CONNECT_S = 10.0
 READ_S = 600.0

@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.dialects.tag_values import build_tag_call
 from tests.model_server.chat_request import ChatRequest
 from tests.model_server.script import Call, Reply
 from tests.model_server.templates import TemplateError, fill
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
 
 CREATED = 1_700_000_000
 """The creation time of every reply. A fixed time keeps a script's replies identical."""

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from contract.calls import Record
 from tests.model_server.templates import find_unknown_places
+from toolcrew.contract.calls import Record
 
 DEFAULT_KEY = r"\[item ([^\]\s]+)\]"
 MAX_SHOWN = 20

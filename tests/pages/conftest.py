@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from store.connection import open_redis
 from tests.api_harness import api_settings, open_api
 from tests.page_harness import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
 from tests.stack import RedisServer, missing, open_redis_server
+from toolcrew.store.connection import open_redis
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

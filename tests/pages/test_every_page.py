@@ -4,9 +4,9 @@ and with a screen reader.
 
 import pytest
 
-from orchestrator.dialects.model import TokenUsage
-from store.usage import ReplySpending, UsageStore
 from tests.page_harness import DEPLOYMENT, Visitors, World, take_picture
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.store.usage import ReplySpending, UsageStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

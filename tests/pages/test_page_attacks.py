@@ -10,11 +10,11 @@ import httpx
 import pytest
 from playwright.async_api import Route
 
-from orchestrator.api.pages.route import HEADERS
-from store.api_keys import LOGIN_S
 from tests.api_harness import open_api
 from tests.page_harness import DEPLOYMENT, Visitors, World
 from tests.redis_harness import open_server
+from toolcrew.orchestrator.api.pages.route import HEADERS
+from toolcrew.store.api_keys import LOGIN_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

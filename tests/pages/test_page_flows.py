@@ -8,15 +8,15 @@ import json
 import pytest
 from playwright.async_api import Page, expect
 
-from contract.names import control_queue
-from contract.run_events import Failure, FailureKind, ModelReplied
-from store.approvals import AlreadyAnswered, ApprovalQuestion
-from store.audit import LOCAL, Actor, Audit
-from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
-from store.run_log import RunLog
 from tests.batch_events import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 from tests.waiting import SOON_S
+from toolcrew.contract.names import control_queue
+from toolcrew.contract.run_events import Failure, FailureKind, ModelReplied
+from toolcrew.store.approvals import AlreadyAnswered, ApprovalQuestion
+from toolcrew.store.audit import LOCAL, Actor, Audit
+from toolcrew.store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
+from toolcrew.store.run_log import RunLog
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

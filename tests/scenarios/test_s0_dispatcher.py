@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
-from contract.run_events import CallFinished, RunEvent
-from contract.specs import ToolSpec
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import InProcessTransport, Transport
-from orchestrator.functions.function_tools import tool
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
-from orchestrator.sdk.local_tools import LocalTools
 from tests.builders import KEY, build_call, build_exec_response, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from tests.stack import Stack
 from tests.waiting import SOON_S
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.run_events import CallFinished, RunEvent
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import InProcessTransport, Transport
+from toolcrew.orchestrator.functions.function_tools import tool
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
+from toolcrew.workers.tools.builtin import build_registry
 
 ROUTE = ("acme", "s1", "q")
 

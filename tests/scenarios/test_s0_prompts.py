@@ -2,12 +2,12 @@
 
 import pytest
 
-from orchestrator.dialects.prompts import generate_tool_prompt
-from orchestrator.dialects.tag_events import TagCall
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.functions.function_tools import tool
 from tests.builders import build_spec
+from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt
+from toolcrew.orchestrator.dialects.tag_events import TagCall
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.functions.function_tools import tool
 
 
 @tool(name="vector-search")

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from contract.run_events import CallStarted, RunEvent, TextArrived
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.functions.function_tools import tool
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.choice import choose_dialect
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sdk.local_tools import LocalTools
 from tests.waiting import SOON_S
+from toolcrew.contract.run_events import CallStarted, RunEvent, TextArrived
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.functions.function_tools import tool
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.choice import choose_dialect
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
 
 TAG = '<tool_action name="vector-search"><query value="读取文件" /></tool_action>'
 NATIVE = Calls([("vector-search", {"query": "native"})])

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.functions.function_tools import tool
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.models.scripted import ScriptedModel
-from orchestrator.sdk.local_tools import LocalTools
 from tests.fakes import StreamModel
 from tests.waiting import SOON_S
+from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.functions.function_tools import tool
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
 
 SEARCH = """<tool_action name="vector-search">
   <query value="读取文件" />

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from contract.registry import Tool
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Message
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.functions.function_tools import convert_to_openai_tool
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.tool_loop import (
+from toolcrew.contract.registry import Tool
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.functions.function_tools import convert_to_openai_tool
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.tool_loop import (
     ContextEngine,
     ToolDecisionOutput,
     ToolLoopDeps,

@@ -1,6 +1,6 @@
 """Rows S1-22 to S1-35 of the scenarios: every name that the document lists, its module in this project, and its kind.
-The document's three TypeScript files are these modules: types.ts is contract.registry, contract.calls and
-orchestrator.dialects.decisions; registry.ts and runner.ts are orchestrator.sdk.tool_loop. Functions are written in
+The document's three TypeScript files are these modules: types.ts is toolcrew.contract.registry, toolcrew.contract.calls and
+toolcrew.orchestrator.dialects.decisions; registry.ts and runner.ts are toolcrew.orchestrator.sdk.tool_loop. Functions are written in
 snake_case.
 """
 
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from contract.calls import ToolCall, ToolResult
-from contract.registry import Tool, ToolRegistry
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.sdk import tool_loop
-from orchestrator.sdk.tool_loop import (
+from tests.builders import build_call, build_spec
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.sdk import tool_loop
+from toolcrew.orchestrator.sdk.tool_loop import (
     TOOL_DECISION_SCHEMA,
     ContextEngine,
     ToolDecisionOutput,
@@ -28,20 +29,19 @@ from orchestrator.sdk.tool_loop import (
     parse_tool_decision,
     run_tool_loop,
 )
-from tests.builders import build_call, build_spec
 
 MODULES = [
-    ("S1-23", "Tool", "contract.registry"),
-    ("S1-24", "ToolCall", "contract.calls"),
-    ("S1-25", "ToolResult", "contract.calls"),
-    ("S1-26", "ToolDecisionOutput", "orchestrator.dialects.decisions"),
-    ("S1-27", "ToolRegistry", "contract.registry"),
-    ("S1-28", "TOOL_DECISION_SCHEMA", "orchestrator.dialects.decisions"),
-    ("S1-30", "create_tool_registry", "orchestrator.sdk.tool_loop"),
-    ("S1-32", "build_tool_system_prompt", "orchestrator.dialects.json_decision"),
-    ("S1-33", "parse_tool_decision", "orchestrator.dialects.decisions"),
-    ("S1-34", "execute_tool_call", "orchestrator.sdk.tool_loop"),
-    ("S1-35", "run_tool_loop", "orchestrator.sdk.tool_loop"),
+    ("S1-23", "Tool", "toolcrew.contract.registry"),
+    ("S1-24", "ToolCall", "toolcrew.contract.calls"),
+    ("S1-25", "ToolResult", "toolcrew.contract.calls"),
+    ("S1-26", "ToolDecisionOutput", "toolcrew.orchestrator.dialects.decisions"),
+    ("S1-27", "ToolRegistry", "toolcrew.contract.registry"),
+    ("S1-28", "TOOL_DECISION_SCHEMA", "toolcrew.orchestrator.dialects.decisions"),
+    ("S1-30", "create_tool_registry", "toolcrew.orchestrator.sdk.tool_loop"),
+    ("S1-32", "build_tool_system_prompt", "toolcrew.orchestrator.dialects.json_decision"),
+    ("S1-33", "parse_tool_decision", "toolcrew.orchestrator.dialects.decisions"),
+    ("S1-34", "execute_tool_call", "toolcrew.orchestrator.sdk.tool_loop"),
+    ("S1-35", "run_tool_loop", "toolcrew.orchestrator.sdk.tool_loop"),
 ]
 LOOP_NAMES = [home for home in MODULES if home[1] not in ("Tool", "ToolCall", "ToolResult", "ToolRegistry")]
 FORMS = [{"tool": "get_weather", "arguments": {"city": "Beijing"}}, {"tool": None, "reply": "Warm."}, {"tool": "now"}]

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.dialects.model import Message
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk import tool_loop
-from orchestrator.sdk.tool_loop import (
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk import tool_loop
+from toolcrew.orchestrator.sdk.tool_loop import (
     ContextEngine,
     ToolLoopRegistry,
     create_output_controller,
@@ -71,7 +71,7 @@ def usage_deps(gateway: Gateway) -> dict[str, Any]:
 
 
 def test_s1_36_the_package_exports_what_a_program_needs() -> None:
-    from orchestrator import create_output_controller, create_tool_registry, run_tool_loop
+    from toolcrew import create_output_controller, create_tool_registry, run_tool_loop
 
     names = (create_tool_registry, run_tool_loop, create_output_controller)
     assert names == (tool_loop.create_tool_registry, tool_loop.run_tool_loop, tool_loop.create_output_controller)

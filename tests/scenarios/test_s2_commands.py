@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode
 from tests.builders import build_context
 from tests.guest_harness import Guest, needs_namespace, running_guest
 from tests.guest_tools import GuestTools
-from workers.tools.builtin import build_registry
-from workers.tools.text import MAX_OUTPUT_BYTES
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 
 pytestmark = needs_namespace
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.errors import ErrorCode
 from tests.guest_harness import Guest, needs_namespace, running_guest
 from tests.guest_tools import GuestTools
-from workers.tools.builtin import build_registry
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.tools.builtin import build_registry
 
 pytestmark = needs_namespace
 

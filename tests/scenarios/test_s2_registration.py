@@ -10,30 +10,30 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import BUILTIN_TOOLS
-from contract.registry import ToolRegistry
-from contract.run_events import CallFinished, RunEvent
-from contract.specs import SkillSummary
-from orchestrator.functions.function_tools import tool
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
-from orchestrator.sdk.local_tools import LocalTools
-from store.skills import SkillStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_harness import SHIPPED
 from tests.switched_pool import SwitchedPool
 from tests.web_servers import MemoryStore
-from workers.custom.calls import CustomCalls
-from workers.custom.loading import serve_values
-from workers.settings import WebSettings
-from workers.skills.loader import load_skills
-from workers.skills.tool import build_skill_tool, register_skill_tools
-from workers.tools.base import Outcome, WorkerTool
-from workers.tools.builtin import build_registry
-from workers.web.tools import build_web_tools
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.run_events import CallFinished, RunEvent
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.orchestrator.functions.function_tools import tool
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
+from toolcrew.store.skills import SkillStore
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.custom.loading import serve_values
+from toolcrew.workers.settings import WebSettings
+from toolcrew.workers.skills.loader import load_skills
+from toolcrew.workers.skills.tool import build_skill_tool, register_skill_tools
+from toolcrew.workers.tools.base import Outcome, WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.web.tools import build_web_tools
 
 ALPHA, BETA = build_spec("alpha_tool"), build_spec("beta_tool")
 
@@ -47,7 +47,7 @@ def quiet_logs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the cache of the switches. Other tests check how old a cached value may be."""
-    monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("toolcrew.store.tools.SWITCHES_FRESH_S", 0.0)
 
 
 def build_answering(text: str) -> Any:

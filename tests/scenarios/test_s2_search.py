@@ -12,7 +12,7 @@ import pytest
 
 from tests.guest_harness import Guest, needs_namespace, running_guest
 from tests.guest_tools import GuestTools
-from workers.tools.builtin import build_registry
+from toolcrew.workers.tools.builtin import build_registry
 
 pytestmark = needs_namespace
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from pydantic import SecretStr
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode
 from tests.web_servers import MemoryStore, StubResolver, WebServer, answer, open_web_server, redirect, run_tool
-from workers.settings import WebSettings
-from workers.web.tools import build_web_tools
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.settings import WebSettings
+from toolcrew.workers.web.tools import build_web_tools
 
 RESULTS = """{"results": [
   {"title": "asyncio \u2014 Asynchronous I/O", "url": "https://docs.python.org/3/library/asyncio.html", "content": "asyncio is a library to write concurrent code"},

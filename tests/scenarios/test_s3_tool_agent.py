@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.dialects.model import Message
-from orchestrator.functions.function_tools import convert_to_openai_tool
-from orchestrator.loop.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 from tests.model_endpoint import END, HELLO, serving, stream
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.functions.function_tools import convert_to_openai_tool
+from toolcrew.orchestrator.loop.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
 
 MESSAGES: list[ChatMessage | Message] = [SystemMessage("Be brief."), HumanMessage("北京天气?")]
 BEIJING = Calls([("get_weather", {"city": "北京"})])

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from contract.call_events import MODEL
-from contract.calls import ToolContext, ToolResult
-from contract.functions.call_context import ModelAdapter
-from contract.functions.function_tools import FunctionTool
-from contract.registry import Tool
-from contract.settings import BrokerSettings
-from orchestrator import CallContext, LocalTools, as_tool, tool
-from orchestrator.dispatch.call_events import CallEventListener
-from orchestrator.dispatch.model_requests import ModelRequests
-from orchestrator.models.adapter import MAX_CALLS, BudgetedModel
-from orchestrator.models.scripted import ScriptedModel
-from store.connection import connect, open_redis
-from store.tool_state import StateStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.call_events import open_call_events
-from workers.custom.calls import CustomCalls
-from workers.executor import Executor
-from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
+from toolcrew import CallContext, LocalTools, as_tool, tool
+from toolcrew.contract.call_events import MODEL
+from toolcrew.contract.calls import ToolContext, ToolResult
+from toolcrew.contract.functions.call_context import ModelAdapter
+from toolcrew.contract.functions.function_tools import FunctionTool
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
+from toolcrew.orchestrator.models.adapter import MAX_CALLS, BudgetedModel
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.store.connection import connect, open_redis
+from toolcrew.store.tool_state import StateStore
+from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.executor import Executor
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 
 
 class FixedModel:

@@ -2,16 +2,16 @@
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from orchestrator.approvals import ApprovalRequest, CallbackApprover, RefusingApprover, review
-from orchestrator.approvals.policies import ApprovalPolicy
 from tests.builders import build_call
 from tests.guest_harness import Guest, needs_namespace
 from tests.guest_tools import GuestTools
-from workers.tools.base import WorkerTool
-from workers.tools.edit import EDIT_TOOL
-from workers.tools.write import WRITE_TOOL
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.approvals import ApprovalRequest, CallbackApprover, RefusingApprover, review
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.tools.edit import EDIT_TOOL
+from toolcrew.workers.tools.write import WRITE_TOOL
 
 pytestmark = needs_namespace
 

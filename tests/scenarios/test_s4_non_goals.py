@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError
-from contract.functions import CallContext, tool
-from orchestrator import Agent, LocalTools, as_tool
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.models.scripted import Calls, ScriptedModel
 from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.waiting import SOON_S
-from workers.custom.calls import CustomCalls
-from workers.custom.loading import load_custom_tools
-from workers.executor import CallRepeated
-from workers.tools.base import WorkerRegistry, WorkerTool
+from toolcrew import Agent, LocalTools, as_tool
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.functions import CallContext, tool
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.custom.loading import load_custom_tools
+from toolcrew.workers.executor import CallRepeated
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerTool
 
 
 class McpServer:

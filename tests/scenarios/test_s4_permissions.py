@@ -5,10 +5,12 @@ command string.
 import io
 from typing import Any
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.specs import ToolSpec
-from orchestrator.approvals import (
+from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
+from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals import (
     ApprovalRequest,
     Approver,
     AutoApprover,
@@ -17,17 +19,15 @@ from orchestrator.approvals import (
     RefusingApprover,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import InProcessTransport
-from orchestrator.loop.agent import Agent
-from orchestrator.models.scripted import ScriptedModel
-from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.tools.builtin import build_registry
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import InProcessTransport
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.workers.tools.builtin import build_registry
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], command_parameter="command"

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from orchestrator.approvals import AutoApprover
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.functions.function_tools import tool
-from orchestrator.loop.agent import Agent
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.local_tools import LocalTools
-from orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
 from tests.builders import build_call
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.functions.function_tools import tool
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.local_tools import LocalTools
+from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
 
 
 @tool(read_only=True)

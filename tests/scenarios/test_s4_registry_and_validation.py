@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import Tool, ToolRegistry
-from contract.schema import check_schema, prepare_arguments
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import InProcessTransport
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.contract.schema import check_schema, prepare_arguments
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import InProcessTransport
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
 
 SEARCH = build_spec(
     "search", properties={"query": {"type": "string"}, "limit": {"type": "integer", "default": 10}}, required=["query"]

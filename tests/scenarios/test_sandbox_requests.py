@@ -11,13 +11,13 @@ import httpx
 import pytest
 from docker import APIClient
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.sandboxes import SandboxOptions
-from orchestrator.dispatch.sessions import Session
-from orchestrator.sdk.client import ToolClient
 from tests.command_server import run_toolcrew
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = [
     pytest.mark.stack,

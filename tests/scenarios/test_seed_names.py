@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from contract.registry import Tool, ToolRegistry
-from orchestrator.models.scripted import ScriptedModel
-from orchestrator.sdk.seed_names import (
+from tests.builders import build_call, build_context, build_exec_response
+from tests.fakes import FakeSandboxClient
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.orchestrator.sdk.seed_names import (
     ModelGateway,
     createOutputController,
     createToolRegistry,
     runToolLoop,
     tool_schema,
 )
-from orchestrator.sdk.tool_loop import ContextEngine
-from tests.builders import build_call, build_context, build_exec_response
-from tests.fakes import FakeSandboxClient
-from workers import seed_names as worker_names
-from workers.tools.base import ToolEnvironment, WorkerResources
+from toolcrew.orchestrator.sdk.tool_loop import ContextEngine
+from toolcrew.workers import seed_names as worker_names
+from toolcrew.workers.tools.base import ToolEnvironment, WorkerResources
 
 TOOLS = {
     "FileReadTool": "read_tool",
@@ -32,9 +32,9 @@ TOOLS = {
     "GrepTool": "grep_tool",
 }
 NAMES = [
-    *(("workers.seed_names", name) for name in (*TOOLS, "BuiltInToolsRegistry", "SkillsSandboxExecutor")),
+    *(("toolcrew.workers.seed_names", name) for name in (*TOOLS, "BuiltInToolsRegistry", "SkillsSandboxExecutor")),
     *(
-        ("orchestrator.sdk.seed_names", name)
+        ("toolcrew.orchestrator.sdk.seed_names", name)
         for name in (
             *(
                 "ToolContext",
@@ -48,18 +48,18 @@ NAMES = [
         )
     ),
     *(
-        ("orchestrator", name)
+        ("toolcrew", name)
         for name in ("ReActStrategy", "ReActOptions", "ToolRegistry", "ToolAgent", "CustomAgent", "LLMClient")
     ),
     *(
-        ("orchestrator", name)
+        ("toolcrew", name)
         for name in ("AIMessage", "ToolMessage", "convert_to_openai_tool", "run_tool_loop", "generate_tool_prompt")
     ),
-    ("orchestrator.sdk.tool_loop", "TOOL_DECISION_SCHEMA"),
-    ("orchestrator.sdk.tool_loop", "ToolDecisionOutput"),
-    ("contract.calls", "ToolCall"),
-    ("contract.calls", "ToolResult"),
-    ("contract.functions", "ModelAdapter"),
+    ("toolcrew.orchestrator.sdk.tool_loop", "TOOL_DECISION_SCHEMA"),
+    ("toolcrew.orchestrator.sdk.tool_loop", "ToolDecisionOutput"),
+    ("toolcrew.contract.calls", "ToolCall"),
+    ("toolcrew.contract.calls", "ToolResult"),
+    ("toolcrew.contract.functions", "ModelAdapter"),
 ]
 
 

@@ -9,7 +9,7 @@ import docker.errors
 import pytest
 from docker import APIClient
 
-from workers.sandboxd.runtime.accounts import MAX_BYTES, complete_group, complete_passwd, read_accounts
+from toolcrew.workers.sandboxd.runtime.accounts import MAX_BYTES, complete_group, complete_passwd, read_accounts
 
 ROOT = b"root:x:0:0:root:/root:/bin/sh\n"
 

@@ -8,11 +8,11 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.tenancy import TenantPolicy
-from store.slots import enqueue, release, tick
 from tests.admission_harness import Harness, build_request, set_slots
 from tests.admission_model import Model, Queue
 from tests.conftest import RedisProcess
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.slots import enqueue, release, tick
 
 POLICIES = (
     TenantPolicy(),

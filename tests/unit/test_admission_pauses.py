@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.tenancy import TenantPolicy
-from orchestrator import admission
-from orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot, until_admitted
-from store.slots import SlotRequest
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator import admission
+from toolcrew.orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot, until_admitted
+from toolcrew.store.slots import SlotRequest
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
 

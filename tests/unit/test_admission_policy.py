@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.tenancy import TenantPolicy
-from store.slots import enqueue, tick
 from tests.admission_harness import QUEUE, Harness, build_request, set_slots
 from tests.conftest import RedisProcess
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.slots import enqueue, tick
 
 
 @pytest.fixture

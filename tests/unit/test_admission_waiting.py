@@ -8,12 +8,17 @@ import pytest
 import redis.asyncio
 import typer
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import CallFinished, RunEvent, Warned
-from contract.settings import BrokerSettings
-from contract.tenancy import TenantPolicy
-from orchestrator.admission import (
+from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
+from tests.builders import KEY, build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SwitchedPool
+from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_events import CallFinished, RunEvent, Warned
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.admission import (
     PausableAdmission,
     SharedAdmission,
     WaitNotice,
@@ -21,22 +26,17 @@ from orchestrator.admission import (
     report_waiting,
     waiting_listener,
 )
-from orchestrator.api.calls import NewCall, _stream
-from orchestrator.cli.clients import show_waiting
-from orchestrator.cli.runner import run_work
-from orchestrator.dispatch.sessions import Session
-from orchestrator.models.scripted import Calls, ScriptedModel
-from store.connection import open_redis
-from store.overview import OverviewReader, TenantSummary
-from store.pressure import Pressure
-from store.slots import WaitReason
-from store.tenants import RedisTenants
-from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
-from tests.builders import KEY, build_spec
-from tests.conftest import RedisProcess
-from tests.switched_pool import SwitchedPool
-from tests.waiting import SOON_S
-from workers.tools.base import Outcome, WorkerTool
+from toolcrew.orchestrator.api.calls import NewCall, _stream
+from toolcrew.orchestrator.cli.clients import show_waiting
+from toolcrew.orchestrator.cli.runner import run_work
+from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.store.connection import open_redis
+from toolcrew.store.overview import OverviewReader, TenantSummary
+from toolcrew.store.pressure import Pressure
+from toolcrew.store.slots import WaitReason
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.workers.tools.base import Outcome, WorkerTool
 
 
 @pytest.fixture

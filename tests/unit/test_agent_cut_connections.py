@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.run_events import RunEvent, TextArrived, TextWithdrawn
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.retries import RetryPolicy
 from tests.builders import build_spec
 from tests.model_endpoint import RecordedSleep, serving, stream
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.run_events import RunEvent, TextArrived, TextWithdrawn
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect, build_tag_call
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.retries import RetryPolicy
 
 STEP = 29
 """Between two cuts; no divisor of anything in the replies."""

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from contract.calls import Clocks, ToolCall, ToolResult
-from contract.errors import ContextWindowExceeded, ModelInterrupted
-from contract.model_endpoints import Prices
-from contract.run_events import CallFinished, RunEvent, TextArrived, TextWithdrawn, Warned
-from orchestrator.dialects.base import Dialect, TokenUsage
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.reader import MAX_CALLS
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel
 from tests.model_endpoint import HELLO, stream
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import Clocks, ToolCall, ToolResult
+from toolcrew.contract.errors import ContextWindowExceeded, ModelInterrupted
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_events import CallFinished, RunEvent, TextArrived, TextWithdrawn, Warned
+from toolcrew.orchestrator.dialects.base import Dialect, TokenUsage
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.reader import MAX_CALLS
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
 
 WALL_S = 0.2
 TAG = '<tool_action name="echo"><text value="a" /></tool_action>'

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.api.api_state import ValueCache
+from toolcrew.orchestrator.api.api_state import ValueCache
 
 
 class Lookup:

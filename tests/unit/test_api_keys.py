@@ -10,16 +10,16 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.names import api_keys_key
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
-from store.api_keys import KEY_FRESH_S, MAX_CACHED_KEYS, ApiKeyRecord, ApiKeys, Credential, Identity
-from store.connection import open_redis
-from store.tenants import RedisTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import api_keys_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.api_keys import KEY_FRESH_S, MAX_CACHED_KEYS, ApiKeyRecord, ApiKeys, Credential, Identity
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
 
 KEY = api_keys_key("test")
 

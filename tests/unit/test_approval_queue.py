@@ -5,15 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from contract.approvals import Decision
-from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.approvals.approvers import AutoApprover, RefusingApprover
-from orchestrator.approvals.asking import QueueApprover, choose_people_approver, choose_pool_approver
-from orchestrator.approvals.gate import review
-from orchestrator.settings import OrchestratorSettings
-from store import approvals as queue_file
-from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion
 from tests.approval_harness import (
     ACME,
     ADMIN,
@@ -27,6 +18,15 @@ from tests.approval_harness import (
 from tests.builders import build_call
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, until
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.orchestrator.approvals.approvers import AutoApprover, RefusingApprover
+from toolcrew.orchestrator.approvals.asking import QueueApprover, choose_people_approver, choose_pool_approver
+from toolcrew.orchestrator.approvals.gate import review
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store import approvals as queue_file
+from toolcrew.store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion
 
 YES, NO = Decision(True), Decision(False, "not today")
 

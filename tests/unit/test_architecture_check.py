@@ -16,20 +16,20 @@ CLEAN_TREE = {
     "contract/__init__.py": "",
     "contract/calls.py": "import json\nfrom pydantic import BaseModel",
     "contract/settings.py": "import os\nfrom pydantic_settings import BaseSettings\nHOME = os.environ.get('HOME')",
-    "orchestrator/__init__.py": "from orchestrator.loop.agent import step",
-    "orchestrator/loop/agent.py": "import asyncio\nfrom contract import calls\nfrom .models import base",
+    "orchestrator/__init__.py": "from toolcrew.orchestrator.loop.agent import step",
+    "orchestrator/loop/agent.py": "import asyncio\nfrom toolcrew.contract import calls\nfrom .models import base",
     "store/calls.py": "import redis.asyncio",
     "orchestrator/cli/batch.py": "import typer\nfrom rich.console import Console",
-    "orchestrator/command.py": "import typer\nfrom orchestrator.api import service\nfrom orchestrator.cli import batch",
+    "orchestrator/command.py": "import typer\nfrom toolcrew.orchestrator.api import service\nfrom toolcrew.orchestrator.cli import batch",
     "orchestrator/http/server.py": "import uvicorn\nfrom starlette.types import ASGIApp",
     "orchestrator/models/__init__.py": "",
-    "orchestrator/dialects/model.py": "from contract.calls import BaseModel",
+    "orchestrator/dialects/model.py": "from toolcrew.contract.calls import BaseModel",
     "orchestrator/models/openai.py": "import openai\nfrom . import base",
     "workers/__init__.py": "",
     "workers/sandboxd/__init__.py": "",
     "workers/sandboxd/runtime/engine.py": "import docker\nfrom .. import tasks",
     "workers/settings.py": "from os import environ",
-    "workers/celery_edge/tasks.py": "import celery\nfrom kombu import Queue\nfrom contract.calls import BaseModel",
+    "workers/celery_edge/tasks.py": "import celery\nfrom kombu import Queue\nfrom toolcrew.contract.calls import BaseModel",
     "sandbox-images/guest/__init__.py": "",
     "sandbox-images/guest/boot.py": "import os, struct\nfrom guest import frames\nfrom guest.frames import json",
     "sandbox-images/guest/frames.py": "import json",
@@ -72,15 +72,25 @@ def test_a_tree_without_violations_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "rule"),
     [
-        ("contract/x.py", "import orchestrator.loop.agent", "arrow"),
-        ("workers/x.py", "def f():\n    import orchestrator", "arrow"),
-        ("workers/x.py", "import importlib as i\ni.import_module('orchestrator.loop.agent')", "arrow"),
+        ("contract/x.py", "import toolcrew.orchestrator.loop.agent", "arrow"),
+        ("workers/x.py", "def f():\n    import toolcrew.orchestrator", "arrow"),
+        ("workers/x.py", "import importlib as i\ni.import_module('toolcrew.orchestrator.loop.agent')", "arrow"),
         pytest.param("workers/x.py", "import guest", "arrow", id="the host imports the guest"),
-        pytest.param("orchestrator/loop/x.py", "import orchestrator.dispatch", "arrow", id="the loop imports dispatch"),
-        pytest.param("orchestrator/mcp/x.py", "import orchestrator.api.app", "arrow", id="MCP imports the API"),
-        ("orchestrator/cli/x.py", "def f():\n    from orchestrator.api.app import build_app", "arrow"),
-        pytest.param("orchestrator/models/x.py", "from store import calls", "arrow", id="a model imports the store"),
-        ("sandbox-images/guest/x.py", "from contract import calls", "arrow"),
+        pytest.param("workers/x.py", "from toolcrew import Session", "arrow", id="the public names are for users"),
+        pytest.param("workers/x.py", "from store import calls", "bare-name", id="a package by its bare name"),
+        pytest.param("tests/x.py", "import contract.calls", "bare-name", id="a test by a bare name"),
+        pytest.param("examples/x.py", "def f():\n    import workers", "bare-name", id="an example by a bare name"),
+        pytest.param(
+            "orchestrator/loop/x.py", "import toolcrew.orchestrator.dispatch", "arrow", id="the loop imports dispatch"
+        ),
+        pytest.param(
+            "orchestrator/mcp/x.py", "import toolcrew.orchestrator.api.app", "arrow", id="MCP imports the API"
+        ),
+        ("orchestrator/cli/x.py", "def f():\n    from toolcrew.orchestrator.api.app import build_app", "arrow"),
+        pytest.param(
+            "orchestrator/models/x.py", "from toolcrew.store import calls", "arrow", id="a model imports the store"
+        ),
+        ("sandbox-images/guest/x.py", "from toolcrew.contract import calls", "arrow"),
         pytest.param("sandbox-images/guest/x.py", "import structlog", "third-party", id="the guest imports a package"),
         pytest.param("contract/x.py", "import structlog", "third-party", id="contract imports a package"),
         pytest.param("contract/x.py", "import socket", "contract-acts", id="contract opens sockets"),
@@ -126,13 +136,14 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path, package: str) -> 
 @pytest.mark.parametrize(
     "files",
     [
-        pytest.param({"a": "from store import b", "b": "import store.a"}, id="two modules"),
+        pytest.param({"a": "from toolcrew.store import b", "b": "import toolcrew.store.a"}, id="two modules"),
         pytest.param(
             {"a": "from . import b", "b": "from .c import X", "c": "def f():\n    from . import a"},
             id="three modules, one lazy import",
         ),
         pytest.param(
-            {"__init__": "from store import b", "b": "from store import VERSION"}, id="a package and its part"
+            {"__init__": "from toolcrew.store import b", "b": "from toolcrew.store import VERSION"},
+            id="a package and its part",
         ),
     ],
 )
@@ -147,9 +158,9 @@ def test_a_module_import_cycle_is_found(tmp_path: Path, files: dict[str, str]) -
 )
 def test_a_folder_cycle_without_a_module_cycle_is_found(tmp_path: Path, one: str, other: str) -> None:
     write_tree(tmp_path, CLEAN_TREE)
-    import_back = f"import {one.replace('/', '.')}.two"
+    import_back = f"import toolcrew.{one.replace('/', '.')}.two"
     files = {
-        f"{one}/one.py": f"import {other.replace('/', '.')}.one",
+        f"{one}/one.py": f"import toolcrew.{other.replace('/', '.')}.one",
         f"{one}/two.py": "X = 1",
         f"{other}/one.py": "X = 1",
         f"{other}/two.py": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {import_back}",
@@ -159,6 +170,6 @@ def test_a_folder_cycle_without_a_module_cycle_is_found(tmp_path: Path, one: str
 
 
 def test_a_type_checking_import_may_not_cross_a_package_boundary(tmp_path: Path) -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import toolcrew.orchestrator"
     write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": source})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["arrow"]

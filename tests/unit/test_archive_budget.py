@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.waiting import SOON_S
-from workers.sandboxd.budgets import FairBudget
+from toolcrew.workers.sandboxd.budgets import FairBudget
 
 
 async def hold(budget: FairBudget, tenant: str, inside: asyncio.Semaphore, go_on: asyncio.Event) -> None:

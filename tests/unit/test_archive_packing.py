@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
 from tests.waiting import SOON_S
-from workers.sandboxd.archives import packing as packing_module
-from workers.sandboxd.archives.packing import (
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.archives import packing as packing_module
+from toolcrew.workers.sandboxd.archives.packing import (
     ArchiveFacts,
     Packing,
     PackingGuest,
@@ -24,7 +24,7 @@ from workers.sandboxd.archives.packing import (
     unpack,
     unpack_roots,
 )
-from workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.frames import Frame
 
 MIB = 1024 * 1024
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
-from contract.functions.call_context import CallContext
-from contract.registry import Tool
-from contract.schema import prepare_arguments
-from orchestrator.functions.function_tools import as_tool, tool
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.orchestrator.functions.function_tools import as_tool, tool
 
 CONTEXT = CallContext("c1", cwd="/here")
 

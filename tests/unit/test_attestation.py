@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
-from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.runtime.attestation import ask_attestation, find_misfits, parse_attestation
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
+from toolcrew.workers.sandboxd.plans import SandboxPlan
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, find_misfits, parse_attestation
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {

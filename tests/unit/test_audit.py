@@ -5,16 +5,16 @@ import json
 import pytest
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import audit_key, switches_key, tenant_audit_key, tenants_key
-from contract.registry import Switch
-from contract.tenancy import TenantPolicy
-from store import audit as audit_file
-from store.api_keys import ApiKeys
-from store.audit import LOCAL, Actor, Audit, AuditAction, AuditEntry, build_entry, entry_text
-from store.tenants import RedisTenants
-from store.tools import RedisSwitches
 from tests.builders import KEY
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key, switches_key, tenant_audit_key, tenants_key
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store import audit as audit_file
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.audit import LOCAL, Actor, Audit, AuditAction, AuditEntry, build_entry, entry_text
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import RedisSwitches
 
 OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.calls import MAX_TIMEOUT_S, ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.sandbox_client import GuestResponse
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import MAX_TIMEOUT_S, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.builtin import build_registry
 
 KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
 STATE = {"outcome": "kept", "folder": "/workspace", "moved": False, "stray": None, "lost": None}

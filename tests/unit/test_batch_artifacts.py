@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.batches.artifacts import (
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.batches.artifacts import (
     MATCH_S,
     NO_FILE,
     ArtifactsNotWritten,
@@ -30,9 +30,9 @@ from orchestrator.batches.artifacts import (
     choose_paths,
     copy_artifacts,
 )
-from orchestrator.dispatch.sessions import WorkspaceListing, _parse_listing, build_list_command
-from store.batches import MAX_ID_CHARS
-from workers.sandboxd.archives.packing import pack_list
+from toolcrew.orchestrator.dispatch.sessions import WorkspaceListing, _parse_listing, build_list_command
+from toolcrew.store.batches import MAX_ID_CHARS
+from toolcrew.workers.sandboxd.archives.packing import pack_list
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(

@@ -12,13 +12,6 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from contract.clock import with_instants
-from contract.run_events import BatchNotice, FailureKind, RunEvent
-from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
-from orchestrator.batches.live_progress import LiveProgress, open_display
-from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSnapshot
-from orchestrator.batches.summary import build_summary, build_summary_lines
-from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from tests.batch_events import (
     STARTED_AT,
     Attempt,
@@ -29,6 +22,13 @@ from tests.batch_events import (
     failed_attempt,
     retried,
 )
+from toolcrew.contract.clock import with_instants
+from toolcrew.contract.run_events import BatchNotice, FailureKind, RunEvent
+from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
+from toolcrew.orchestrator.batches.live_progress import LiveProgress, open_display
+from toolcrew.orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSnapshot
+from toolcrew.orchestrator.batches.summary import build_summary, build_summary_lines
+from toolcrew.orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
 DANGEROUS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from contract.calls import MAX_BLOB_BYTES
-from orchestrator.batches import lines as lines_module
-from orchestrator.batches.line_shapes import GraderFields, ShortCall, ShortRun
-from orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
-from orchestrator.batches.rows import parse_row
-from store.batches import (
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.orchestrator.batches import lines as lines_module
+from toolcrew.orchestrator.batches.line_shapes import GraderFields, ShortCall, ShortRun
+from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
+from toolcrew.orchestrator.batches.rows import parse_row
+from toolcrew.store.batches import (
     CALLS_URL,
     CHAT_URL,
     MAX_INPUT_BYTES,

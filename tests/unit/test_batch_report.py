@@ -9,10 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.calls import Clocks
-from contract.run_events import BatchNotice, FailureKind, RunEvent
-from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
-from orchestrator.batches.report_plots import POINTS, add_up
 from tests.batch_events import (
     STARTED_AT,
     Attempt,
@@ -23,6 +19,10 @@ from tests.batch_events import (
     failed_attempt,
     step_finished,
 )
+from toolcrew.contract.calls import Clocks
+from toolcrew.contract.run_events import BatchNotice, FailureKind, RunEvent
+from toolcrew.orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
+from toolcrew.orchestrator.batches.report_plots import POINTS, add_up
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "]]><svg onload=alert(1)>",

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.errors import ConfigError
-from orchestrator.batches import row_files
-from orchestrator.batches import rows as rows_module
-from orchestrator.batches.row_files import RowFile, RowFiles, RowsNotWritten
-from orchestrator.batches.rows import build_row, build_row_line
 from tests.batch_rows import accept_any_row, build_outcome, file_size_limit, read_ids, row_bytes, rows
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.batches import row_files
+from toolcrew.orchestrator.batches import rows as rows_module
+from toolcrew.orchestrator.batches.row_files import RowFile, RowFiles, RowsNotWritten
+from toolcrew.orchestrator.batches.rows import build_row, build_row_line
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -102,8 +102,8 @@ def test_rows_of_another_batch_are_refused(path: Path) -> None:
 
 def test_a_second_writer_is_refused_and_finds_complete_rows_after_a_kill(path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from orchestrator.batches.row_files import RowFile\n"
-        "from orchestrator.batches.rows import build_row_line\n"
+        "import sys; from pathlib import Path; from toolcrew.orchestrator.batches.row_files import RowFile\n"
+        "from toolcrew.orchestrator.batches.rows import build_row_line\n"
         "file = RowFile.open(Path(sys.argv[1]), lambda custom_id, run: True); print('open', flush=True)\n"
         "for number in range(10**9):\n"
         "    file.append({str(number): build_row_line({'id': 'r', 'custom_id': str(number), 'response': None, 'error': "

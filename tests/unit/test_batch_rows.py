@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
-from contract.calls import CallUsage, Clocks
-from contract.run_events import Failure, FailureKind
-from orchestrator.batches.rows import (
+from toolcrew.contract.calls import CallUsage, Clocks
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.batches.rows import (
     build_answer_body,
     build_chat_body,
     build_row,
@@ -18,11 +18,11 @@ from orchestrator.batches.rows import (
     build_run_body,
     parse_row,
 )
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import StopReason
-from orchestrator.loop.transcript import Transcript
-from store.batches import CHAT_URL, RUNS_URL, ItemOutcome
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.loop.agent import RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.loop.transcript import Transcript
+from toolcrew.store.batches import CHAT_URL, RUNS_URL, ItemOutcome
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)

@@ -12,27 +12,27 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
-from contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent, SessionOpening
-from contract.tenancy import TenantPolicy
-from orchestrator.batches.detached import check_detached
-from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.runs.batch_service import BatchService
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.models import Models
-from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
-from orchestrator.runs.runner import Runner
-from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
-from store.run_log import RunLog
-from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
+from toolcrew.contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent, SessionOpening
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.batches.detached import check_detached
+from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
+from toolcrew.orchestrator.runs.batch_service import BatchService
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.runs import RunClaim
 
 
 @pytest.fixture

@@ -11,21 +11,21 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_names_key
-from contract.run_events import BatchNotice
-from contract.specs import Catalog
-from orchestrator.batches.displays import DisplayedBatch, LogDisplay
-from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.batches.progress import BatchProgress
-from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
-from orchestrator.command import app
-from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
-from orchestrator.models.scripted import ALL_CAPABILITIES
-from orchestrator.runs.models import Models
-from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.item_harness import HarnessFactory, build_run, echo_then
+from toolcrew.contract.names import catalog_names_key
+from toolcrew.contract.run_events import BatchNotice
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.batches.displays import DisplayedBatch, LogDisplay
+from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
+from toolcrew.orchestrator.batches.progress import BatchProgress
+from toolcrew.orchestrator.batches.tool_check import MAX_SHOWN, check_tools
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
+from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
@@ -88,7 +88,7 @@ def test_errors_above_the_limit_are_only_counted(tmp_path: Path) -> None:
 
 
 def test_the_tool_check_stops_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.batches.tool_check.CHECK_S", -1.0)
+    monkeypatch.setattr("toolcrew.orchestrator.batches.tool_check.CHECK_S", -1.0)
     file = load_lines(write_lines(tmp_path, call("bash_tol")))
     assert check_tools(file, [BASH], lambda _: False, "in.jsonl", "default") == [
         "tools and arguments from line 1 on were not checked: the check reached its limit of -1 s"

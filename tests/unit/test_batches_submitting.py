@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import BatchNotice, FailureKind
-from orchestrator.batches.lines import BatchFile
-from orchestrator.runs.batches import Batches, run_id
-from orchestrator.runs.event_publisher import RunEventPublisher
-from store.batches import BatchDefaults, BatchItem, BatchState
-from store.run_events import BatchEventReader
-from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_item, build_outcome
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_events import BatchNotice, FailureKind
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.runs.batches import Batches, run_id
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchState
+from toolcrew.store.run_events import BatchEventReader
+from toolcrew.store.runs import AT_ONCE, RunQueue
 
 KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
 

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 import pytest
 import redis.asyncio
 
-import store.blobs
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import BlobPool
-from store import blobs as blob_store
-from store.blobs import LEAST_CHARGE, Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import BlobPool
+from toolcrew.store import blobs as blob_store
+from toolcrew.store.blobs import LEAST_CHARGE, Blobs, WorkerBlobs
 
 TENANT_LIMIT = 4 * LEAST_CHARGE
 
@@ -33,7 +32,7 @@ class Harness:
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
-    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", TENANT_LIMIT)
+    monkeypatch.setattr(blob_store, "TENANT_BLOB_BYTES", TENANT_LIMIT)
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
     monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:

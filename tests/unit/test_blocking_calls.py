@@ -4,9 +4,9 @@ import asyncio
 import subprocess
 import sys
 
-from orchestrator.functions.blocking_calls import BlockingCalls, FunctionInterrupted
 from tests.stack import ROOT
 from tests.waiting import SOON_S
+from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls, FunctionInterrupted
 
 ROUNDS = 300
 
@@ -35,7 +35,7 @@ async def test_a_function_that_ended_before_the_interrupt_keeps_its_value() -> N
 
 TRACED_PROGRAM = """
 import asyncio, sys, threading
-from orchestrator.functions.blocking_calls import BlockingCalls
+from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls
 
 def trace(*_):
     return trace

@@ -8,23 +8,23 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.calls import SessionUsage, ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.tenancy import Budgets, TenantPolicy
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dispatch.tenant_catalog import CallRules
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.runs.billed_model import BilledModel
-from orchestrator.runs.outcomes import judge_run
-from store.audit import Audit
-from store.budgets import BudgetStore
-from store.tenants import RedisTenants
-from store.usage import DAY_S, ReplySpending, UsageStore, WorkerUsageStore, pack_amounts, usage_prefix
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.calls import SessionUsage, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import Budgets, TenantPolicy
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.runs.billed_model import BilledModel
+from toolcrew.orchestrator.runs.outcomes import judge_run
+from toolcrew.store.audit import Audit
+from toolcrew.store.budgets import BudgetStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.usage import DAY_S, ReplySpending, UsageStore, WorkerUsageStore, pack_amounts, usage_prefix
 
 LIMITS = Budgets(cpu_s_per_day=10.0, tokens_per_month=1000, cost_per_day=2.0, stored_bytes_per_month=100)
 

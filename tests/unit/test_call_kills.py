@@ -10,19 +10,19 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.names import audit_key, call_key, kills_key
-from orchestrator.dispatch import call_monitor
-from orchestrator.dispatch.call_monitor import CallMonitor
-from orchestrator.dispatch.transport import DeliveryFailed
-from orchestrator.sdk import call_control as control_module
-from orchestrator.sdk.call_control import CallControl
-from store.audit import Actor
-from store.calls import CallState, CallStore, KillOrder
-from store.hosts import HostStore
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.names import audit_key, call_key, kills_key
+from toolcrew.orchestrator.dispatch import call_monitor
+from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor
+from toolcrew.orchestrator.dispatch.transport import DeliveryFailed
+from toolcrew.orchestrator.sdk import call_control as control_module
+from toolcrew.orchestrator.sdk.call_control import CallControl
+from toolcrew.store.audit import Actor
+from toolcrew.store.calls import CallState, CallStore, KillOrder
+from toolcrew.store.hosts import HostStore
 
 ANNE = Actor(key="k1", role="operator", name="anne")
 

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import Clocks, KillReport, SandboxInfo, ToolResult
-from contract.envelope import encode_result
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import blob_key, call_key, host_key, result_key, tenants_key
-from contract.signing import ResultSeal, SigningKeys
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.celery_transport import build_message
-from store.call_reader import CallReader, parse_task_id
-from store.run_log import run_key
-from store.sessions import SessionStore
-from store.slots import SlotRequest, enqueue, load_script, script_arguments
 from tests.builders import KEY, build_attempt
 from tests.conftest import RedisProcess
+from toolcrew.contract.calls import Clocks, KillReport, SandboxInfo, ToolResult
+from toolcrew.contract.envelope import encode_result
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import blob_key, call_key, host_key, result_key, tenants_key
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
+from toolcrew.store.call_reader import CallReader, parse_task_id
+from toolcrew.store.run_log import run_key
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.slots import SlotRequest, enqueue, load_script, script_arguments
 
 TASK = "0123456789ab-c1.1.acme"
 

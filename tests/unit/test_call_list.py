@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import call_key, slots_key
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.celery_transport import build_call_message
-from store import call_reader
-from store.call_messages import Publisher
-from store.call_reader import CallReader
-from store.connection import ScriptConnection, SharedClock
-from store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
 from tests.builders import KEY, build_attempt
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import call_key, slots_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
+from toolcrew.store import call_reader
+from toolcrew.store.call_messages import Publisher
+from toolcrew.store.call_reader import CallReader
+from toolcrew.store.connection import ScriptConnection, SharedClock
+from toolcrew.store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
 
 QUEUE = "pool.web"
 

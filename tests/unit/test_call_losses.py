@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode
-from contract.hosts import HOST_LOST_TYPE
-from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
-from orchestrator.dispatch import call_monitor
-from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
-from orchestrator.dispatch.celery_transport import describe_sender
-from orchestrator.dispatch.transport import CallLost
-from store.calls import CallState, CallStore
-from store.hosts import HostStore
 from tests.builders import build_attempt
 from tests.fake_hosts import build_report
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.hosts import HOST_LOST_TYPE
+from toolcrew.contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
+from toolcrew.orchestrator.dispatch import call_monitor
+from toolcrew.orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
+from toolcrew.orchestrator.dispatch.celery_transport import describe_sender
+from toolcrew.orchestrator.dispatch.transport import CallLost
+from toolcrew.store.calls import CallState, CallStore
+from toolcrew.store.hosts import HostStore
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

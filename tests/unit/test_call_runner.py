@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import Switch
-from contract.run_events import RunEvent
-from orchestrator.dialects.base import CallRequested, MalformedCall
-from orchestrator.loop.call_runner import CallRunner
 from tests.builders import build_spec
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.run_events import RunEvent
+from toolcrew.orchestrator.dialects.base import CallRequested, MalformedCall
+from toolcrew.orchestrator.loop.call_runner import CallRunner
 
 READ = build_spec("read", read_only=True, properties={"n": {"type": "integer"}}, required=[])
 WRITE = build_spec("write", properties={"n": {"type": "integer"}}, required=[])

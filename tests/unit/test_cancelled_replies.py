@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ModelUnavailable, ToolFailure
-from contract.model_endpoints import Prices
-from contract.tenancy import Budgets, TenantPolicy
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.runs.billed_model import BilledModel, price_reply
-from store.tenants import RedisTenants
-from store.usage import ReplySpending, UsageStore, sum_rows
 from tests.builders import KEY
 from tests.fakes import StreamModel
 from tests.item_harness import HarnessFactory, build_run
 from tests.model_endpoint import END, HELLO, ROLE, answer, serving, stream
 from tests.unit.test_model_runs import build_models
 from tests.waiting import wait_until_async
+from toolcrew.contract.errors import ModelUnavailable, ToolFailure
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.tenancy import Budgets, TenantPolicy
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.runs.billed_model import BilledModel, price_reply
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.usage import ReplySpending, UsageStore, sum_rows
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -9,7 +9,7 @@ import pytest
 from celery.worker.consumer import consumer
 from kombu.transport.redis import Channel
 
-from workers.celery_edge.app import BodyFilter
+from toolcrew.workers.celery_edge.app import BodyFilter
 
 BODY = "canary-of-a-tenant"
 MESSAGE = SimpleNamespace(

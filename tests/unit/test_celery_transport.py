@@ -12,22 +12,22 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from contract.calls import ToolResult
-from contract.envelope import decode_result, encode_result
-from contract.errors import ErrorCode
-from contract.names import blob_key, call_key, result_key, tenant_calls_key
-from contract.settings import BrokerSettings
-from orchestrator.dispatch import celery_transport
-from orchestrator.dispatch.celery_transport import CeleryTransport
-from orchestrator.dispatch.request import Attempt
-from orchestrator.dispatch.transport import CallLost, DeliveryFailed
-from store.call_messages import ResultHub
-from store.calls import CallState
-from store.connection import SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.envelope import decode_result, encode_result
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import blob_key, call_key, result_key, tenant_calls_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.dispatch import celery_transport
+from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from toolcrew.store.call_messages import ResultHub
+from toolcrew.store.calls import CallState
+from toolcrew.store.connection import SharedClock
 
 QUEUE = "pool.web"
 

@@ -11,14 +11,14 @@ import redis.asyncio
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.settings import BrokerSettings
-from contract.tenancy import TenantPolicy
-from orchestrator.command import app
-from store.api_keys import ApiKeys
-from store.approvals import ApprovalQueue
-from store.tenants import RedisTenants
 from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.command import app
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.approvals import ApprovalQueue
+from toolcrew.store.tenants import RedisTenants
 
 Toolcrew = Callable[..., Result]
 

@@ -9,14 +9,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.specs import Catalog
-from contract.webhooks import Webhook
-from orchestrator.command import app
-from orchestrator.runs.batches import run_id
-from store.batches import batch_key
-from store.webhooks import DueNotice, open_webhook
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.specs import Catalog
+from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.runs.batches import run_id
+from toolcrew.store.batches import batch_key
+from toolcrew.store.webhooks import DueNotice, open_webhook
 
 Toolcrew = Callable[..., Result]
 

@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 
-from contract.errors import ConfigError
-from orchestrator.cli.batches_run import BatchInterrupts, find_rows
-from orchestrator.cli.run_files import RunFiles
-from orchestrator.runs.runner import Runner
-from orchestrator.traces.reading import find_attempts
-from store.batches import RowLocation
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.cli.batches_run import BatchInterrupts, find_rows
+from toolcrew.orchestrator.cli.run_files import RunFiles
+from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.traces.reading import find_attempts
+from toolcrew.store.batches import RowLocation
 
 
 @dataclass

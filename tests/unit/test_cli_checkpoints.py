@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.cli.run import WorkspaceSaver
-from orchestrator.command import app
-from orchestrator.dispatch.sessions import Checkpoint
-from orchestrator.loop.limits import StopReason
-from store.run_records import HostedRun, HostedState, RunEnd
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.orchestrator.cli.run import WorkspaceSaver
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.dispatch.sessions import Checkpoint
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.store.run_records import HostedRun, HostedState, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])
@@ -82,7 +82,7 @@ def test_a_run_with_a_failed_checkpoint_prints_its_answer_and_fails(monkeypatch:
     async def open_client(_: str | None = None) -> AsyncIterator[Any]:
         yield FakeClient(result)
 
-    monkeypatch.setattr("orchestrator.cli.run.open_client", open_client)
+    monkeypatch.setattr("toolcrew.orchestrator.cli.run.open_client", open_client)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     text_result = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
     assert (text_result.exit_code, text_result.stdout, "100 checkpoints" in text_result.stderr) == (1, "42\n", True)

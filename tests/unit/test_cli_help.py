@@ -10,9 +10,9 @@ import pytest
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from orchestrator.cli.session_options import OPTION_NAMES, NewSession
-from orchestrator.command import app, import_all
-from orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, NewSession
+from toolcrew.orchestrator.command import app, import_all
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 SINGLE_COMMANDS = {"up", "run", "call", "doctor", "serve", "config"}
 """Commands that are no noun with a verb."""
@@ -30,8 +30,8 @@ def test_the_help_page_fits_80_columns_and_starts_with_first_commands(arguments:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("orchestrator.command", {"pydantic", "redis", "celery", "orchestrator.cli"}),
-        ("orchestrator.cli.up", {"celery", "orchestrator.sdk", "orchestrator.runs"}),
+        ("toolcrew.orchestrator.command", {"pydantic", "redis", "celery", "toolcrew.orchestrator.cli"}),
+        ("toolcrew.orchestrator.cli.up", {"celery", "toolcrew.orchestrator.sdk", "toolcrew.orchestrator.runs"}),
     ],
 )
 def test_a_command_does_not_import_packages_that_it_does_not_use(module: str, absent: set[str]) -> None:

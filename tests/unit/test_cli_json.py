@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from contract.specs import Catalog
-from orchestrator.command import app, import_all
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.command import app, import_all
 
 ITEMS = {
     "approvals": "approvals",

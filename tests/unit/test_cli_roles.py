@@ -13,19 +13,19 @@ from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
-from contract.names import call_key
-from contract.settings import BrokerSettings
-from contract.specs import Catalog
-from contract.tenancy import TenantPolicy
-from orchestrator.command import app, import_all
-from store.api_keys import ApiKeys, Role
-from store.approvals import ApprovalQueue
-from store.audit import Audit, AuditEntry
-from store.sessions import SessionStore
-from store.tenants import RedisTenants
 from tests.approval_harness import build_question
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.names import call_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.specs import Catalog
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.command import app, import_all
+from toolcrew.store.api_keys import ApiKeys, Role
+from toolcrew.store.approvals import ApprovalQueue
+from toolcrew.store.audit import Audit, AuditEntry
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.tenants import RedisTenants
 
 # Commands for operators and administrators: a tenant's key is refused.
 REFUSED = {

@@ -1,8 +1,8 @@
 """`toolcrew runs show` prints the fields of a run and of its end side by side, as text and as JSON."""
 
-from contract.run_events import Failure, FailureKind
-from orchestrator.cli.runs import _view, describe_run
-from store.run_records import HostedRun, HostedState, RunEnd
+from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.orchestrator.cli.runs import _view, describe_run
+from toolcrew.store.run_records import HostedRun, HostedState, RunEnd
 
 
 def test_a_run_is_described_with_readable_times_and_without_empty_fields() -> None:

@@ -8,12 +8,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.specs import Catalog
-from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.skill_harness import SHIPPED, write_skill
-from workers.skills.loader import load_skills
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.command import app
+from toolcrew.workers.skills.loader import load_skills
 
 
 def toolcrew(*arguments: str) -> Result:
@@ -66,7 +66,7 @@ def test_list_with_a_name_prints_one_skill_escaped() -> None:
 
 def test_a_check_imports_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_skill(tmp_path, "a")
-    for package in ("workers", "contract", "json"):
+    for package in ("toolcrew", "workers", "json"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('run')")
     monkeypatch.chdir(tmp_path)

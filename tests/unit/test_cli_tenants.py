@@ -10,19 +10,19 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.calls import SessionUsage
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import api_keys_key, call_key, catalog_names_key, tenants_key
-from contract.specs import Catalog
-from contract.tenancy import Budgets, CommandRule, SandboxPolicy, TenantPolicy
-from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
-from orchestrator.command import app
-from store.connection import SharedClock
-from store.hosts import WorkerHostStore
-from store.usage import WorkerUsageStore
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.wire_records import REPORT
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import api_keys_key, call_key, catalog_names_key, tenants_key
+from toolcrew.contract.specs import Catalog
+from toolcrew.contract.tenancy import Budgets, CommandRule, SandboxPolicy, TenantPolicy
+from toolcrew.orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
+from toolcrew.orchestrator.command import app
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import WorkerHostStore
+from toolcrew.store.usage import WorkerUsageStore
 
 Toolcrew = Callable[..., Result]
 

@@ -9,11 +9,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_names_key, switches_key
-from contract.specs import Catalog
-from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.names import catalog_names_key, switches_key
+from toolcrew.contract.specs import Catalog
+from toolcrew.orchestrator.command import app
 
 ECHO = build_spec(
     "echo_tool",

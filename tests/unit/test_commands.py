@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, ShellScript, parse_commands
-from contract.shell.shell_reader import MAX_TOKENS
+from toolcrew.contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, ShellScript, parse_commands
+from toolcrew.contract.shell.shell_reader import MAX_TOKENS
 
 SHELL_PIECES = [
     "'", '"', "`", "$(", "$((", "${", ")", "))", "}", "\\", "<<E", "\nE\n", "<(", "|", "&", ";;", "\n", " ", "#",

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dialects.model import Message, TokenUsage
-from orchestrator.loop.context_window import SHORTENED_CHARS, ContextWindow
+from toolcrew.orchestrator.dialects.model import Message, TokenUsage
+from toolcrew.orchestrator.loop.context_window import SHORTENED_CHARS, ContextWindow
 
 LONG = "head " + "x" * 50_000 + " tail"
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from contract.calls import Clocks, KillReport, SandboxInfo, Spill, ToolCall, ToolContext, ToolResult
-from contract.envelope import (
+from tests.builders import KEY, build_call, build_context, build_spec
+from toolcrew.contract.calls import Clocks, KillReport, SandboxInfo, Spill, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import (
     MAX_ENVELOPE_BYTES,
     PURPOSE,
     VERSION,
@@ -20,9 +21,8 @@ from contract.envelope import (
     encode_call,
     encode_result,
 )
-from contract.errors import EnvelopeRefused, ErrorCode, RefusalReason
-from contract.signing import SigningKey, SigningKeys
-from tests.builders import KEY, build_call, build_context, build_spec
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, RefusalReason
+from toolcrew.contract.signing import SigningKey, SigningKeys
 
 CALL = ToolCall(id="c1", name="bash_tool", arguments={"command": "ls", "deep": {"list": [1, "two", None]}})
 CONTEXT = ToolContext(

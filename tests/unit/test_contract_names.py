@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from contract import names
-from orchestrator.operations.redis_users import ROLES
-from store import batches, run_events, run_log
+from toolcrew.contract import names
+from toolcrew.orchestrator.operations.redis_users import ROLES
+from toolcrew.store import batches, run_events, run_log
 
 
 def test_a_blob_key_belongs_to_its_tenant_only() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, SchemaError
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import Switch, Tool, ToolRegistry
-from contract.schema import check_schema, is_quick, prepare_arguments
 from tests.builders import build_spec
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import Switch, Tool, ToolRegistry
+from toolcrew.contract.schema import check_schema, is_quick, prepare_arguments
 
 LIMITS = {"limit": {"type": "integer", "minimum": 1, "default": 10}, "query": {"type": "string"}}
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from contract.errors import ConfigError
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
 
 SENTINELS = "sentinel://worker:hunter2@h1:26380/3;sentinel://h2"
 

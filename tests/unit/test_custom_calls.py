@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from structlog.testing import capture_logs
 
-from contract.calls import ToolContext, ToolResult
-from contract.errors import ErrorCode
-from contract.functions import CallContext, ToolFailure, tool
-from contract.functions.function_tools import FunctionTool
 from tests.builders import build_call, build_context
-from workers.custom import outcomes
-from workers.custom.calls import CustomCalls
-from workers.custom.outcomes import MAX_METADATA_BYTES
-from workers.tools.base import Outcome, ToolEnvironment, WorkerResources
+from toolcrew.contract.calls import ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions import CallContext, ToolFailure, tool
+from toolcrew.contract.functions.function_tools import FunctionTool
+from toolcrew.workers.custom import outcomes
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.custom.outcomes import MAX_METADATA_BYTES
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerResources
 
 Logs = list[Any]
 

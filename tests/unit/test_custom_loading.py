@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError
-from contract.names import BUILTIN_TOOLS
-from workers.custom.loading import load_custom_tools
-from workers.skills.tool import build_skill_tool
-from workers.tools.base import WorkerTool
-from workers.tools.builtin import build_registry
-from workers.web.webfetch import WEBFETCH_SPEC
-from workers.web.websearch import WEBSEARCH_SPEC
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.workers.custom.loading import load_custom_tools
+from toolcrew.workers.skills.tool import build_skill_tool
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.web.webfetch import WEBFETCH_SPEC
+from toolcrew.workers.web.websearch import WEBSEARCH_SPEC
 
 WriteModule = Callable[..., str]
 
 QUOTE = """
-from contract.functions import tool
+from toolcrew.contract.functions import tool
 
 @tool(timeout_s=7, read_only=True, validators=[lambda arguments: "weights are above 0" if arguments["weight_kg"] <= 0 else None])
 def quote_shipping(weight_kg: float, express: bool = False) -> dict:
@@ -89,7 +89,7 @@ def test_an_entry_point_loads_a_tool_function_list_or_module(
     write_module: WriteModule, value: str, names: list[str]
 ) -> None:
     write_module(
-        "from contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
+        "from toolcrew.contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
         "'Plain.'\nboth = [one, two]\n"
     )
     assert [served.name for served in load(points=(build_entry_point(value),))] == names
@@ -112,10 +112,13 @@ def test_a_tool_loaded_twice_is_served_once(write_module: WriteModule) -> None:
         ("def broken(:", ["SyntaxError"]),
         ("def forgotten(): 'No decorator.'", ["no tool", "@tool"]),
         (
-            "import io\nfrom contract.functions import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'",
+            "import io\nfrom toolcrew.contract.functions import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'",
             ["TypeError", "'bad'", "parameter 'x'"],
         ),
-        ("from contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'", ["TypeError", "bad name"]),
+        (
+            "from toolcrew.contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'",
+            ["TypeError", "bad name"],
+        ),
     ],
 )
 def test_a_broken_module_is_named_in_the_error(write_module: WriteModule, text: str, fragments: list[str]) -> None:
@@ -137,7 +140,7 @@ def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule,
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_TOOLS))
 def test_the_name_of_a_builtin_tool_is_refused(write_module: WriteModule, name: str) -> None:
-    module = write_module(f"from contract.functions import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
+    module = write_module(f"from toolcrew.contract.functions import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
     message = refusal(module)
     assert (module in message, f"'{name}'" in message, "built-in" in message) == (True, True, True)
 

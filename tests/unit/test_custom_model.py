@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
-from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
-from contract.functions import Completion, TokenUsage
-from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
-from contract.model_endpoints import Prices
-from orchestrator.dispatch.model_requests import ModelRequests
-from orchestrator.loop.limits import ReActOptions, Spending, StopReason
-from orchestrator.models.adapter import MAX_CALLS
-from orchestrator.models.scripted import ScriptedModel
-from workers.tools import caller_model as custom_model
-from workers.tools.caller_model import CallerModel
+from toolcrew.contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
+from toolcrew.contract.functions import Completion, TokenUsage
+from toolcrew.contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
+from toolcrew.orchestrator.loop.limits import ReActOptions, Spending, StopReason
+from toolcrew.orchestrator.models.adapter import MAX_CALLS
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.workers.tools import caller_model as custom_model
+from toolcrew.workers.tools.caller_model import CallerModel
 
 
 class FakeEvents:

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import CallContext
-from contract.names import session_state_key
-from contract.settings import BrokerSettings
-from orchestrator.functions.loop_waits import LoopRunner
-from orchestrator.functions.session_state import MemoryState
-from orchestrator.operations.ports import reserve_port
-from store.tool_state import STATE_TTL_S, RedisState, StateStore
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.names import session_state_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.orchestrator.functions.loop_waits import LoopRunner
+from toolcrew.orchestrator.functions.session_state import MemoryState
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.store.tool_state import STATE_TTL_S, RedisState, StateStore
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode
-from contract.functions import CallContext, tool
-from workers.custom.testing import LocalWorker
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions import CallContext, tool
+from toolcrew.workers.custom.testing import LocalWorker
 
 
 def refuse_blank(arguments: dict[str, Any]) -> str | None:
@@ -53,7 +53,7 @@ def test_a_tool_is_stopped_at_its_timeout_and_the_next_call_works(name: str) -> 
 
 
 def test_a_tool_that_cannot_be_stopped_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.custom.testing.POOL_GRACE_S", 0.1)
+    monkeypatch.setattr("toolcrew.workers.custom.testing.POOL_GRACE_S", 0.1)
 
     @tool(timeout_s=0.1)
     def catch_everything() -> str:
@@ -118,7 +118,7 @@ def test_a_call_in_another_thread_is_refused() -> None:
 
 def test_the_test_worker_imports_no_orchestrator_packages() -> None:
     code = (
-        "import sys, workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', "
+        "import sys, toolcrew.workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', "
         "'fastapi') if m in sys.modules])"
     )
     assert (

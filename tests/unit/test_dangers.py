@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.shell.commands import parse_commands
-from contract.shell.dangers import Level, classify
+from toolcrew.contract.shell.commands import parse_commands
+from toolcrew.contract.shell.dangers import Level, classify
 
 
 def level(text: str, folder: str = "/workspace") -> Level:

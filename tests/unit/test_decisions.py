@@ -9,16 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from orchestrator.dialects.base import CallRequested, MalformedCall
-from orchestrator.dialects.decisions import (
+from tests.builders import build_spec
+from toolcrew.orchestrator.dialects.base import CallRequested, MalformedCall
+from toolcrew.orchestrator.dialects.decisions import (
     TOOL_DECISION_SCHEMA,
     ToolDecisionOutput,
     build_decision_schema,
     find_tool_decision,
     parse_tool_decision,
 )
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from tests.builders import build_spec
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
 
 CALL = '{"tool": "t", "arguments": {"x": 1}}'
 

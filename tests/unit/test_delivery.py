@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.errors import BrokerUnavailable, ErrorCode
-from contract.names import call_key, host_key, location_key
-from contract.signing import ResultSeal
-from orchestrator.admission import Slot, UnlimitedAdmission
-from orchestrator.dispatch import delivery
-from orchestrator.dispatch import session_locator as locator
-from orchestrator.dispatch.delivery import Pool
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Attempt, Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
-from store.call_messages import NotSent
-from store.calls import CallState, CallStore, seal_ticket
-from store.sessions import SessionStore
-from store.slots import SlotRequest
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
 from tests.unit.test_session_locator import Hosts
+from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_call, encode_result
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
+from toolcrew.contract.names import call_key, host_key, location_key
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.orchestrator.admission import Slot, UnlimitedAdmission
+from toolcrew.orchestrator.dispatch import delivery
+from toolcrew.orchestrator.dispatch import session_locator as locator
+from toolcrew.orchestrator.dispatch.delivery import Pool
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.calls import CallState, CallStore, seal_ticket
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.slots import SlotRequest
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from contract.metrics import METRICS
-from contract.setting_names import OTHERS, SETTINGS
-from orchestrator.command import import_all
+from toolcrew.contract.metrics import METRICS
+from toolcrew.contract.setting_names import OTHERS, SETTINGS
+from toolcrew.orchestrator.command import import_all
 
 ROOT = Path(__file__).parent.parent.parent
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.names import (
+from tests.builders import build_spec
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.redis_harness import broker_for, open_server
+from toolcrew.contract.names import (
     api_keys_key,
     catalog_key,
     catalog_names_key,
@@ -21,28 +25,24 @@ from contract.names import (
     switches_key,
     tenants_key,
 )
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from contract.specs import Catalog, seal_catalog
-from contract.tenancy import SandboxPolicy, TenantPolicy, seal_policy
-from orchestrator.operations import doctor_deep
-from orchestrator.operations.doctor import examine
-from orchestrator.operations.doctor_deep import examine_hosts, judge_clock
-from orchestrator.operations.doctor_pool import examine_pool
-from orchestrator.operations.doctor_redis import examine_redis
-from orchestrator.operations.findings import CheckResult, Report
-from orchestrator.operations.ports import reserve_port
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.approvals import approvals_key
-from store.connection import open_redis
-from store.sessions import open_sessions_key
-from store.tenants import RedisTenants
-from tests.builders import build_spec
-from tests.conftest import RedisProcess
-from tests.fake_hosts import build_report
-from tests.redis_harness import broker_for, open_server
-from workers.tools.builtin import build_registry
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy, seal_policy
+from toolcrew.orchestrator.operations import doctor_deep
+from toolcrew.orchestrator.operations.doctor import examine
+from toolcrew.orchestrator.operations.doctor_deep import examine_hosts, judge_clock
+from toolcrew.orchestrator.operations.doctor_pool import examine_pool
+from toolcrew.orchestrator.operations.doctor_redis import examine_redis
+from toolcrew.orchestrator.operations.findings import CheckResult, Report
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.approvals import approvals_key
+from toolcrew.store.connection import open_redis
+from toolcrew.store.sessions import open_sessions_key
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.workers.tools.builtin import build_registry
 
 D = "default"
 DISK = 100 * 1024**3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.guarantees import (
+from toolcrew.workers.sandboxd.guarantees import (
     Evidence,
     HostFacts,
     HostGuarantee,
@@ -17,9 +17,9 @@ from workers.sandboxd.guarantees import (
     is_runc_fixed,
     read_host_facts,
 )
-from workers.sandboxd.plans import Plans
-from workers.sandboxd.runtime.engine import EngineFacts
-from workers.settings import SandboxdSettings, TenantClass
+from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.settings import SandboxdSettings, TenantClass
 
 GIB = 1024**3
 ROOT = Path(__file__).parents[2]

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.model_endpoints import ModelEndpoint
-from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
-from orchestrator.operations.findings import Report
-from orchestrator.operations.ports import reserve_port
-from orchestrator.settings import OrchestratorSettings
-from store.model_endpoints import ModelEndpoints
-from store.secrets import SecretStore
 from tests.builders import KEY
+from toolcrew.contract.model_endpoints import ModelEndpoint
+from toolcrew.orchestrator.operations.doctor_links import (
+    examine_model,
+    examine_model_endpoints,
+    examine_pages,
+    examine_tracing,
+)
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.secrets import SecretStore
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
 from tests.builders import build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.sandbox_client import GuestResponse
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.builtin import build_registry
 
 REGISTRY = build_registry()
 

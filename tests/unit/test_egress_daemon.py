@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError
-from orchestrator.settings import load_settings
 from tests.egress_harness import build_opening, get, open_harness, read_all
 from tests.waiting import SOON_S
 from tests.web_servers import StubResolver
-from workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
-from workers.settings import load_egress_settings
-from workers.web.limits import Deadline
-from workers.web.urls import Address
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
+from toolcrew.workers.settings import load_egress_settings
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.urls import Address
 
 
 @contextmanager
 def running_process(path: Path, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start `python -m workers.egress`, and wait until the process is ready."""
+    """Start `python -m toolcrew.workers.egress`, and wait until the process is ready."""
     variables = {**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path), **environment}
-    process = subprocess.Popen([sys.executable, "-m", "workers.egress"], env=variables, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "toolcrew.workers.egress"], env=variables, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
         assert b"egress_ready" in process.stderr.readline()
@@ -60,7 +60,7 @@ def test_the_process_refuses_a_second_proxy_and_removes_its_socket(tmp_path: Pat
             path, build_opening({"hosts": ["a.example"]}) + get("b.example/")
         )
         second = subprocess.run(
-            [sys.executable, "-m", "workers.egress"],
+            [sys.executable, "-m", "toolcrew.workers.egress"],
             env={**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path)},
             capture_output=True,
             timeout=SOON_S,

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.egress_harness import build_hello
-from workers.egress.hellos import HelloError, HelloGate, parse_hello
-from workers.egress.outcomes import EgressOutcome, Refusal
-from workers.web.urls import parse_url
+from toolcrew.workers.egress.hellos import HelloError, HelloGate, parse_hello
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal
+from toolcrew.workers.web.urls import parse_url
 
 HELLO = build_hello("site.example")
 

@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.masking import SecretForm
-from contract.secrets import MAX_VALUE_CHARS, build_placeholder
 from tests.egress_harness import status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
 from tests.waiting import SOON_S
-from workers.egress.allowances import MAX_MASKED_ANSWERS
-from workers.egress.limits import ProxyLimits
-from workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers, _Positions
-from workers.egress.relaying import Peer
-from workers.egress.secrets import MAX_REPORTED, MAX_USES, SecretUses
+from toolcrew.contract.masking import SecretForm
+from toolcrew.contract.secrets import MAX_VALUE_CHARS, build_placeholder
+from toolcrew.workers.egress.allowances import MAX_MASKED_ANSWERS
+from toolcrew.workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers, _Positions
+from toolcrew.workers.egress.relaying import Peer
+from toolcrew.workers.egress.secrets import MAX_REPORTED, MAX_USES, SecretUses
 
 P = PLACEHOLDER.decode()
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.egress.http_messages import ProxyRequest, parse_request
-from workers.egress.outcomes import EgressOutcome, Refusal
+from toolcrew.workers.egress.http_messages import ProxyRequest, parse_request
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal
 
 URL = b"http://site.example/"
 HOST = b"Host: site.example"

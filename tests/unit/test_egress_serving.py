@@ -23,7 +23,7 @@ from tests.egress_harness import (
 )
 from tests.waiting import SOON_S
 from tests.web_servers import WebServer, answer, open_web_server
-from workers.web.addresses import AddressRules
+from toolcrew.workers.web.addresses import AddressRules
 
 
 @pytest.fixture(scope="module")

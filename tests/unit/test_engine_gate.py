@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.errors import SandboxUnavailable
 from tests.waiting import SOON_S, until
-from workers.sandboxd.runtime.engine_gate import Breaker, BreakerDecision, EngineGate, EngineSilent, Lane
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.engine_gate import Breaker, BreakerDecision, EngineGate, EngineSilent, Lane
 
 LANE = Lane("starts", at_once=2, deadline_s=SOON_S)
 SHORT_LANE = Lane("starts", at_once=2, deadline_s=0.05, max_wait_s=0.05)

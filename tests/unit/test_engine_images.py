@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from contract.image_names import parse_image_name
 from tests.engine_stubs import (
     Behaviour,
     answers_nothing,
@@ -20,9 +19,10 @@ from tests.engine_stubs import (
     talks_garbage,
 )
 from tests.waiting import SOON_S, wait_until_async
-from workers.sandboxd.runtime import engine_images
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.engine_images import EngineImages, PullFailed, PullProgress, RegistryAccount
+from toolcrew.contract.image_names import parse_image_name
+from toolcrew.workers.sandboxd.runtime import engine_images
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engine_images import EngineImages, PullFailed, PullProgress, RegistryAccount
 
 NAME = parse_image_name("ghcr.io/team/tool:v1")
 _VERSION = b'{"ApiVersion": "1.41", "Version": "20.10.0"}'

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from contract.errors import SandboxUnavailable
 from tests.waiting import SOON_S
-from workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateContainerRemover
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateContainerRemover
 
 
 class Removals:

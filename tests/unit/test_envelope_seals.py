@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.calls import ToolResult
-from contract.envelope import decode_call, decode_result, encode_call, encode_result
-from contract.errors import EnvelopeRefused
-from contract.signing import ResultSeal, SigningKeys
 from tests.builders import KEY, build_call, build_context
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.envelope import decode_call, decode_result, encode_call, encode_result
+from toolcrew.contract.errors import EnvelopeRefused
+from toolcrew.contract.signing import ResultSeal, SigningKeys
 
 RESULT = ToolResult(call_id="c1", name="bash_tool", success=True, output="fine")
 SEAL = ResultSeal(KEY, "acme")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.exact_json import dump_exactly
+from toolcrew.orchestrator.api.exact_json import dump_exactly
 
 
 @pytest.mark.parametrize(

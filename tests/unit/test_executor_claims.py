@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from contract.calls import RunFailure
-from contract.errors import BrokerUnavailable, ErrorCode
-from store.calls import CallClaim
 from tests.builders import build_call, build_context
 from tests.unit.test_worker_executor import Harness
+from toolcrew.contract.calls import RunFailure
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
+from toolcrew.store.calls import CallClaim
 
 
 @pytest.mark.parametrize(

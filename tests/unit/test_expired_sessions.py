@@ -4,11 +4,11 @@ keep their location.
 
 import pytest
 
-from contract.errors import BrokerUnavailable
-from contract.names import location_key, tenant_sessions_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
-from workers.host_duties import ExpiryMonitor
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import location_key, tenant_sessions_key
+from toolcrew.workers.host_duties import ExpiryMonitor
 
 NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
 

@@ -3,13 +3,13 @@
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from contract.errors import ToolFailure
-from contract.image_names import MAX_IMAGE_CHARS
-from contract.schema import prepare_arguments
-from orchestrator.api.runs import NewRun
-from orchestrator.api.sessions import NewSession
-from orchestrator.batches.line_shapes import EnvironmentFields, GraderFields
-from workers.tools.session import SESSION_VERBS
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.image_names import MAX_IMAGE_CHARS
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.orchestrator.api.runs import NewRun
+from toolcrew.orchestrator.api.sessions import NewSession
+from toolcrew.orchestrator.batches.line_shapes import EnvironmentFields, GraderFields
+from toolcrew.workers.tools.session import SESSION_VERBS
 
 OPEN = next(tool.spec for tool in SESSION_VERBS if tool.spec.name == "session.open")
 SHAPES = {

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ModelUnavailable
-from contract.run_events import FailureKind
-from orchestrator.batches.rows import build_chat_body, build_run_body
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.finish_reasons import MAX_CHARS, ReplyEnding, classify_ending
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.runs.outcomes import judge_run
 from tests.builders import build_spec
 from tests.model_endpoint import END, answer, serving, stream
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.orchestrator.batches.rows import build_chat_body, build_run_body
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.finish_reasons import MAX_CHARS, ReplyEnding, classify_ending
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.runs.outcomes import judge_run
 
 HALF = "The first step is to"
 WORDS = {

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.operations.flower import LiveQueues
+from toolcrew.orchestrator.operations.flower import LiveQueues
 
 
 def test_only_queues_of_online_workers_are_listed() -> None:

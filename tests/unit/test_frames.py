@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from workers.sandboxd.frames import (
+from toolcrew.workers.sandboxd.frames import (
     MAX_BODY_UP,
     MAX_DOWN,
     MAX_HEADER,

@@ -13,11 +13,11 @@ import pytest
 from pydantic import AfterValidator, BaseModel, Field
 from typing_extensions import TypedDict
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import CallContext
-from contract.registry import Tool
-from contract.schema import prepare_arguments
-from orchestrator.functions.function_tools import as_tool, tool
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.orchestrator.functions.function_tools import as_tool, tool
 
 CONTEXT = CallContext("c1", cwd="/here")
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.schema import prepare_arguments
 from tests.search_answers import ScriptedBench, build_glob_done, build_grep_done
-from workers.sandbox_client import InvalidGuestAnswer, parse_guest_answer
-from workers.tools.base import Outcome
-from workers.tools.glob import GLOB_TOOL
-from workers.tools.grep import GREP_TOOL
-from workers.tools.text import MAX_OUTPUT_BYTES
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.workers.sandbox_client import InvalidGuestAnswer, parse_guest_answer
+from toolcrew.workers.tools.base import Outcome
+from toolcrew.workers.tools.glob import GLOB_TOOL
+from toolcrew.workers.tools.grep import GREP_TOOL
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 
 
 def run_grep(environment: ScriptedBench, **arguments: Any) -> Outcome:

@@ -11,17 +11,6 @@ from typing import Any
 
 import pytest
 
-from contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import Failure, FailureKind, Grade, RunEnded
-from orchestrator.batches.grades import build_item_grade, summarize
-from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.batches.progress import BatchProgress
-from orchestrator.batches.report import build_report
-from orchestrator.batches.rewards import InvalidReward, parse_reward
-from orchestrator.batches.rows import build_row, build_row_line, parse_outcome, parse_row
-from orchestrator.runs import grading
-from store import run_log
 from tests.conftest import RedisProcess
 from tests.grader_harness import Sandboxes, build_tar, with_grader
 from tests.item_harness import (
@@ -35,6 +24,17 @@ from tests.item_harness import (
     open_harness_factory,
 )
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import Clocks, SandboxInfo, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_events import Failure, FailureKind, Grade, RunEnded
+from toolcrew.orchestrator.batches.grades import build_item_grade, summarize
+from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
+from toolcrew.orchestrator.batches.progress import BatchProgress
+from toolcrew.orchestrator.batches.report import build_report
+from toolcrew.orchestrator.batches.rewards import InvalidReward, parse_reward
+from toolcrew.orchestrator.batches.rows import build_row, build_row_line, parse_outcome, parse_row
+from toolcrew.orchestrator.runs import grading
+from toolcrew.store import run_log
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
-from workers.sandboxd.runtime.attestation import Attestation, find_dirt, parse_attestation
-from workers.sandboxd.sandbox import build_done
+from toolcrew.workers.sandboxd.runtime.attestation import Attestation, find_dirt, parse_attestation
+from toolcrew.workers.sandboxd.sandbox import build_done
 
 assert GUEST_PARENT
 from guest.loop import parse_options  # noqa: E402

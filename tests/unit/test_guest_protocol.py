@@ -5,7 +5,7 @@ import secrets
 import pytest
 
 from tests.guest_harness import Guest, needs_namespace, running_guest
-from workers.sandboxd.frames import MAX_DOWN, encode_frame
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, encode_frame
 
 pytestmark = needs_namespace
 

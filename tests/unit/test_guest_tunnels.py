@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.guest_harness import DEADLINE_S, Guest, needs_namespace, running_guest
-from workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.frames import Frame
 
 pytestmark = needs_namespace
 

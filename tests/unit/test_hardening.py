@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.hardening import (
+from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
     ImageFacts,

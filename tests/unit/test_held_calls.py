@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.errors import BrokerUnavailable
-from contract.names import call_key
-from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
-from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until
-from workers import executor
-from workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import call_key
+from toolcrew.store.calls import CallClaim, CallState, WorkerCallStore, parse_record
+from toolcrew.store.connection import SharedClock
+from toolcrew.workers import executor
+from toolcrew.workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
 
 CALL, CONTEXT, HOLDER = (
     build_call("echo", call_id="c1"),

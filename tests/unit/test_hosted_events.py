@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted, ToolFailure
-from contract.run_events import (
+from tests.conftest import RedisProcess
+from tests.hosted_harness import HostedFactory, HostedHarness, open_hosted, types
+from tests.item_harness import echo_then
+from tests.run_harness import build_outcome
+from tests.waiting import SOON_S, until, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelInterrupted, ToolFailure
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -26,16 +31,11 @@ from contract.run_events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
-from store import run_events
-from store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
-from store.run_records import HostedState
-from tests.conftest import RedisProcess
-from tests.hosted_harness import HostedFactory, HostedHarness, open_hosted, types
-from tests.item_harness import echo_then
-from tests.run_harness import build_outcome
-from tests.waiting import SOON_S, until, wait_until_async
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
+from toolcrew.store import run_events
+from toolcrew.store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
+from toolcrew.store.run_records import HostedState
 
 
 @pytest.fixture

@@ -13,28 +13,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.run_events import FailureKind
-from contract.tenancy import TenantPolicy
-from orchestrator.batches.lines import BatchFile
-from orchestrator.dispatch.sessions import Session, SessionStart
-from orchestrator.runs import hosted
-from orchestrator.runs.batches import Batches
-from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.hosted import HostedRuns
-from store import run_log, runs
-from store.archives.files import new_file_id
-from store.audit import Actor, Audit
-from store.batches import HOSTED_BATCH, BatchItem, ItemEnvironment, RunBody
-from store.run_log import MAX_TRANSCRIPT_BYTES
-from store.run_records import HostedState, parse_run
-from store.runs import BatchCancelled
-from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_harness import ECHO, HostedFactory, HostedHarness, open_hosted, types
 from tests.item_harness import echo_then, fail_with
 from tests.run_harness import build_outcome
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.runs import hosted
+from toolcrew.orchestrator.runs.batches import Batches
+from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.store import run_log, runs
+from toolcrew.store.archives.files import new_file_id
+from toolcrew.store.audit import Actor, Audit
+from toolcrew.store.batches import HOSTED_BATCH, BatchItem, ItemEnvironment, RunBody
+from toolcrew.store.run_log import MAX_TRANSCRIPT_BYTES
+from toolcrew.store.run_records import HostedState, parse_run
+from toolcrew.store.runs import BatchCancelled
+from toolcrew.store.tenants import RedisTenants
 
 
 @pytest.fixture

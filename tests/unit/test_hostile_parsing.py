@@ -18,21 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from contract.errors import ErrorCode, ModelRefused, ToolFailure
-from contract.json_limits import has_more_values, has_more_values_in_text
-from contract.schema import MAX_VALUES, prepare_arguments
-from contract.skills import SkillBroken, parse_skill
-from orchestrator.batches.lines import BadBatch, read_lines
-from orchestrator.dialects import native_assembler
-from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decision
-from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
-from workers.foreign_schemas import SchemaRefused, bound_schema
-from workers.mcp.http_transport import find_reply
-from workers.mcp.messages import ServerReply
-from workers.tools.edit import EDIT_TOOL
-from workers.web.exchange import Head, ResponseStream
-from workers.web.limits import FetchLimits
+from toolcrew.contract.errors import ErrorCode, ModelRefused, ToolFailure
+from toolcrew.contract.json_limits import has_more_values, has_more_values_in_text
+from toolcrew.contract.schema import MAX_VALUES, prepare_arguments
+from toolcrew.contract.skills import SkillBroken, parse_skill
+from toolcrew.orchestrator.batches.lines import BadBatch, read_lines
+from toolcrew.orchestrator.dialects import native_assembler
+from toolcrew.orchestrator.dialects.decisions import find_tool_decision, parse_tool_decision
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
+from toolcrew.workers.foreign_schemas import SchemaRefused, bound_schema
+from toolcrew.workers.mcp.http_transport import find_reply
+from toolcrew.workers.mcp.messages import ServerReply
+from toolcrew.workers.tools.edit import EDIT_TOOL
+from toolcrew.workers.web.exchange import Head, ResponseStream
+from toolcrew.workers.web.limits import FetchLimits
 
 MAX_UNITS = 20
 """Processor time of one input, in units of `measure_unit_s`. Far above what the inputs take, and below what each of them

@@ -8,23 +8,23 @@ import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from contract.envelope import decode_call
-from contract.errors import BrokerUnavailable, ConfigError, OperatorError
-from contract.names import POOL_WEB, control_queue, host_key, hosts_key, tombstone_key
-from contract.sandboxes import LargestOptions
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from orchestrator.command import app
-from orchestrator.operations import drains
-from orchestrator.operations.drains import find_workers, follow_drain, order_drain
-from store import hosts as hosts_module
-from store.connection import open_redis
-from store.hosts import HostStore, WorkerControlStore
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
-from workers.celery_edge.app import parse_session_of
-from workers.control import ControlListener
-from workers.reports import build_host_report, build_pool_report, find_free_memory
+from toolcrew.contract.envelope import decode_call
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from toolcrew.contract.names import POOL_WEB, control_queue, host_key, hosts_key, tombstone_key
+from toolcrew.contract.sandboxes import LargestOptions
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.operations import drains
+from toolcrew.orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from toolcrew.store import hosts as hosts_module
+from toolcrew.store.connection import open_redis
+from toolcrew.store.hosts import HostStore, WorkerControlStore
+from toolcrew.workers.celery_edge.app import parse_session_of
+from toolcrew.workers.control import ControlListener
+from toolcrew.workers.reports import build_host_report, build_pool_report, find_free_memory
 
 KEY = SigningKeys.of("k" * 32, deployment=DEPLOYMENT)
 QUEUE = "host.a.b1"

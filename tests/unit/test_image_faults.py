@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.runtime.image_faults import explain_start_failure, explain_unfit, explained
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.image_faults import explain_start_failure, explain_unfit, explained
 
 RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
 # Original messages of engines.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from contract.image_names import (
+from toolcrew.contract.image_names import (
     MAX_IMAGE_CHARS,
     ImageName,
     ImageNameError,

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.image_names import ImageName, parse_image_name
 from tests.fake_sandboxd import FakeHost, open_host
 from tests.waiting import SOON_S, wait_until_async
-from workers.sandboxd import images as images_module
-from workers.sandboxd import pull_queue
-from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, PullDisk, explain_pull_failure
-from workers.sandboxd.plans import Plans, SandboxPlan
-from workers.sandboxd.records import ImageRecord, Records
-from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
-from workers.sandboxd.sessions import SessionParameters
-from workers.settings import RegistryLogin, SandboxdSettings, TenantClass
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.image_names import ImageName, parse_image_name
+from toolcrew.workers.sandboxd import images as images_module
+from toolcrew.workers.sandboxd import pull_queue
+from toolcrew.workers.sandboxd.images import ImageNotReady, ImageRefused, Images, PullDisk, explain_pull_failure
+from toolcrew.workers.sandboxd.plans import Plans, SandboxPlan
+from toolcrew.workers.sandboxd.records import ImageRecord, Records
+from toolcrew.workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
+from toolcrew.workers.sandboxd.sessions import SessionParameters
+from toolcrew.workers.settings import RegistryLogin, SandboxdSettings, TenantClass
 
 PLANS = Plans(SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["ghcr.io/team/*", "local"]))
 SIZE = 100

@@ -9,21 +9,21 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import installed_skills_key, skill_bundle_key, tenant_audit_key
-from contract.signing import SigningKeys
-from contract.specs import SkillSummary
-from contract.tenancy import TenantPolicy
-from orchestrator.sdk.skill_installer import SkillInstaller
-from store import skills as installed_skills
-from store.audit import Actor
-from store.skills import SkillStore
-from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.skill_harness import write_skill
-from workers.skills.installed import MAX_CACHED_BYTES
-from workers.skills.installed import InstalledSkillCache as WorkersSkills
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import installed_skills_key, skill_bundle_key, tenant_audit_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
+from toolcrew.store import skills as installed_skills
+from toolcrew.store.audit import Actor
+from toolcrew.store.skills import SkillStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.workers.skills.installed import MAX_CACHED_BYTES
+from toolcrew.workers.skills.installed import InstalledSkillCache as WorkersSkills
 
 ACTOR = Actor(key="k1", role="tenant", name="ann", tenant="acme")
 

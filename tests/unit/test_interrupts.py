@@ -11,13 +11,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from contract.errors import ToolFailure
-from contract.settings import BrokerSettings
-from store.connection import connect, drop_connections
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
-from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
-from workers.tools.base import ToolEnvironment, WorkerResources
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.connection import connect, drop_connections
+from toolcrew.workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
+from toolcrew.workers.tools.base import ToolEnvironment, WorkerResources
 
 Outcomes = list[str]
 FORK = multiprocessing.get_context("fork")
@@ -130,7 +130,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
 
 
 def test_cancelled_call_that_cleans_up_in_time_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.3)
+    monkeypatch.setattr("toolcrew.workers.interrupts.POOL_GRACE_S", 0.3)
 
     def work(value: Outcomes) -> None:
         harness = Harness(value)
@@ -151,7 +151,7 @@ def test_cancelled_call_that_cleans_up_in_time_keeps_its_process(monkeypatch: py
 
 
 def test_cancelled_call_that_ignores_the_signal_is_killed_by_sigalrm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.1)
+    monkeypatch.setattr("toolcrew.workers.interrupts.POOL_GRACE_S", 0.1)
 
     def work(value: Outcomes) -> None:
         harness = Harness(value)

@@ -12,28 +12,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticKnownError
 from pydantic_core._pydantic_core import list_all_errors
 
-from contract.calls import ToolResult
-from contract.errors import ToolcrewError, ToolFailure
-from contract.functions.function_schemas import read_function
-from contract.invalid_input import describe_invalid, explain_error, explain_errors, find_invalid
-from contract.settings import read_environment
-from contract.skill_sidecars import parse_sidecar
-from contract.tenancy import TenantPolicy
-from orchestrator.adapters.inspect_config import parse_config
-from orchestrator.approvals.gate import _replace_arguments
-from orchestrator.batches.lines import read_lines
-from orchestrator.batches.rows import parse_row
-from orchestrator.cli.batches_options import parse_webhook
-from orchestrator.cli.models import _build as build_endpoint
-from orchestrator.cli.policy_options import apply_options, read_policy
-from orchestrator.cli.session_options import parse_options
-from orchestrator.dispatch.sessions import build_call
-from orchestrator.mcp.calls import _parse_call as parse_mcp_call
-from orchestrator.settings import OrchestratorSettings
-from store.secrets import _build_info as build_secret
 from tests import builders
-from workers.mcp.settings import HttpEntry, load_servers
-from workers.sandboxd.connection import parse_options as parse_sandbox_options
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ToolcrewError, ToolFailure
+from toolcrew.contract.functions.function_schemas import read_function
+from toolcrew.contract.invalid_input import describe_invalid, explain_error, explain_errors, find_invalid
+from toolcrew.contract.settings import read_environment
+from toolcrew.contract.skill_sidecars import parse_sidecar
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.adapters.inspect_config import parse_config
+from toolcrew.orchestrator.approvals.gate import _replace_arguments
+from toolcrew.orchestrator.batches.lines import read_lines
+from toolcrew.orchestrator.batches.rows import parse_row
+from toolcrew.orchestrator.cli.batches_options import parse_webhook
+from toolcrew.orchestrator.cli.models import _build as build_endpoint
+from toolcrew.orchestrator.cli.policy_options import apply_options, read_policy
+from toolcrew.orchestrator.cli.session_options import parse_options
+from toolcrew.orchestrator.dispatch.sessions import build_call
+from toolcrew.orchestrator.mcp.calls import _parse_call as parse_mcp_call
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.secrets import _build_info as build_secret
+from toolcrew.workers.mcp.settings import HttpEntry, load_servers
+from toolcrew.workers.sandboxd.connection import parse_options as parse_sandbox_options
 
 PYDANTIC = ("Input should", "Value error", "Extra inputs", "Field required", "valid string", "Assertion failed")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from store.archives.folder import FolderStore
 from tests.local_guest import LocalGuest
 from tests.waiting import SOON_S
-from workers.sandboxd.archives.checkpoints import Checkpoints, StoredCheckpoint
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.store.archives.folder import FolderStore
+from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints, StoredCheckpoint
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
-    monkeypatch.setattr("workers.sandboxd.archives.packing._FIFO_FOLDER", str(tmp_path))
+    monkeypatch.setattr("toolcrew.workers.sandboxd.archives.packing._FIFO_FOLDER", str(tmp_path))
     return Checkpoints(FolderStore(tmp_path / "store"), max_checkpoints=2)
 
 

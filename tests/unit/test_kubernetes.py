@@ -14,10 +14,10 @@ import pytest
 import yaml
 from kubernetes_validate import validate
 
-from contract.names import POOL_QUEUES
-from orchestrator.settings import OrchestratorSettings
-from store.pressure import HostsPressure, QueuePressure
-from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
+from toolcrew.contract.names import POOL_QUEUES
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.pressure import HostsPressure, QueuePressure
+from toolcrew.workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -13,14 +13,14 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from contract.functions.call_context import CallContext
-from contract.functions.function_schemas import is_async
-from contract.functions.json_schemas import close_schema, drop_titles, plain_schema
-from contract.registry import Tool
-from contract.specs import ToolSpec
-from orchestrator.functions.function_tools import as_tool, tool
-from orchestrator.functions.langchain_shape import is_langchain_shaped
-from orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.contract.functions.function_schemas import is_async
+from toolcrew.contract.functions.json_schemas import close_schema, drop_titles, plain_schema
+from toolcrew.contract.registry import Tool
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.functions.function_tools import as_tool, tool
+from toolcrew.orchestrator.functions.langchain_shape import is_langchain_shaped
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 
 
 class Point(BaseModel):

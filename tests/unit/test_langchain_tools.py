@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from orchestrator import LocalTools, as_tool
+from toolcrew import LocalTools, as_tool
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
 
 pytest.importorskip("langchain_core")
 

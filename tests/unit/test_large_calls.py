@@ -11,22 +11,28 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES, decode_result, find_result_key, join_result
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import is_blob_of
-from contract.signing import ResultSeal
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from store.blobs import Blobs, WorkerBlobs
 from tests.builders import KEY, build_call, build_context, build_exec_response
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryLedger, StaticCatalog, build_executor
-from workers.celery_edge import tasks
-from workers.celery_edge.tasks import RECORD_TTL_S, encode_result_message
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import (
+    MAX_ARGUMENTS_BYTES,
+    MAX_ENVELOPE_BYTES,
+    decode_result,
+    find_result_key,
+    join_result,
+)
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import is_blob_of
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.store.blobs import Blobs, WorkerBlobs
+from toolcrew.workers.celery_edge import tasks
+from toolcrew.workers.celery_edge.tasks import RECORD_TTL_S, encode_result_message
+from toolcrew.workers.tools.builtin import build_registry
 
 LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
 

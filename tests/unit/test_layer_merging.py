@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.stack import missing
-from workers.sandboxd.disks import folder_cursor
-from workers.sandboxd.disks.folder_cursor import FolderCursor, MovedTooOften
-from workers.sandboxd.disks.merging import Merge
-from workers.sandboxd.disks.trees import remove_tree
+from toolcrew.workers.sandboxd.disks import folder_cursor
+from toolcrew.workers.sandboxd.disks.folder_cursor import FolderCursor, MovedTooOften
+from toolcrew.workers.sandboxd.disks.merging import Merge
+from toolcrew.workers.sandboxd.disks.trees import remove_tree
 
 DEPTH = 300
 
@@ -146,7 +146,7 @@ def visit_moving(cursor: FolderCursor, top: Path, names: list[str]) -> None:
 
 def test_folders_that_move_all_the_time_end_a_walk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aim: a walk that begins at the top after every folder."""
-    monkeypatch.setattr("workers.sandboxd.disks.folder_cursor.MAX_FOUND_AGAIN", 100)
+    monkeypatch.setattr("toolcrew.workers.sandboxd.disks.folder_cursor.MAX_FOUND_AGAIN", 100)
     names = [str(number) for number in range(20)]
     (place / "upper" / "/".join(names)).mkdir(parents=True)
     top = os.open(place / "upper", os.O_RDONLY)

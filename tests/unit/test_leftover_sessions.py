@@ -12,17 +12,17 @@ import redis
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall
-from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import location_key, tenant_sessions_key
-from store.calls import CallClaim, WorkerCallStore
-from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from tests.waiting import until
-from workers.duties import Duty
-from workers.host_duties import LeftoverMonitor
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.names import location_key, tenant_sessions_key
+from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.sessions import CLOSED_MARGIN_S, SessionStore
+from toolcrew.workers.duties import Duty
+from toolcrew.workers.host_duties import LeftoverMonitor
 
 
 class Host:

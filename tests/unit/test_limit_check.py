@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ToolFailure
-from contract.hosts import RELEASE, HostReport
-from contract.sandboxes import DEFAULT_OPTIONS, LargestOptions
-from contract.tenancy import SandboxPolicy, TenantPolicy
-from orchestrator.batches.limit_check import TenantLimits, check_limits, find_sessions
-from orchestrator.batches.lines import BadBatch, BatchFile, read_lines
-from orchestrator.runs.tenant_limits import LimitReader
 from tests.builders import build_spec
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.hosts import RELEASE, HostReport
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions
+from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
+from toolcrew.orchestrator.batches.limit_check import TenantLimits, check_limits, find_sessions
+from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, read_lines
+from toolcrew.orchestrator.runs.tenant_limits import LimitReader
 
 MIB = 1024 * 1024
 LARGEST = LargestOptions(

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
 from tests.waiting import SOON_S
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from jsonschema.exceptions import SchemaError
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.functions.call_context import CallContext
-from orchestrator import LocalTools, tool
-from orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
-from orchestrator.dialects.model import Message
-from orchestrator.dialects.profiles import ModelProfile
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.choice import ChosenModel
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sdk.tool_loop import ToolLoopDeps, run_tool_loop
 from tests.builders import build_call
 from tests.waiting import SOON_S
+from toolcrew import LocalTools, tool
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.call_context import CallContext
+from toolcrew.orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dialects.profiles import ModelProfile
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from toolcrew.orchestrator.sdk.tool_loop import ToolLoopDeps, run_tool_loop
 
 
 @tool

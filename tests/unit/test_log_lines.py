@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.masking import Masker
-from orchestrator.operations.local_stack import find_start_failure
-from telemetry.log_lines import FIELDS, MAX_LINE_BYTES, LogLines, RecordLines, describe_exception, escape_line
+from toolcrew.contract.masking import Masker
+from toolcrew.orchestrator.operations.local_stack import find_start_failure
+from toolcrew.telemetry.log_lines import FIELDS, MAX_LINE_BYTES, LogLines, RecordLines, describe_exception, escape_line
 
 PASSWORD = "correct-horse-battery"
 FORMS = ("json", "console")

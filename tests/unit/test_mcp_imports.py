@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.schema import check_schema, prepare_arguments
-from contract.specs import ToolSpec
 from tests.builders import build_spec
 from tests.guest_exec import LocalSandbox, open_local_sandbox
 from tests.mcp_peers import TOOL
 from tests.stack import ROOT
 from tests.web_servers import run_tool
-from workers.foreign_schemas import MAX_PARTS, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, SchemaRefused, bound_schema
-from workers.mcp.answers import build_outcome
-from workers.mcp.imports import (
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.schema import check_schema, prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.foreign_schemas import MAX_PARTS, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, SchemaRefused, bound_schema
+from toolcrew.workers.mcp.answers import build_outcome
+from toolcrew.workers.mcp.imports import (
     MAX_NAME_CHARS,
     MAX_TOGETHER_BYTES,
     MAX_TOOLS,
@@ -33,10 +33,10 @@ from workers.mcp.imports import (
     build_tool_names,
     import_tools,
 )
-from workers.mcp.messages import parse_json, parse_reply
-from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.settings import HttpEntry, StdioEntry
-from workers.tools.base import WorkerTool
+from toolcrew.workers.mcp.messages import parse_json, parse_reply
+from toolcrew.workers.mcp.sandbox_server import SandboxServer
+from toolcrew.workers.mcp.settings import HttpEntry, StdioEntry
+from toolcrew.workers.tools.base import WorkerTool
 
 SERVERS = st.from_regex(r"[A-Za-z0-9]{1,8}([_-][A-Za-z0-9]{1,8}){0,2}", fullmatch=True)
 NAMES = st.one_of(st.text(max_size=80), st.from_regex(r"[a-z_-]{0,80}", fullmatch=True))

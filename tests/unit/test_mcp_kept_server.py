@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from contract.errors import ErrorCode, ToolFailure
 from tests.guest_exec import LocalSandbox, build_output_response, open_local_sandbox, run_locally
 from tests.stack import ROOT, children_of, is_alive
 from tests.waiting import wait_until
-from workers.mcp import sandbox_server
-from workers.mcp.answers import build_outcome
-from workers.mcp.sandbox_programs import name_driver_socket
-from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.settings import StdioEntry
-from workers.sandbox_client import GuestResponse
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.mcp import sandbox_server
+from toolcrew.workers.mcp.answers import build_outcome
+from toolcrew.workers.mcp.sandbox_programs import name_driver_socket
+from toolcrew.workers.mcp.sandbox_server import SandboxServer
+from toolcrew.workers.mcp.settings import StdioEntry
+from toolcrew.workers.sandbox_client import GuestResponse
 
 PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
 END_WAIT_S = 20.0

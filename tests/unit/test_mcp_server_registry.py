@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
-from workers.celery_edge.broker import LiveTasks
-from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.server_registry import FIRST_RETRY_S, ServerRegistry
-from workers.mcp.settings import HttpEntry
-from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.workers.celery_edge.broker import LiveTasks
+from toolcrew.workers.mcp.imports import ImportedTool, import_tools
+from toolcrew.workers.mcp.server_registry import FIRST_RETRY_S, ServerRegistry
+from toolcrew.workers.mcp.settings import HttpEntry
+from toolcrew.workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
 REFRESH_S = 600.0
 

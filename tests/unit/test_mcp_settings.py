@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError
-from workers.mcp.settings import HttpEntry, StdioEntry, load_servers
+from toolcrew.contract.errors import ConfigError
+from toolcrew.workers.mcp.settings import HttpEntry, StdioEntry, load_servers
 
 ENVIRONMENT = {"DOCS_TOKEN": "s3cr3t"}
 DOCS = {"url": "https://docs.example/mcp", "headers": {"Authorization": "Bearer ${DOCS_TOKEN}"}}

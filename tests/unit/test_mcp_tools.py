@@ -4,12 +4,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
-from contract.calls import Spill, ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.specs import ToolSpec
-from orchestrator.command import app
-from orchestrator.mcp.calls import OUTPUT_SCHEMA, build_answer, build_hints, build_tool
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import Spill, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.mcp.calls import OUTPUT_SCHEMA, build_answer, build_hints, build_tool
+from toolcrew.workers.tools.builtin import build_registry
 
 CALL = ToolCall(id="c1", name="t")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.sandboxd.metering import SandboxMeter, UsageReader, UsageReading, UsageTotals
+from toolcrew.workers.sandboxd.metering import SandboxMeter, UsageReader, UsageReading, UsageTotals
 
 
 class Counters(UsageReader):

@@ -10,7 +10,8 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.metrics import (
+from tests.conftest import RedisProcess
+from toolcrew.contract.metrics import (
     CALL_SECONDS,
     COUNT,
     OTHER,
@@ -22,8 +23,7 @@ from contract.metrics import (
     encode_series,
     parse_field,
 )
-from store.metrics import ABSORB_LUA, Counts, counted_key, metrics_key
-from tests.conftest import RedisProcess
+from toolcrew.store.metrics import ABSORB_LUA, Counts, counted_key, metrics_key
 
 SUMS = metrics_key("d")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from contract.metrics import METRICS
 from tests.stack import ROOT, missing
+from toolcrew.contract.metrics import METRICS
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 _NAME = re.compile(r"\btoolcrew_[a-z_]+")

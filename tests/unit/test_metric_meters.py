@@ -11,9 +11,14 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.run_events import (
+from tests.builders import KEY, build_call, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, StaticCatalog
+from tests.metric_harness import Key, key, nonzero_samples, read_page
+from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.run_events import (
     ApprovalAsked,
     ApprovalDecided,
     CallFinished,
@@ -25,19 +30,14 @@ from contract.run_events import (
     RunStarted,
     StepStarted,
 )
-from orchestrator.dialects.model import Message
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.loop.limits import TokenUsage
-from orchestrator.metrics.page import MetricsPage
-from orchestrator.metrics.tally import Tally
-from store.metrics import metrics_key
-from tests.builders import KEY, build_call, build_spec
-from tests.conftest import RedisProcess
-from tests.fakes import AnsweringTransport, StaticCatalog
-from tests.metric_harness import Key, key, nonzero_samples, read_page
-from tests.waiting import SOON_S, wait_until_async
+from toolcrew.orchestrator.dialects.model import Message
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.loop.limits import TokenUsage
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.orchestrator.metrics.tally import Tally
+from toolcrew.store.metrics import metrics_key
 
 ECHO = build_spec("echo")
 ROUTE = ("acme", "s1", "host.h1.b00t")

@@ -11,9 +11,15 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract import metrics
-from contract.hosts import HostReport
-from contract.names import (
+from tests.admission_harness import DEPLOYMENT, Harness, set_slots
+from tests.conftest import RedisProcess
+from tests.fake_hosts import build_report
+from tests.metric_harness import key, nonzero_samples, read_page
+from tests.redis_harness import open_server
+from tests.unit.test_metric_files import promtool
+from toolcrew.contract import metrics
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import (
     POOL_WEB,
     admission_prefix,
     call_key,
@@ -23,21 +29,15 @@ from contract.names import (
     runs_prefix,
     tenants_key,
 )
-from contract.tenancy import TenantPolicy
-from orchestrator.metrics import page as page_module
-from orchestrator.metrics.page import MetricsPage
-from orchestrator.metrics.samples import choose_format
-from store.approvals import approvals_key
-from store.batches import batch_key
-from store.metrics import ABSORB_LUA, ROWS_PER_READ, Counts, counted_key, host_gauges_key, metrics_key
-from store.pressure import Pressure
-from store.usage import pack_amounts, usage_prefix
-from tests.admission_harness import DEPLOYMENT, Harness, set_slots
-from tests.conftest import RedisProcess
-from tests.fake_hosts import build_report
-from tests.metric_harness import key, nonzero_samples, read_page
-from tests.redis_harness import open_server
-from tests.unit.test_metric_files import promtool
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.metrics import page as page_module
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.orchestrator.metrics.samples import choose_format
+from toolcrew.store.approvals import approvals_key
+from toolcrew.store.batches import batch_key
+from toolcrew.store.metrics import ABSORB_LUA, ROWS_PER_READ, Counts, counted_key, host_gauges_key, metrics_key
+from toolcrew.store.pressure import Pressure
+from toolcrew.store.usage import pack_amounts, usage_prefix
 
 QUEUE = "host.h1.b00t"
 HOSTILE = 'a"b\\c\nd\u202e{}'

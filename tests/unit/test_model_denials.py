@@ -9,14 +9,6 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.errors import ModelDenied, ModelRefused, ModelUnavailable
-from contract.run_events import FailureKind
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.runs import runner as runner_module
-from orchestrator.runs.outcomes import MODEL_REFUSED
-from orchestrator.runs.runner import MAX_DENIALS
-from store.batches import BatchState
 from tests.conftest import RedisProcess
 from tests.item_harness import HarnessFactory, build_run
 from tests.model_endpoint import END, HELLO, ROLE, Answer, Server, answer, serving, stream
@@ -24,6 +16,14 @@ from tests.runner_harness import BATCH, RunnerHarness
 from tests.unit.test_model_runs import build_models
 from tests.unit.test_run_runner import FailingWorker
 from tests.waiting import wait_until_async
+from toolcrew.contract.errors import ModelDenied, ModelRefused, ModelUnavailable
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.runs import runner as runner_module
+from toolcrew.orchestrator.runs.outcomes import MODEL_REFUSED
+from toolcrew.orchestrator.runs.runner import MAX_DENIALS
+from toolcrew.store.batches import BatchState
 
 OK = stream(ROLE, HELLO, END)
 FLAGGED = "a flagged text"

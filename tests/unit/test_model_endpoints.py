@@ -15,20 +15,26 @@ import redis.asyncio
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.functions.completions import TokenUsage
-from contract.model_endpoints import ENDPOINTS_FRESH_S, EndpointBlocked, ModelEndpoint, RequestLease, seal_endpoint
-from contract.names import model_endpoints_key
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
-from orchestrator.command import app
-from store import model_limits
-from store.model_endpoints import ModelEndpoints
-from store.model_limits import SharedLimits
-from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.model_endpoints import (
+    ENDPOINTS_FRESH_S,
+    EndpointBlocked,
+    ModelEndpoint,
+    RequestLease,
+    seal_endpoint,
+)
+from toolcrew.contract.names import model_endpoints_key
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.command import app
+from toolcrew.store import model_limits
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.model_limits import SharedLimits
+from toolcrew.store.tenants import RedisTenants
 
 FAST = ModelEndpoint(base_url="http://127.0.0.1:1/v1", model="m-1")
 OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secret="ACME_KEY", context_tokens=8192)
@@ -80,7 +86,7 @@ async def test_endpoint_change_is_seen_after_the_cache_expires(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("store.model_endpoints.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("toolcrew.store.model_endpoints.time.monotonic", lambda: now[0])
     first, other = ModelEndpoints(client, "d", KEY), ModelEndpoints(client, "d", KEY)
     assert await other.find("acme", "fast") is None
     await first.set("fast", FAST)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ModelUnavailable
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.models.openai import OpenAIModel
 from tests.model_endpoint import END, USAGE, Answer, answer, serving, stream
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.models.openai import OpenAIModel
 
 FIELDS = ("stream_options", "max_completion_tokens")
 OK = stream(END, USAGE)

@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
-from contract.model_endpoints import ModelEndpoint
-from contract.run_events import FailureKind, Warned
-from contract.tenancy import TenantPolicy
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.models.notices import report_notices
-from orchestrator.runs import endpoints as endpoints_module
-from orchestrator.runs.models import Models
-from orchestrator.runs.run_gate import RunDeferred
-from orchestrator.settings import OrchestratorSettings
-from store import model_endpoints as endpoint_store
-from store import model_limits
-from store import tenants as tenant_store
-from store.model_endpoints import ModelEndpoints
-from store.model_limits import SharedLimits
-from store.secrets import SecretStore
-from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.item_harness import HarnessFactory, ItemHarness, build_run
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
+from toolcrew.contract.model_endpoints import ModelEndpoint
+from toolcrew.contract.run_events import FailureKind, Warned
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.models.notices import report_notices
+from toolcrew.orchestrator.runs import endpoints as endpoints_module
+from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.runs.run_gate import RunDeferred
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store import model_endpoints as endpoint_store
+from toolcrew.store import model_limits
+from toolcrew.store import tenants as tenant_store
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.model_limits import SharedLimits
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -6,12 +6,12 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
-from orchestrator.dialects.model import Chunk, ModelRequest, TokenUsage
-from orchestrator.models.adapter import BudgetedModel, Completion
-from orchestrator.models.scripted import ScriptedModel
 from tests.fakes import StreamModel
 from tests.model_endpoint import END, HELLO
+from toolcrew.contract.errors import ErrorCode, ModelInterrupted, ToolFailure
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest, TokenUsage
+from toolcrew.orchestrator.models.adapter import BudgetedModel, Completion
+from toolcrew.orchestrator.models.scripted import ScriptedModel
 
 
 async def test_adapter_sums_usage_and_is_frozen() -> None:

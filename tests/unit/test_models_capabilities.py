@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ModelRefused
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.models import capabilities
-from orchestrator.models.capabilities import (
+from tests.model_endpoint import END, answer, serving, stream
+from toolcrew.contract.errors import ContextWindowExceeded, ModelRefused
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.models import capabilities
+from toolcrew.orchestrator.models.capabilities import (
     LIFETIME_S,
     MAX_REQUESTS,
     Capabilities,
@@ -23,10 +24,9 @@ from orchestrator.models.capabilities import (
     find_capabilities,
     probe,
 )
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.retries import RetryPolicy
-from orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel
-from tests.model_endpoint import END, answer, serving, stream
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.retries import RetryPolicy
+from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel
 
 NOTHING = Capabilities()
 

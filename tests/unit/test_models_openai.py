@@ -8,14 +8,6 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
-from orchestrator.dialects.reply_fields import ORIGIN
-from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
-from orchestrator.models.failures import AttemptFailure, FailedEndpoint, build_error, is_transient
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.retries import RetryPolicy, parse_retry_after
 from tests.model_endpoint import (
     END,
     HELLO,
@@ -30,6 +22,14 @@ from tests.model_endpoint import (
     stream,
     text_of,
 )
+from toolcrew.contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
+from toolcrew.orchestrator.dialects.reply_fields import ORIGIN
+from toolcrew.orchestrator.models.chunks import has_content, is_end, normalize, split_reply
+from toolcrew.orchestrator.models.failures import AttemptFailure, FailedEndpoint, build_error, is_transient
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.models.retries import RetryPolicy, parse_retry_after
 
 KEY = "sk-very-secret-key"
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from contract.errors import ModelUnavailable
-from orchestrator import LocalTools, tool
-from orchestrator.dialects.model import Message, ModelRequest
-from orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
-from orchestrator.models.choice import ChosenModel
-from orchestrator.models.scripted import ScriptedModel, demo_script
+from toolcrew import LocalTools, tool
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.orchestrator.dialects.model import Message, ModelRequest
+from toolcrew.orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
+from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.models.scripted import ScriptedModel, demo_script
 
 JOBS = {
     "How many lines are in /workspace/data.csv?": "wc -l /workspace/data.csv",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError, ModelUnavailable
-from orchestrator.models.local import LocalModelServer
-from orchestrator.models.local_server import load_template
-from orchestrator.models.weights import Weights, load_weights
+from toolcrew.contract.errors import ConfigError, ModelUnavailable
+from toolcrew.orchestrator.models.local import LocalModelServer
+from toolcrew.orchestrator.models.local_server import load_template
+from toolcrew.orchestrator.models.weights import Weights, load_weights
 
 CONTENT = bytes(range(256)) * 64
 WEIGHTS = Weights(

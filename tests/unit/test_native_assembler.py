@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dialects import native_fragments
-from orchestrator.dialects.base import Text
-from orchestrator.dialects.native import NativeCallAssembler, NativeReply
-from orchestrator.dialects.native_fragments import is_object
+from toolcrew.orchestrator.dialects import native_fragments
+from toolcrew.orchestrator.dialects.base import Text
+from toolcrew.orchestrator.dialects.native import NativeCallAssembler, NativeReply
+from toolcrew.orchestrator.dialects.native_fragments import is_object
 
 
 def delta(*entries: Any, content: str | None = None, finish: str | None = None) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
+from toolcrew.orchestrator.dialects.native import NativeDialect
 
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 

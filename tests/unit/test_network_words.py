@@ -2,10 +2,10 @@
 
 import pytest
 
-from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION
-from orchestrator.dialects.prompts import generate_tool_prompt
-from orchestrator.dispatch.sessions import SessionInfo
-from workers.tools.builtin import build_registry
+from toolcrew.contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION
+from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt
+from toolcrew.orchestrator.dispatch.sessions import SessionInfo
+from toolcrew.workers.tools.builtin import build_registry
 
 
 def info(**fields: object) -> SessionInfo:

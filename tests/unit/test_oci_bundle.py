@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.bundle import build_bundle, build_environment, build_seccomp, make_skeleton
-from workers.sandboxd.runtime.hardening import (
+from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, build_environment, build_seccomp, make_skeleton
+from toolcrew.workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
     READONLY_PATHS,
     ImageFacts,
@@ -18,7 +18,7 @@ from workers.sandboxd.runtime.hardening import (
     SandboxSpec,
     build_container_config,
 )
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 BASE = 0x4000_0000
 SECCOMP = load_seccomp_profile()

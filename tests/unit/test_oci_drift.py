@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workers.sandboxd.runtime.hardening import GUEST_TITLE
+from toolcrew.workers.sandboxd.runtime.hardening import GUEST_TITLE
 
 GUEST = Path(__file__).parent.parent.parent / "sandbox-images" / "guest"
 

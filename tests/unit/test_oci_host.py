@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from contract.errors import SandboxUnavailable
 from tests.stack import missing
 from tests.unit.test_oci_bundle import build_spec
-from workers.sandboxd.cgroups import PARENT, Cgroups
-from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
-from workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
-from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
-from workers.sandboxd.runtime.mounts import ID_RANGE
-from workers.sandboxd.runtime.oci import OciRuntime, find_program
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
+from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
+from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges, id_map
+from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
+from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_program
 
 SANDBOX = "5a5a5a5a5a5a5a5a"
 
@@ -156,8 +156,8 @@ def test_id_map_contains_an_id_of_this_process() -> None:
 
 
 FIND_OBSTACLE = """
-from workers.sandboxd.runtime.engine import EngineFacts
-from workers.sandboxd.runtime.oci import find_obstacle
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.sandboxd.runtime.oci import find_obstacle
 facts = EngineFacts("1", 2, True, ("runc",), "6.13", storage_driver="overlay2", data_root="{root}")
 print("control group" in (find_obstacle(facts) or ""))
 """

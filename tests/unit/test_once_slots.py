@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.settings import BrokerSettings
-from store.connection import open_redis
-from store.idempotency import KEEP_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.connection import open_redis
+from toolcrew.store.idempotency import KEEP_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 
 RECORD = json.dumps({"digest": "d", "status": 201, "headers": [], "body": ""})
 SIZE = len(KEY.seal("answer d", RECORD)) + SLOT_BYTES

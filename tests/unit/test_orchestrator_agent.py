@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ModelUnavailable
-from contract.run_events import RunEvent, Warned
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.model import Chunk, Model, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.scripted import Raw, ScriptedModel
 from tests.builders import build_spec
 from tests.fakes import StreamModel
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.contract.run_events import RunEvent, Warned
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.scripted import Raw, ScriptedModel
 
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 

@@ -12,10 +12,11 @@ from typing import Any, TextIO
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.specs import ToolSpec
-from orchestrator.approvals import (
+from tests.builders import build_call, build_spec
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals import (
     Approval,
     ApprovalRequest,
     Approver,
@@ -28,8 +29,7 @@ from orchestrator.approvals import (
     digest_call,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule
-from tests.builders import build_call, build_spec
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
 WRITE = build_spec(

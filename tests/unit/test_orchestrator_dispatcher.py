@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode
-from contract.specs import ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher, effective_limit
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import DeliveryFailed
 from tests.builders import KEY, build_call, build_spec
 from tests.fakes import AnsweringTransport, StaticCatalog
+from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, effective_limit
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import DeliveryFailed
 
 ROUTE = ("acme", "s1", "host.h1.b00t")
 ECHO = build_spec("echo", aliases={"words": "text"})

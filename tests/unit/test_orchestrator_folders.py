@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.dispatch import folders
-from orchestrator.dispatch.folders import pack_folder, unpack_archive
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch import folders
+from toolcrew.orchestrator.dispatch.folders import pack_folder, unpack_archive
 
 Adder = Callable[[tarfile.TarFile], None]
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable
-from orchestrator.operations.ports import reserve_port
-from store import call_messages as results
-from store.call_messages import ResultHub
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import build_stored_result, open_hub, publish, receive
 from tests.waiting import SOON_S, until, wait_until_async
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.store import call_messages as results
+from toolcrew.store.call_messages import ResultHub
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.sessions import Session, SessionStart
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from tests.builders import KEY, build_spec
 from tests.fake_hosts import build_pool
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.waiting import SOON_S
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.workers.tools.builtin import build_registry
 
 SPECS = tuple(build_registry().specs())
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from contract.calls import Clocks, ToolCall, ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.model_endpoints import Prices
-from contract.run_events import (
+from tests.builders import build_call
+from toolcrew.contract.calls import Clocks, ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_events import (
     CallFinished,
     CallStarted,
     RunEvent,
@@ -24,16 +25,15 @@ from contract.run_events import (
     Warned,
     parse_event,
 )
-from orchestrator.cli.call import parse_arguments
-from orchestrator.dialects.model import ModelRequest, TokenUsage
-from orchestrator.loop.agent import build_model_asked
-from orchestrator.loop.limits import ReActOptions, Spending, StopReason
-from orchestrator.loop.transcript import Transcript
-from orchestrator.operations import redis_server as redis_server_module
-from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from orchestrator.settings import load_settings
-from orchestrator.terminal.output import MAX_SHOWN_LINES, RunPrinter, escape_controls
-from tests.builders import build_call
+from toolcrew.orchestrator.cli.call import parse_arguments
+from toolcrew.orchestrator.dialects.model import ModelRequest, TokenUsage
+from toolcrew.orchestrator.loop.agent import build_model_asked
+from toolcrew.orchestrator.loop.limits import ReActOptions, Spending, StopReason
+from toolcrew.orchestrator.loop.transcript import Transcript
+from toolcrew.orchestrator.operations import redis_server as redis_server_module
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.orchestrator.terminal.output import MAX_SHOWN_LINES, RunPrinter, escape_controls
 
 RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import build_context, build_exec_done
-from workers.sandbox_client import GuestResponse
-from workers.tools.base import OnData
-from workers.tools.shell import BASH_TOOL
-from workers.tools.shown_output import LIVE_BYTES
-from workers.tools.text import MAX_LINES, fold, show_output
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.base import OnData
+from toolcrew.workers.tools.shell import BASH_TOOL
+from toolcrew.workers.tools.shown_output import LIVE_BYTES
+from toolcrew.workers.tools.text import MAX_LINES, fold, show_output
 
 DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": False, "close_stdin": False}
 

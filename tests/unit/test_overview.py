@@ -8,18 +8,18 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.names import host_key, hosts_key, tenants_key
-from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.runs.hosted import HostedRuns
-from store.batches import RunBody
-from store.overview import OverviewReader
-from store.sessions import SessionStore
-from store.tenants import RedisTenants
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.run_harness import RunHarness, build_outcome
+from toolcrew.contract.names import host_key, hosts_key, tenants_key
+from toolcrew.contract.tenancy import TenantPolicy, seal_policy
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.store.batches import RunBody
+from toolcrew.store.overview import OverviewReader
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.tenants import RedisTenants
 
 QUEUE = "host.h1.b00t"
 

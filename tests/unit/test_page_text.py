@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.api.pages.rendering import address
-from orchestrator.api.pages.untrusted_text import count_suspicious, reveal, reveal_exactly, shorten
+from toolcrew.orchestrator.api.pages.rendering import address
+from toolcrew.orchestrator.api.pages.untrusted_text import count_suspicious, reveal, reveal_exactly, shorten
 
 _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<small>|</small>')
 

@@ -9,14 +9,14 @@ import redis.asyncio
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.errors import ToolFailure
-from contract.names import audit_key, tenants_key
-from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.command import app
-from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.names import audit_key, tenants_key
+from toolcrew.contract.tenancy import TenantPolicy, seal_policy
+from toolcrew.orchestrator.command import app
+from toolcrew.store.tenants import RedisTenants
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.hosts import HostReport
-from orchestrator.dispatch.placement import LOW_MEMORY_BYTES, HostRequirements, choose_host, find_capacity
 from tests.fake_hosts import build_report
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.hosts import HostReport
+from toolcrew.orchestrator.dispatch.placement import LOW_MEMORY_BYTES, HostRequirements, choose_host, find_capacity
 
 GIB = 1024**3
 

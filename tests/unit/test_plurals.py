@@ -2,7 +2,7 @@
 
 import pytest
 
-from contract.plurals import count
+from toolcrew.contract.plurals import count
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode
-from contract.shell.command_rules import MAX_PLAIN_INPUT_CHARS
-from contract.specs import ToolSpec
-from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
 from tests.builders import build_spec
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.contract.shell.command_rules import MAX_PLAIN_INPUT_CHARS
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, command_parameter="command", input_parameter="stdin"

@@ -13,18 +13,18 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall
-from contract.envelope import encode_call
-from contract.names import POOL_WEB, call_key, control_queue, pool_worker
-from contract.signing import SigningKeys
-from store.calls import CallClaim, WorkerCallStore
-from store.connection import SharedClock
-from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until
-from workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
-from workers.interrupts import CancelBoard
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.envelope import encode_call
+from toolcrew.contract.names import POOL_WEB, call_key, control_queue, pool_worker
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import WorkerControlStore
+from toolcrew.workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
+from toolcrew.workers.interrupts import CancelBoard
 
 HERE, THERE = pool_worker("h1", "aaaa"), pool_worker("h2", "bbbb")
 

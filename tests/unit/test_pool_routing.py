@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
-from contract.errors import ConfigError, ErrorCode
-from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, catalog_key, catalog_names_key
-from contract.registry import Tool, ToolRegistry
-from contract.settings import BrokerSettings
-from contract.specs import Catalog, ToolSpec
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.operations.doctor_pool import examine_workers
-from orchestrator.operations.findings import Report
-from store import tools as catalog_module
-from store.connection import open_redis
-from store.tools import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from workers.celery_edge.tasks import register_tasks
-from workers.tools.base import Outcome, WorkerTool
-from workers.web_worker import build_catalogs, choose_pools
+from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, catalog_key, catalog_names_key
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.specs import Catalog, ToolSpec
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.operations.doctor_pool import examine_workers
+from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.store import tools as catalog_module
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tools import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
+from toolcrew.workers.celery_edge.tasks import register_tasks
+from toolcrew.workers.tools.base import Outcome, WorkerTool
+from toolcrew.workers.web_worker import build_catalogs, choose_pools
 
 ROUTE = ("acme", "s1", "host.h1.b00t")
 WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="tools")

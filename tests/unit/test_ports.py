@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.operations import ports
-from orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations import ports
+from toolcrew.orchestrator.operations.ports import reserve_port
 
 
 def test_a_reserved_port_is_outside_of_the_range_that_the_kernel_assigns() -> None:
@@ -22,7 +22,7 @@ def test_a_port_is_reserved_once_on_the_machine(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ports, "_RANGE", find_free_range(8))
     own = {reserve_port() for _ in range(6)}
     program = f"""
-from orchestrator.operations import ports
+from toolcrew.orchestrator.operations import ports
 ports._RANGE = {ports._RANGE!r}
 print(ports.reserve_port(), ports.reserve_port())
 """

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 import redis.asyncio
 
-from contract.hosts import HostReport
-from contract.names import POOL_WEB, host_key, hosts_key
-from contract.tenancy import TenantPolicy
-from store.pressure import Pressure, QueuePressure
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.api_harness import open_api
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import POOL_WEB, host_key, hosts_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.store.pressure import Pressure, QueuePressure
 
 
 @asynccontextmanager

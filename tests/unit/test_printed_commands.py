@@ -15,25 +15,25 @@ from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
-from contract.names import catalog_names_key
-from contract.run_events import BatchNotice, FailureKind
-from contract.session_locations import seal_start
-from contract.settings import BrokerSettings
-from contract.specs import Catalog
-from contract.tenancy import TenantPolicy
-from orchestrator.batches.displays import DisplayedBatch
-from orchestrator.batches.progress import BatchProgress
-from orchestrator.batches.report import build_report
-from orchestrator.command import app, import_all
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.terminal.commands import build_command
-from store.batches import RunBody
-from store.sessions import SessionStore
-from store.tenants import RedisTenants
 from tests.batch_events import ended
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
+from toolcrew.contract.names import catalog_names_key
+from toolcrew.contract.run_events import BatchNotice, FailureKind
+from toolcrew.contract.session_locations import seal_start
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.specs import Catalog
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.batches.displays import DisplayedBatch
+from toolcrew.orchestrator.batches.progress import BatchProgress
+from toolcrew.orchestrator.batches.report import build_report
+from toolcrew.orchestrator.command import app, import_all
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.terminal.commands import build_command
+from toolcrew.store.batches import RunBody
+from toolcrew.store.sessions import SessionStore
+from toolcrew.store.tenants import RedisTenants
 
 _MARKED = re.compile(r"`(toolcrew [^`]+)`|\((toolcrew [a-z][^()`]*)\)|<code>(toolcrew [^<]+)</code>")
 """Marks of a command in messages and pages."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from workers.egress.processor_share import BURST_S, SHARE, ProcessorShare, start_task
+from toolcrew.workers.egress.processor_share import BURST_S, SHARE, ProcessorShare, start_task
 
 STEP_S = 0.01
 
@@ -33,7 +33,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> FakeProcessor:
         fake.now += seconds
         await sleep(0)
 
-    monkeypatch.setattr("workers.egress.processor_share.asyncio.sleep", skip)
+    monkeypatch.setattr("toolcrew.workers.egress.processor_share.asyncio.sleep", skip)
     return fake
 
 

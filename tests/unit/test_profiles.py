@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ConfigError
-from contract.run_events import ReplyRepaired, RunEvent
-from orchestrator.dialects.base import Dialect
-from orchestrator.dialects.fences import find_command
-from orchestrator.dialects.json_decision import RESULT_HEAD, RESULT_HINT, JsonDecisionDialect
-from orchestrator.dialects.model import Chunk, Message, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
-from orchestrator.dialects.tag_values import build_tag_call
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.loop.agent import TRIED, Agent, RunResult
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
-from orchestrator.models.choice import ChosenModel, choose_profile
-from orchestrator.models.scripted import Calls, ScriptedModel
-from workers.tools.builtin import BASH_TOOL, EDIT_TOOL
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.run_events import ReplyRepaired, RunEvent
+from toolcrew.orchestrator.dialects.base import Dialect
+from toolcrew.orchestrator.dialects.fences import find_command
+from toolcrew.orchestrator.dialects.json_decision import RESULT_HEAD, RESULT_HINT, JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk, Message, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.tag_values import build_tag_call
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.orchestrator.loop.agent import TRIED, Agent, RunResult
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
+from toolcrew.orchestrator.models.choice import ChosenModel, choose_profile
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.workers.tools.builtin import BASH_TOOL, EDIT_TOOL
 
 NO_FACTS = ModelFacts()
 BLOCK = "Run this:\n```bash\n$ wc -l < a.txt\n```\n"

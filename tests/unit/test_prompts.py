@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 
-from contract.specs import ToolSpec
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.profiles import SMALL
-from orchestrator.dialects.prompt_json import PromptJsonDialect
-from orchestrator.dialects.prompts import build_example_messages, build_examples, describe_tools, generate_tool_prompt
-from orchestrator.dialects.tags import TagCall, TagsDialect, TagStreamParser
 from tests.builders import build_spec
-from workers.tools.read import READ_TOOL
-from workers.tools.shell import BASH_TOOL
-from workers.tools.write import WRITE_TOOL
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.profiles import SMALL
+from toolcrew.orchestrator.dialects.prompt_json import PromptJsonDialect
+from toolcrew.orchestrator.dialects.prompts import (
+    build_example_messages,
+    build_examples,
+    describe_tools,
+    generate_tool_prompt,
+)
+from toolcrew.orchestrator.dialects.tags import TagCall, TagsDialect, TagStreamParser
+from toolcrew.workers.tools.read import READ_TOOL
+from toolcrew.workers.tools.shell import BASH_TOOL
+from toolcrew.workers.tools.write import WRITE_TOOL
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 BUILTIN = [BASH_TOOL.spec, READ_TOOL.spec, WRITE_TOOL.spec]

@@ -14,19 +14,19 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.errors import BrokerUnavailable
-from contract.names import call_key, host_key, location_key, tenant_sessions_key
-from contract.session_locations import LOCATION_MARGIN_S
-from orchestrator.dispatch.celery_transport import build_call_message
-from orchestrator.dispatch.request import Attempt
-from store import call_messages as publishing
-from store.call_messages import NotSent, Publisher
-from store.calls import CALL_TTL_S, CallState, CallStore, parse_record
-from store.connection import ReplyMissing, ScriptConnection, SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import call_key, host_key, location_key, tenant_sessions_key
+from toolcrew.contract.session_locations import LOCATION_MARGIN_S
+from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
+from toolcrew.orchestrator.dispatch.request import Attempt
+from toolcrew.store import call_messages as publishing
+from toolcrew.store.call_messages import NotSent, Publisher
+from toolcrew.store.calls import CALL_TTL_S, CallState, CallStore, parse_record
+from toolcrew.store.connection import ReplyMissing, ScriptConnection, SharedClock
 
 QUEUE = "host.a.b00t"
 LOCATION = location_key("d", "acme", "s1")

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolResult
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.run_events import CallFinished
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.runs.run_forks import read_shared_steps
-from orchestrator.settings import OrchestratorSettings
-from store import read_memory
-from store.blobs import PIECE_BYTES, Blobs
-from store.read_memory import ReadMemory
-from store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
 from tests.builders import KEY
 from tests.run_harness import RunHarness, build_outcome
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.run_events import CallFinished
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.run_forks import read_shared_steps
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store import read_memory
+from toolcrew.store.blobs import PIECE_BYTES, Blobs
+from toolcrew.store.read_memory import ReadMemory
+from toolcrew.store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
 
 SIZE, COUNT = 200_000, 100
 
@@ -130,7 +130,7 @@ async def test_a_file_of_a_session_is_reserved_before_it_is_read(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, blobs = ReadMemory(total=3 * PIECE_BYTES), Blobs(client, "d")
-    monkeypatch.setattr("store.blobs.read_memory", lambda: memory)
+    monkeypatch.setattr("toolcrew.store.blobs.read_memory", lambda: memory)
     monkeypatch.setattr(read_memory, "WAIT_S", 0.05)
     data = bytes(PIECE_BYTES) + b"end"
     first, second = await blobs.leave("acme", data), await blobs.leave("acme", data)
@@ -148,7 +148,7 @@ async def test_a_page_of_results_is_reserved_until_its_reader_has_received_it(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = ReadMemory()
-    monkeypatch.setattr("orchestrator.runs.batch_runs.read_memory", lambda: memory)
+    monkeypatch.setattr("toolcrew.orchestrator.runs.batch_runs.read_memory", lambda: memory)
     harness = RunHarness(client)
     await harness.submit(2)
     for claim in await harness.queue.claim(2):

@@ -4,19 +4,25 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from orchestrator.dialects.base import CallRequested, Dialect, Text
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect
-from orchestrator.dialects.thinking import REASONING, LoneEndFinder, find_lone_end, mark_reasoning, strip_thinking
-from orchestrator.loop.agent import Agent, RunResult
-from orchestrator.models.openai import OpenAIModel
 from tests.builders import build_spec
 from tests.item_harness import HarnessFactory, build_run
 from tests.model_endpoint import END, answer, serving, stream
 from tests.unit.test_model_runs import build_models
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.orchestrator.dialects.base import CallRequested, Dialect, Text
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect
+from toolcrew.orchestrator.dialects.thinking import (
+    REASONING,
+    LoneEndFinder,
+    find_lone_end,
+    mark_reasoning,
+    strip_thinking,
+)
+from toolcrew.orchestrator.loop.agent import Agent, RunResult
+from toolcrew.orchestrator.models.openai import OpenAIModel
 
 TAG = '<tool_action name="echo"><text value="a"/></tool_action>'
 OBJECT = '{"tool": "echo", "arguments": {"text": "a"}}'
@@ -156,7 +162,7 @@ CUT = stream(chunk("I think"), {"choices": [{"index": 0, "delta": {}, "finish_re
 async def test_question_that_a_failed_request_left_open_is_asked_again(
     failure: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.models.openai.LEARN_PAUSE_S", 0.0)
+    monkeypatch.setattr("toolcrew.orchestrator.models.openai.LEARN_PAUSE_S", 0.0)
     raising = stream(chunk("I think.\n</think>\nok"), END)
     async with serving([raising, failure, raising, raising, stream(chunk("plain"), END)]) as server:
         model = OpenAIModel("m", server.url, None, 5.0, retries=0)

@@ -14,11 +14,11 @@ import redis.asyncio
 from pydantic import SecretStr
 from redis.exceptions import BusyLoadingError
 
-from contract.errors import BrokerUnavailable
-from contract.settings import BrokerSettings
-from store import connection as redis_connection
-from store.connection import check_redis, connect_once, open_redis
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store import connection as redis_connection
+from toolcrew.store.connection import check_redis, connect_once, open_redis
 
 CONNECTIONS = 4
 

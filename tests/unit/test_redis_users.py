@@ -9,15 +9,15 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
-import store.blobs
-from contract import names
-from contract.errors import ConfigError
-from orchestrator.cli.config import config_app
-from orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from store import metrics
-from store.blobs import WorkerBlobs
-from store.hosts import worker_slots_key
 from tests.redis_harness import Server, open_server
+from toolcrew.contract import names
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.cli.config import config_app
+from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from toolcrew.store import blobs as blob_store
+from toolcrew.store import metrics
+from toolcrew.store.blobs import WorkerBlobs
+from toolcrew.store.hosts import worker_slots_key
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
 INSPECTING_COMMANDS = (
@@ -156,7 +156,7 @@ def test_lua_script_has_only_the_permissions_of_its_user(server: Server, role: s
 def test_worker_can_count_blobs(
     server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", store.blobs.LEAST_CHARGE)
+    monkeypatch.setattr(blob_store, "TENANT_BLOB_BYTES", blob_store.LEAST_CHARGE)
     with server.client(role) as client:
         blobs = WorkerBlobs(client, DEP, pool)
         # The second is counted after the first was looked for.

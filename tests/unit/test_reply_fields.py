@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ModelRefused
-from contract.run_events import ModelReplied
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.native_assembler import NativeCallAssembler
-from orchestrator.dialects.reply_fields import MAX_CHARS, ORIGIN, PARTS, build_origin
-from orchestrator.loop.agent import Agent
-from orchestrator.models.openai import OpenAIModel
-from orchestrator.runs.chunks import join_chunks
-from orchestrator.runs.hosted import build_transcript
-from orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
-from orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
-from store.batches import RUNS_URL, BatchItem, RunBody
-from store.run_records import RunRecord
 from tests.builders import build_spec
 from tests.model_endpoint import END, answer, serving, stream
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ModelRefused
+from toolcrew.contract.run_events import ModelReplied
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler
+from toolcrew.orchestrator.dialects.reply_fields import MAX_CHARS, ORIGIN, PARTS, build_origin
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.orchestrator.runs.chunks import join_chunks
+from toolcrew.orchestrator.runs.hosted import build_transcript
+from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
+from toolcrew.orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
+from toolcrew.store.batches import RUNS_URL, BatchItem, RunBody
+from toolcrew.store.run_records import RunRecord
 
 CALL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "echo", "arguments": '{"text": "a"}'}}
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from orchestrator.models.openai import OpenAIModel
-from store.batches import RunBody
 from tests.hosted_harness import HostedFactory
 from tests.item_harness import HarnessFactory, build_run
 from tests.model_endpoint import END, Server, serving, stream
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.orchestrator.models.openai import OpenAIModel
+from toolcrew.store.batches import RunBody
 
 SIGNED = {"extra_content": {"google": {"thought_signature": "S1"}}}
 THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "need it"}]}

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dialects.model import Chunk
-from orchestrator.loop.reply_stream import MAX_CHUNKS, DisplayedText, ReadAhead
 from tests.waiting import SOON_S
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.loop.reply_stream import MAX_CHUNKS, DisplayedText, ReadAhead
 
 
 class Display:

@@ -7,23 +7,23 @@ import pytest
 import redis.asyncio
 from typer.testing import CliRunner
 
-from contract.errors import ConfigError
-from contract.model_endpoints import ModelEndpoint
-from contract.names import api_keys_key
-from contract.registry import Switch
-from contract.signing import SigningKeys
-from contract.specs import SkillSummary
-from contract.tenancy import TenantPolicy
-from orchestrator.command import app
-from store.api_keys import ApiKeys
-from store.connection import open_redis
-from store.model_endpoints import ModelEndpoints
-from store.secrets import SecretStore
-from store.skills import SkillStore
-from store.tenants import RedisTenants
-from store.tools import RedisSwitches
 from tests.conftest import RedisProcess
 from tests.redis_harness import broker_for
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.model_endpoints import ModelEndpoint
+from toolcrew.contract.names import api_keys_key
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.command import app
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.skills import SkillStore
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import RedisSwitches
 
 D = "default"
 OLD = SigningKeys.of("the-old-secret", deployment=D)

@@ -8,9 +8,9 @@ from celery.utils.saferepr import saferepr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.calls import ToolResult
-from contract.envelope import INLINE_BYTES, decode_result, encode_result, find_result_key, join_result
-from contract.errors import EnvelopeRefused
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.envelope import INLINE_BYTES, decode_result, encode_result, find_result_key, join_result
+from toolcrew.contract.errors import EnvelopeRefused
 
 
 def result(**fields: Any) -> ToolResult:

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from contract.functions.completions import TokenUsage
-from contract.masking import Masker
-from contract.run_events import Grade, ModelAnswered, RunStarted
-from orchestrator.batches.lines import BadBatch, load_lines
-from orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.tokens import TokenCollector
-from orchestrator.loop.agent import build_model_asked
-from orchestrator.models.chunks import split_reply
-from orchestrator.runs.chunks import join_chunks
-from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.reading import Trace, load_trace
-from orchestrator.traces.recorder import open_trace, trace_path
-from store.batches import ItemOutcome, RunBody
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.run_events import Grade, ModelAnswered, RunStarted
+from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
+from toolcrew.orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.dialects.tokens import TokenCollector
+from toolcrew.orchestrator.loop.agent import build_model_asked
+from toolcrew.orchestrator.models.chunks import split_reply
+from toolcrew.orchestrator.runs.chunks import join_chunks
+from toolcrew.orchestrator.traces.export_atif import build_atif
+from toolcrew.orchestrator.traces.reading import Trace, load_trace
+from toolcrew.orchestrator.traces.recorder import open_trace, trace_path
+from toolcrew.store.batches import ItemOutcome, RunBody
 
 VLLM: list[dict[str, Any]] = [
     {"prompt_token_ids": [1, 2, 3], "choices": [{"delta": {"role": "assistant", "content": ""}}]},

@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.stack import missing
-from workers.sandboxd.archives.root_changes import ArchiveHead, ArchiveReader, pack_with_head, read_archive_head
-from workers.sandboxd.disks import changes as changes_module
-from workers.sandboxd.disks.changes import MAX_LIST_BYTES, list_changes
-from workers.sandboxd.disks.trees import remove_tree
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.archives.root_changes import (
+    ArchiveHead,
+    ArchiveReader,
+    pack_with_head,
+    read_archive_head,
+)
+from toolcrew.workers.sandboxd.disks import changes as changes_module
+from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES, list_changes
+from toolcrew.workers.sandboxd.disks.trees import remove_tree
 
 IMAGE = f"sha256:{'0a' * 32}"
 

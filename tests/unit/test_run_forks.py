@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.run_events import (
+from tests.builders import KEY
+from tests.hosted_harness import HostedFactory, HostedHarness
+from tests.item_harness import build_run, echo_then
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.run_events import (
     CallFinished,
     CallReviewed,
     ModelReplied,
@@ -20,15 +23,12 @@ from contract.run_events import (
     StateForking,
     StateKept,
 )
-from orchestrator.dialects.call_ids import build_call_id
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.runs.run_forks import copy_steps
-from store.batches import BatchDefaults, RunBody
-from store.run_log import RunAttempt, RunLog
-from store.run_records import HostedState
-from tests.builders import KEY
-from tests.hosted_harness import HostedFactory, HostedHarness
-from tests.item_harness import build_run, echo_then
+from toolcrew.orchestrator.dialects.call_ids import build_call_id
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.runs.run_forks import copy_steps
+from toolcrew.store.batches import BatchDefaults, RunBody
+from toolcrew.store.run_log import RunAttempt, RunLog
+from toolcrew.store.run_records import HostedState
 
 KEEP_STATES_BODY = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 

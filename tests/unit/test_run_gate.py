@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from contract.errors import (
+from toolcrew.contract.errors import (
     ConfigError,
     ErrorCode,
     ModelDenied,
@@ -15,8 +15,8 @@ from contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.runs.run_gate import (
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.runs.run_gate import (
     MAX_DEFERRALS,
     MAX_LONE_DEFERRALS,
     PAUSES_S,

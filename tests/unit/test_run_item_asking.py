@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
-from orchestrator.models.scripted import Calls
-from orchestrator.runs.run_parts import RunParts
-from store.approvals import ApprovalQuestion, ApprovalQueue
-from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 from tests.approval_harness import ADMIN, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.item_harness import OPENED, HarnessFactory, ItemHarness, build_run, echo_then, open_harness_factory
 from tests.waiting import SOON_S, until, wait_until_async
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
+from toolcrew.orchestrator.models.scripted import Calls
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
+from toolcrew.store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 
 ASK_POLICY = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASK_DEFAULTS = BatchDefaults(asks_people=True)

@@ -9,13 +9,6 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ModelRefused, SandboxUnavailable
-from contract.run_events import FailureKind
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.models.scripted import ScriptedModel
-from orchestrator.runs import item_work
-from store.batches import BatchDefaults, RunLimits
 from tests.fakes import StreamModel
 from tests.item_harness import (
     HarnessFactory,
@@ -28,6 +21,13 @@ from tests.item_harness import (
     with_environment,
 )
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelRefused, SandboxUnavailable
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew.orchestrator.runs import item_work
+from toolcrew.store.batches import BatchDefaults, RunLimits
 
 
 async def test_single_call_runs_in_its_own_session(make: HarnessFactory) -> None:

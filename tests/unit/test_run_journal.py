@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
-from contract.model_endpoints import Prices
-from contract.run_events import ArtifactsCopied, CallFinished, SessionOpening
-from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.runs.journal import Journal, LoggedModel
-from store.run_log import RunLog
-from store.runs import RunClaim
-from store.usage import DAY_S, UsageStore
 from tests.builders import KEY, build_call
 from tests.fakes import StreamModel
 from tests.run_harness import RunHarness
 from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
+from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_events import ArtifactsCopied, CallFinished, SessionOpening
+from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.runs.journal import Journal, LoggedModel
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.usage import DAY_S, UsageStore
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
 

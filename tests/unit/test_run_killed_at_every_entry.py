@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.run_events import (
+from tests.builders import KEY
+from tests.grader_harness import Sandboxes, with_grader
+from tests.item_harness import (
+    HarnessFactory,
+    ItemHarness,
+    archive_of,
+    build_run,
+    build_tool_call,
+    echo_then,
+    with_environment,
+)
+from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.run_events import (
     PROGRESS_EVENTS,
     ArtifactsCopied,
     CallFinished,
@@ -27,25 +39,13 @@ from contract.run_events import (
     StepFinished,
     SubmissionTaken,
 )
-from orchestrator.approvals import ApprovalPolicy, Decision, Rule
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.runs.journal import Journal
-from store.batches import BatchDefaults, ItemOutcome
-from store.run_log import LOGGED, RunLog
-from store.runs import RunClaim
-from store.usage import DAY_S, ReplySpending, UsageStore
-from tests.builders import KEY
-from tests.grader_harness import Sandboxes, with_grader
-from tests.item_harness import (
-    HarnessFactory,
-    ItemHarness,
-    archive_of,
-    build_run,
-    build_tool_call,
-    echo_then,
-    with_environment,
-)
-from tests.waiting import SOON_S
+from toolcrew.orchestrator.approvals import ApprovalPolicy, Decision, Rule
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.store.batches import BatchDefaults, ItemOutcome
+from toolcrew.store.run_log import LOGGED, RunLog
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.usage import DAY_S, ReplySpending, UsageStore
 
 STEP = [ModelReplied, CallReviewed, CallFinished]
 ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as LostConnection
 
-from contract.run_events import SessionOpening
-from orchestrator.dialects.native_assembler import NativeCallAssembler
-from orchestrator.runs.chunks import join_chunks
-from store import run_log
-from store.run_log import PAGE, RunAttempt, RunLog, RunTaken
 from tests.builders import KEY
 from tests.run_harness import RunHarness
+from toolcrew.contract.run_events import SessionOpening
+from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler
+from toolcrew.orchestrator.runs.chunks import join_chunks
+from toolcrew.store import run_log
+from toolcrew.store.run_log import PAGE, RunAttempt, RunLog, RunTaken
 
 LOG = "toolcrew:d:t:acme:run.b-1:log"
 

@@ -10,20 +10,20 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode
-from orchestrator.batches.row_files import RowFiles
-from orchestrator.dispatch.request import Request
-from orchestrator.runs.follower import BatchLost, Follower
-from store.batches import BatchState, batch_key
-from store.run_events import BatchEventReader
-from store.run_log import run_key
-from store.runs import RunClaim
-from store.tasks import retry_until_available
 from tests.batch_rows import accept_any_row, read_ids
 from tests.conftest import RedisProcess
 from tests.item_harness import ItemHarness, build_run, echo_then
 from tests.run_harness import RunHarness, build_outcome
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
+from toolcrew.orchestrator.batches.row_files import RowFiles
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.runs.follower import BatchLost, Follower
+from toolcrew.store.batches import BatchState, batch_key
+from toolcrew.store.run_events import BatchEventReader
+from toolcrew.store.run_log import run_key
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.tasks import retry_until_available
 
 
 @pytest.fixture

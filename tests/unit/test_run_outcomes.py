@@ -2,8 +2,9 @@
 
 import pytest
 
-from contract.calls import Clocks, ToolResult
-from contract.errors import (
+from tests.builders import build_call
+from toolcrew.contract.calls import Clocks, ToolResult
+from toolcrew.contract.errors import (
     BrokerUnavailable,
     ConfigError,
     ContextWindowExceeded,
@@ -15,13 +16,12 @@ from contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
-from contract.run_events import FailureKind
-from orchestrator.dialects.model import TokenUsage
-from orchestrator.loop.agent import RunResult
-from orchestrator.loop.limits import StopReason
-from orchestrator.loop.transcript import Transcript
-from orchestrator.runs.outcomes import judge_call, judge_error, judge_run
-from tests.builders import build_call
+from toolcrew.contract.run_events import FailureKind
+from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.loop.agent import RunResult
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.loop.transcript import Transcript
+from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 
 ERRORS: list[tuple[Exception, FailureKind]] = [
     (ContextWindowExceeded("x"), FailureKind.MODEL),

@@ -6,10 +6,10 @@ import json
 import time
 from typing import Any
 
-from contract.run_events import TextArrived
-from orchestrator.api.pages.run_progress import RunProgress
-from orchestrator.traces.steps import LIVE_CHARS
-from store.run_events import build_event
+from toolcrew.contract.run_events import TextArrived
+from toolcrew.orchestrator.api.pages.run_progress import RunProgress
+from toolcrew.orchestrator.traces.steps import LIVE_CHARS
+from toolcrew.store.run_events import build_event
 
 CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}
 STEP_FINISHED = {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.run_events import BatchNotice, FailureKind, RunEvent
-from orchestrator.batches.row_files import RowFiles
-from orchestrator.runs.follower import Follower
-from store import runs
-from store.batches import RUN_TTL_S, BatchState, RunBody
-from store.run_events import BatchEventReader
-from store.run_records import RunState
-from store.runs import AT_ONCE, STEP_CHARS, BatchCancelled, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_item, build_outcome
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.run_events import BatchNotice, FailureKind, RunEvent
+from toolcrew.orchestrator.batches.row_files import RowFiles
+from toolcrew.orchestrator.runs.follower import Follower
+from toolcrew.store import runs
+from toolcrew.store.batches import RUN_TTL_S, BatchState, RunBody
+from toolcrew.store.run_events import BatchEventReader
+from toolcrew.store.run_records import RunState
+from toolcrew.store.runs import AT_ONCE, STEP_CHARS, BatchCancelled, RunQueue
 
 
 @pytest.fixture

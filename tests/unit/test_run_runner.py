@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable, ModelDenied
-from contract.functions.completions import TokenUsage
-from contract.run_events import (
+from tests.builders import KEY
+from tests.conftest import RedisProcess
+from tests.run_harness import released_slot
+from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
+from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ModelDenied
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.run_events import (
     BatchNotice,
     CallFinished,
     FailureKind,
@@ -22,19 +27,14 @@ from contract.run_events import (
     SessionOpening,
     StepFinished,
 )
-from orchestrator.runs import run_gate as gate_module
-from orchestrator.runs import runner as runner_module
-from orchestrator.runs.journal import Journal
-from orchestrator.runs.run_gate import RunDeferred
-from store.batches import BatchState, ItemOutcome
-from store.run_log import RunLog
-from store.run_records import RunState
-from store.runs import RunClaim, RunQueue
-from tests.builders import KEY
-from tests.conftest import RedisProcess
-from tests.run_harness import released_slot
-from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
-from tests.waiting import SOON_S, wait_until_async
+from toolcrew.orchestrator.runs import run_gate as gate_module
+from toolcrew.orchestrator.runs import runner as runner_module
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.run_gate import RunDeferred
+from toolcrew.store.batches import BatchState, ItemOutcome
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.run_records import RunState
+from toolcrew.store.runs import RunClaim, RunQueue
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
 from tests.run_harness import released_slot
+from toolcrew.orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
 
 
 class Harness:

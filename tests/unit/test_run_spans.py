@@ -8,28 +8,28 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.approvals import Decision
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
-from contract.traceparent import attempt_span_id
-from orchestrator.approvals import AutoApprover
-from orchestrator.approvals.approvers import ApprovalRequest
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.delivery import Pool
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.middleware import TracedCalls
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.dispatch.transport import CallLost
-from orchestrator.runs.item_work import ItemWork
-from orchestrator.runs.run_parts import RunParts
-from orchestrator.settings import OrchestratorSettings
-from store.calls import CallStore
-from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.fake_hosts import StaticHosts, build_report
 from tests.item_harness import HarnessFactory, ItemHarness, build_run, build_tool_call, echo_then, fail_with
 from tests.unit import test_delivery
 from tests.waiting import SOON_S
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.traceparent import attempt_span_id
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.dispatch.delivery import Pool
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.middleware import TracedCalls
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.dispatch.transport import CallLost
+from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.calls import CallStore
+from toolcrew.telemetry.spans import Span, Tracer
 
 
 def enable_tracing(harness: ItemHarness, ended: list[Span]) -> ItemHarness:

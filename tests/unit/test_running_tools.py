@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall
-from contract.errors import ErrorCode, ToolFailure
-from contract.registry import Switch, ToolRegistry, check_call
-from contract.tenancy import CommandRule, TenantPolicy, tools_of
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.tenant_catalog import is_offered, refuse_before_approval, with_tenant_rules
 from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_harness import write_skill
-from workers.executor import CallPolicy
-from workers.skills.loader import load_skills
-from workers.skills.tool import build_skill_tool
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.registry import Switch, ToolRegistry, check_call
+from toolcrew.contract.tenancy import CommandRule, TenantPolicy, tools_of
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.dispatch.tenant_catalog import is_offered, refuse_before_approval, with_tenant_rules
+from toolcrew.workers.executor import CallPolicy
+from toolcrew.workers.skills.loader import load_skills
+from toolcrew.workers.skills.tool import build_skill_tool
 
 SKILL_TOOL = build_skill_tool(()).spec
 RUN, LOAD = {"name": "a", "action": "run", "script": "a.sh"}, {"name": "a", "action": "load"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.stack import missing
-from workers.sandboxd.runtime.id_ranges import FIRST_ID, IdRanges
-from workers.sandboxd.runtime.mounts import (
+from toolcrew.workers.sandboxd.runtime.id_ranges import FIRST_ID, IdRanges
+from toolcrew.workers.sandboxd.runtime.mounts import (
     ROOTS,
     attach_below,
     attached,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.errors import SandboxUnavailable
 from tests.fake_engine import Behaviour, FakeGuest, echoing, silent
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.waiting import SOON_S
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd import sandbox as sandbox_module
-from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd import sandbox as sandbox_module
+from toolcrew.workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
 LONG_EXEC = {**EXEC, "timeout_s": 60}

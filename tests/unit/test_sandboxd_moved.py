@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import call, frame, raw_exchange
 from tests.waiting import SOON_S
-from workers.sandboxd.session import SessionMove
-from workers.sandboxd.sessions import SessionParameters
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.session import SessionMove
+from toolcrew.workers.sandboxd.sessions import SessionParameters
 
 AT = "2030-01-31T12:00:00+00:00"
 

@@ -12,8 +12,8 @@ from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame
 from tests.waiting import SOON_S, until
-from workers.sandboxd import sandbox as sandbox_module
-from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, WorkerLink
+from toolcrew.workers.sandboxd import sandbox as sandbox_module
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, FrameDecoder, WorkerLink
 
 PIECE = bytes(64 * 1024)
 PIECES = 160

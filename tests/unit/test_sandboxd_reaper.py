@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from contract.errors import SandboxUnavailable
-from contract.tenancy import SandboxPolicy
 from tests.fake_engine import CLEAN, FakeGuest, echoing
 from tests.fake_sandboxd import (
     PLAN,
@@ -24,15 +22,17 @@ from tests.fake_sandboxd import (
     sandbox_of,
 )
 from tests.waiting import SOON_S, until
-from workers.sandboxd import pool as pool_module
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.monitor import IdleTimes
-from workers.sandboxd.plans import Plans
-from workers.sandboxd.pool import PoolLimits, WarmPools
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.hardening import AUTHORITIES
-from workers.sandboxd.sessions import SessionParameters
-from workers.settings import TenantClass
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd import pool as pool_module
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.monitor import IdleTimes
+from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.pool import PoolLimits, WarmPools
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES
+from toolcrew.workers.sandboxd.sessions import SessionParameters
+from toolcrew.workers.settings import TenantClass
 
 
 def hold_lease(folder: Path, name: str, sender: Any, go: Any) -> None:

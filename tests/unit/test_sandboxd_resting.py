@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import (
     PLAN,
@@ -23,12 +22,13 @@ from tests.fake_sandboxd import (
     running_sandboxd,
 )
 from tests.waiting import SOON_S, wait_until_async
-from workers.sandboxd import factory as factory_module
-from workers.sandboxd.evictions import MAX_EVICTIONS
-from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession
-from workers.sandboxd.sessions import SessionParameters
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd import factory as factory_module
+from toolcrew.workers.sandboxd.evictions import MAX_EVICTIONS
+from toolcrew.workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.sessions import SessionParameters
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 
@@ -509,7 +509,7 @@ async def open_idle(host: FakeHost, *names: str) -> list[HostSession]:
 
 
 async def test_slow_evictions_of_one_tenant_delay_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.sandboxd.evictions.SLOW_S", 0.02)
+    monkeypatch.setattr("toolcrew.workers.sandboxd.evictions.SLOW_S", 0.02)
     store = SlowTenantStore()
     async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=4) as host:
         *_, quick = await open_idle(host, "slow:a", "slow:b", "slow:c", "quick:d")
@@ -520,7 +520,7 @@ async def test_slow_evictions_of_one_tenant_delay_no_other(tmp_path: Path, monke
 
 
 async def test_evictions_of_all_callers_together_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.sandboxd.evictions.SLOW_S", 0.01)
+    monkeypatch.setattr("toolcrew.workers.sandboxd.evictions.SLOW_S", 0.01)
     monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.3)
     store = SlowTenantStore()
     async with open_host(tmp_path, workspaces=MemoryWorkspaces(), suspension_store=store, limit=20) as host:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.waiting import SOON_S
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd import sandbox as sandbox_module
-from workers.sandboxd.connection import MAX_BODY_BYTES
-from workers.sandboxd.frames import MAX_HEADER
-from workers.sandboxd.sandbox import FRAME_COST_BYTES, count_budget
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd import sandbox as sandbox_module
+from toolcrew.workers.sandboxd.connection import MAX_BODY_BYTES
+from toolcrew.workers.sandboxd.frames import MAX_HEADER
+from toolcrew.workers.sandboxd.sandbox import FRAME_COST_BYTES, count_budget
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.metrics.page import MetricsPage
-from store.metrics import WorkerMetricsStore
 from tests.conftest import RedisProcess
 from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
 from tests.fake_hosts import build_report
@@ -24,12 +21,15 @@ from tests.metric_harness import Key, key, nonzero_samples, read_page
 from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_hostile_guest import build_answering_guest, call
 from tests.waiting import SOON_S
-from workers.host_duties import SandboxdMetrics
-from workers.sandbox_client import SandboxClient
-from workers.sandboxd.daemon import cancelled_by_signals
-from workers.sandboxd.factory import count_states
-from workers.sandboxd.sessions import SessionParameters, Sessions
-from workers.unix_listening import socket_mode
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.store.metrics import WorkerMetricsStore
+from toolcrew.workers.host_duties import SandboxdMetrics
+from toolcrew.workers.sandbox_client import SandboxClient
+from toolcrew.workers.sandboxd.daemon import cancelled_by_signals
+from toolcrew.workers.sandboxd.factory import count_states
+from toolcrew.workers.sandboxd.sessions import SessionParameters, Sessions
+from toolcrew.workers.unix_listening import socket_mode
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 

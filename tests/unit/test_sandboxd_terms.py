@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.sandboxes import LargestOptions, SandboxOptions
-from contract.secrets import build_placeholder
-from contract.tenancy import SandboxPolicy
 from tests.egress_harness import open_harness
 from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.secret_harness import ask_proxy
 from tests.waiting import SOON_S
-from workers.sandboxd.egress import secrets as module
-from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
-from workers.sandboxd.runtime.hardening import AUTHORITIES
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession
-from workers.sandboxd.sessions import SessionParameters
-from workers.settings import EgressRules, SandboxdSettings, TenantClass
+from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.sandboxes import LargestOptions, SandboxOptions
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.egress import secrets as module
+from toolcrew.workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
+from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.sessions import SessionParameters
+from toolcrew.workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")

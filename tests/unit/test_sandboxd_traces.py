@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_sandboxd import (
     PLAN,
     MemorySuspensionStore,
@@ -21,9 +20,10 @@ from tests.fake_sandboxd import (
 )
 from tests.sandboxd_calls import call
 from tests.waiting import SOON_S
-from workers.sandboxd.archives.checkpoints import StoredCheckpoint
-from workers.sandboxd.session import SessionActivity
-from workers.sandboxd.sessions import SessionParameters
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.archives.checkpoints import StoredCheckpoint
+from toolcrew.workers.sandboxd.session import SessionActivity
+from toolcrew.workers.sandboxd.sessions import SessionParameters
 
 RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state": "exited"}
 
@@ -118,7 +118,7 @@ async def test_session_row_has_the_fields_that_workers_use(tmp_path: Path) -> No
 
 async def test_many_sessions_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("sessions", "control"):
-        monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
+        monkeypatch.setattr(f"toolcrew.workers.sandboxd.{module}.MAX_ROWS", 2)
     async with running_sandboxd(tmp_path) as daemon:
         for session in ("d", "b", "a", "c"):
             client, _ = await daemon.open(session)

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
 from tests.tunnel_ends import PREAMBLE, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
 from tests.waiting import SOON_S
-from workers.sandboxd.egress import relay as relay_module
-from workers.sandboxd.egress import tunnels as tunnels_module
-from workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
-from workers.sandboxd.egress.tunnels import MAX_TUNNELS, Tunnels
-from workers.sandboxd.frames import Frame
-from workers.sandboxd.plans import Plans
-from workers.settings import EgressRules, SandboxdSettings, TenantClass
+from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
+from toolcrew.workers.sandboxd.egress import relay as relay_module
+from toolcrew.workers.sandboxd.egress import tunnels as tunnels_module
+from toolcrew.workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
+from toolcrew.workers.sandboxd.egress.tunnels import MAX_TUNNELS, Tunnels
+from toolcrew.workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from store import connection
-from store.connection import LuaScript, ReplyMissing, ScriptConnection
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S
+from toolcrew.store import connection
+from toolcrew.store.connection import LuaScript, ReplyMissing, ScriptConnection
 
 ECHO = LuaScript("return ARGV[1]")
 PUSH = LuaScript("return redis.call('RPUSH', KEYS[1], ARGV[1])")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from workers.sandboxd.runtime.seccomp import find_profile_faults, load_seccomp_profile
+from toolcrew.workers.sandboxd.runtime.seccomp import find_profile_faults, load_seccomp_profile
 
-TEXT = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
+TEXT = resources.files("toolcrew.workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
 PROFILE = json.loads(TEXT)
 REQUIRED_CALLS = (
     # file tools and confined opening

@@ -11,20 +11,20 @@ import redis.asyncio
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.names import audit_key, secrets_key
-from contract.secrets import MAX_VALUE_CHARS, build_placeholder
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
-from orchestrator.command import app
-from store import secrets as stored
-from store.secrets import SecretStore, WorkerSecrets
-from store.tenants import RedisTenants
 from tests.builders import KEY, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.executor import Executor
-from workers.tools.builtin import build_registry
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import audit_key, secrets_key
+from toolcrew.contract.secrets import MAX_VALUE_CHARS, build_placeholder
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.command import app
+from toolcrew.store import secrets as stored
+from toolcrew.store.secrets import SecretStore, WorkerSecrets
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.workers.executor import Executor
+from toolcrew.workers.tools.builtin import build_registry
 
 VALUE = "ghp-canary-value-1234"
 

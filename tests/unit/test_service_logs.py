@@ -14,16 +14,16 @@ from tests.log_lines import read_events
 SECRET = "correct-horse-battery-staple"
 
 WORKERS = """
-from workers.logs import configure_logging
-from workers.settings import load_worker_settings
+from toolcrew.workers.logs import configure_logging
+from toolcrew.workers.settings import load_worker_settings
 import structlog
 configure_logging("worker", load_worker_settings())
 log = structlog.get_logger("x")
 """
 ORCHESTRATOR = """
-from orchestrator.logs import configure_logging
-from telemetry.logs import get_logger
-from orchestrator.settings import load_settings
+from toolcrew.orchestrator.logs import configure_logging
+from toolcrew.telemetry.logs import get_logger
+from toolcrew.orchestrator.settings import load_settings
 configure_logging(load_settings(), "orchestrator")
 log = get_logger("orchestrator.x")
 """
@@ -107,10 +107,10 @@ def test_log_level_setting_applies(side: str) -> None:
 def test_sdk_does_not_change_the_logging_of_a_program() -> None:
     code = """
 import json, logging, orchestrator
-from telemetry.logs import get_logger
+from toolcrew.telemetry.logs import get_logger
 log = get_logger("orchestrator.x")
 log.info("unsaid"); log.warning("call_lost", call="c")
-print(json.dumps([logging.getLogger().handlers, logging.getLogger("orchestrator").handlers, logging.getLogger("orchestrator").level]))
+print(json.dumps([logging.getLogger().handlers, logging.getLogger("toolcrew").handlers, logging.getLogger("toolcrew").level]))
 """
     done = run_program("", code)
     assert (json.loads(done.stdout), done.stderr) == ([[], [], 0], "event=call_lost call=c\n")

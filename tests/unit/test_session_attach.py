@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.dispatch.dispatcher import Dispatcher, Pool
-from orchestrator.dispatch.placement import HostCapacity
-from orchestrator.dispatch.sessions import Session, SessionStart
-from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.runs.session_queue import MAX_STALL_S, SessionQueue
 from tests.builders import KEY
 from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from toolcrew.orchestrator.dispatch.placement import HostCapacity
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.runs.session_queue import MAX_STALL_S, SessionQueue
+from toolcrew.workers.tools.builtin import build_registry
 
 SESSION_FACTS = {
     "host": "h1",

@@ -8,19 +8,22 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
-from contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
-from contract.signing import SigningKeys
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch import session_locator as homes_module
-from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
-from orchestrator.dispatch.transport import CallLost
-from store.call_messages import NotSent
-from store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
-from store.session_list import SessionList
-from store.sessions import (
+from tests.builders import KEY, build_spec
+from tests.fake_hosts import build_report
+from tests.waiting import SOON_S
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
+from toolcrew.contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch import session_locator as homes_module
+from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
+from toolcrew.orchestrator.dispatch.transport import CallLost
+from toolcrew.store.call_messages import NotSent
+from toolcrew.store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
+from toolcrew.store.session_list import SessionList
+from toolcrew.store.sessions import (
     STARTS_BYTES,
     SessionAddress,
     SessionStore,
@@ -28,9 +31,6 @@ from store.sessions import (
     session_facts_key,
     tenant_open_sessions_key,
 )
-from tests.builders import KEY, build_spec
-from tests.fake_hosts import build_report
-from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.settings import parser_environment
-from contract.skills import SkillBroken
-from workers.sandbox_client import GuestResponse
-from workers.skills.archives import load_tar
-from workers.skills.examiner import SkillExaminer
-from workers.skills.of_session import MAX_BYTES, SessionSkills
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.settings import parser_environment
+from toolcrew.contract.skills import SkillBroken
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.skills.archives import load_tar
+from toolcrew.workers.skills.examiner import SkillExaminer
+from toolcrew.workers.skills.of_session import MAX_BYTES, SessionSkills
 
 FRONT = b"---\nname: own\ndescription: Does it.\n---\nDo it.\n"
 
@@ -93,7 +93,7 @@ def test_skill_contains_only_regular_files_inside_its_folder() -> None:
 def test_worker_process_does_not_parse_archives_of_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./scripts/a"), b"#!/bin/sh"), (entry("./empty"), b""))
     expected = load_tar(archive, "own", "acme")
-    for parser in ("workers.skills.archives.read_tar", "contract.skills.parse_skill", "yaml.load"):
+    for parser in ("toolcrew.workers.skills.archives.read_tar", "toolcrew.contract.skills.parse_skill", "yaml.load"):
         monkeypatch.setattr(parser, None)
     skill = find(HostileEnvironment(archive))
     assert skill.files == expected.files
@@ -156,13 +156,13 @@ def test_parser_process_has_no_secrets_and_results_are_cached(monkeypatch: pytes
     assert not [name for name in parser_environment() if name.startswith(("TOOLCREW_", "OPENAI_"))]
     skills, archive = SessionSkills(SkillExaminer()), archive_of((entry("./SKILL.md"), FRONT))
     first: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
-    monkeypatch.setattr("workers.skills.examiner.subprocess", None)
+    monkeypatch.setattr("toolcrew.workers.skills.examiner.subprocess", None)
     second: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
     assert (second.summary, second.body) == (first.summary, first.body)
 
 
 def test_failed_parser_process_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.skills.examiner.EXAMINE_S", 0.0)
+    monkeypatch.setattr("toolcrew.workers.skills.examiner.EXAMINE_S", 0.0)
     with pytest.raises(ToolFailure) as refused:
         find(HostileEnvironment(archive_of((entry("./SKILL.md"), FRONT))))
     assert "limit of time or memory" in str(refused.value)

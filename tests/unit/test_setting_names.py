@@ -15,18 +15,24 @@ from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
-from contract.errors import ConfigError
-from contract.setting_names import OTHERS, SETTINGS, check_names
-from contract.setting_rows import MASK, PREFIX, build_rows, variable_names
-from contract.settings import SharedSettings
-from orchestrator.cli.config import read_settings
-from orchestrator.command import app
-from orchestrator.settings import OrchestratorSettings
 from scripts.setting_docs import docstrings
-from telemetry.settings import LogSettings, TracingSettings
 from tests.stack import ROOT
-from workers.setting_list import PROCESSES, build_list
-from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings, load_worker_settings
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.setting_names import OTHERS, SETTINGS, check_names
+from toolcrew.contract.setting_rows import MASK, PREFIX, build_rows, variable_names
+from toolcrew.contract.settings import SharedSettings
+from toolcrew.orchestrator.cli.config import read_settings
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.telemetry.settings import LogSettings, TracingSettings
+from toolcrew.workers.setting_list import PROCESSES, build_list
+from toolcrew.workers.settings import (
+    EgressSettings,
+    SandboxdSettings,
+    WebSettings,
+    WorkerSettings,
+    load_worker_settings,
+)
 
 CLASSES: tuple[type[BaseSettings], ...] = (
     OrchestratorSettings,
@@ -77,11 +83,11 @@ def test_setting_names_in_deployment_files_scripts_and_tests_exist() -> None:
 
 PROGRAMS = (
     "orchestrator hosts list",
-    "orchestrator.operations.flower",
+    "toolcrew.orchestrator.operations.flower",
     "workers",
-    "workers.sandboxd",
-    "workers.egress",
-    "contract.settings",
+    "toolcrew.workers.sandboxd",
+    "toolcrew.workers.egress",
+    "toolcrew.contract.settings",
 )
 
 

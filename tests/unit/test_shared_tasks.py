@@ -8,11 +8,11 @@ import pytest
 import redis.asyncio
 import structlog
 
-from orchestrator.admission import SharedAdmission
-from store.tasks import begin_shared
-from telemetry.logs import bound
 from tests.admission_harness import DEPLOYMENT, build_request, set_slots
 from tests.conftest import RedisProcess
+from toolcrew.orchestrator.admission import SharedAdmission
+from toolcrew.store.tasks import begin_shared
+from toolcrew.telemetry.logs import bound
 
 StartedTasks = dict[str, list[dict[str, Any]]]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from contract.schema import prepare_arguments
 from tests.skill_harness import SHIPPED
-from workers.skills.loader import load_skills
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.workers.skills.loader import load_skills
 
 SKILLS = {skill.name: skill for skill in load_skills([SHIPPED])}
 NAMES = ("table-profile", "vector-search", "word-count")

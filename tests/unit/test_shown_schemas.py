@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from contract.specs import ToolSpec
-from orchestrator.functions.openai_tools import convert_to_openai_tool
-from orchestrator.mcp.calls import build_tool
 from tests.builders import build_spec
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
+from toolcrew.orchestrator.mcp.calls import build_tool
 
 
 def shown_to_a_model(spec: ToolSpec) -> Any:

@@ -7,17 +7,17 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.names import skill_uses_key
-from contract.skills import parse_allowed_tools, parse_skill
-from contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.runs.run_parts import MAX_CHARS, ActiveSkills, disclose
-from store.skills import USES_TTL_S, SkillUses
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.names import skill_uses_key
+from toolcrew.contract.skills import parse_allowed_tools, parse_skill
+from toolcrew.contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.runs.run_parts import MAX_CHARS, ActiveSkills, disclose
+from toolcrew.store.skills import USES_TTL_S, SkillUses
+from toolcrew.workers.tools.builtin import build_registry
 
 DIGEST, OTHER = "a" * 64, "b" * 64
 BASH = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")

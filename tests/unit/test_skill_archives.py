@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken
-from orchestrator.sdk import skill_folders
-from orchestrator.sdk.skill_folders import examine_skill
 from tests.skill_harness import write_skill
-from workers.skills.archives import compress_bundle, expand_bundle, load_members, load_zip, write_zip
-from workers.skills.loader import load_skill, pack_skill
+from toolcrew.contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken
+from toolcrew.orchestrator.sdk import skill_folders
+from toolcrew.orchestrator.sdk.skill_folders import examine_skill
+from toolcrew.workers.skills.archives import compress_bundle, expand_bundle, load_members, load_zip, write_zip
+from toolcrew.workers.skills.loader import load_skill, pack_skill
 
 FRONT = "---\nname: pdf\ndescription: Fills forms.\n---\nDo it.\n"
 Fill = Callable[[zipfile.ZipFile], object]

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract import skills as rules
-from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.skill_sidecars import (
+from tests.fake_engine import FakeEngine
+from tests.skill_harness import write_skill
+from toolcrew.contract import skills as rules
+from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.skill_sidecars import (
     MAX_SIDECAR_BYTES,
     SIDECAR_FILE,
     SidecarBroken,
@@ -24,14 +26,12 @@ from contract.skill_sidecars import (
     build_skill_spec,
     parse_sidecar,
 )
-from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
-from contract.specs import SkillSummary
-from orchestrator.sdk.skill_folders import examine_skill
-from tests.fake_engine import FakeEngine
-from tests.skill_harness import write_skill
-from workers.sandboxd import skill_store
-from workers.sandboxd.skill_store import SkillVolume
-from workers.skills.loader import load_skill, load_skills, pack_skill
+from toolcrew.contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
+from toolcrew.contract.specs import SkillSummary
+from toolcrew.orchestrator.sdk.skill_folders import examine_skill
+from toolcrew.workers.sandboxd import skill_store
+from toolcrew.workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.skills.loader import load_skill, load_skills, pack_skill
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.registry import ToolRegistry
-from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_harness import write_skill
-from workers.sandbox_client import SandboxdUnreachable
-from workers.skills.loader import load_skills
-from workers.skills.tool import build_skill_tool, register_skill_tools
-from workers.tools.base import Handler
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.skill_sidecars import SIDECAR_FILE
+from toolcrew.workers.sandbox_client import SandboxdUnreachable
+from toolcrew.workers.skills.loader import load_skills
+from toolcrew.workers.skills.tool import build_skill_tool, register_skill_tools
+from toolcrew.workers.tools.base import Handler
 
 EXEC_RESPONSE = build_exec_response()
 

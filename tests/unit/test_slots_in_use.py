@@ -7,19 +7,19 @@ import pytest
 import redis.asyncio
 from typer.testing import CliRunner
 
-from contract.names import POOL_WEB, host_key, hosts_key
-from contract.tenancy import TenantPolicy
-from orchestrator.api.pages.rendering import Viewer, build
-from orchestrator.command import app
-from orchestrator.metrics.page import MetricsPage
-from store.overview import Overview, OverviewReader
-from store.slots import count_slots_in_use
-from store.tenants import RedisTenants
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.metric_harness import nonzero_samples, read_page
+from toolcrew.contract.names import POOL_WEB, host_key, hosts_key
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.api.pages.rendering import Viewer, build
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.store.overview import Overview, OverviewReader
+from toolcrew.store.slots import count_slots_in_use
+from toolcrew.store.tenants import RedisTenants
 
 QUEUE = "host.h1.b00t"
 

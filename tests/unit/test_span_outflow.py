@@ -13,18 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from contract.calls import ToolContext
-from contract.envelope import decode_call, encode_call
-from contract.errors import ConfigError
-from contract.masking import Masker
-from contract.traceparent import SpanRef, attempt_span_id, call_span_id, parse_traceparent, run_span_id, trace_id_of
-from orchestrator.operations.ports import reserve_port
-from telemetry import names, otlp
-from telemetry.otlp import CLOSE_S, MAX_WAITING, LossReport, _Otel, open_tracer
-from telemetry.settings import TracingSettings, load_tracing_settings
-from telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
 from tests.builders import KEY, build_call
 from tests.otlp_collector import open_collector
+from toolcrew.contract.calls import ToolContext
+from toolcrew.contract.envelope import decode_call, encode_call
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.traceparent import (
+    SpanRef,
+    attempt_span_id,
+    call_span_id,
+    parse_traceparent,
+    run_span_id,
+    trace_id_of,
+)
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.telemetry import names, otlp
+from toolcrew.telemetry.otlp import CLOSE_S, MAX_WAITING, LossReport, _Otel, open_tracer
+from toolcrew.telemetry.settings import TracingSettings, load_tracing_settings
+from toolcrew.telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
 
 WAIT_S = 20.0
 OTEL = _Otel("test", print)

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.batches import stored_files
-from orchestrator.batches.stored_files import StoredFiles
-from orchestrator.settings import OrchestratorSettings
-from store import stored_bytes
-from store.archives.files import SHARED, file_created_at, new_file_id, parse_location
-from store.archives.folder import FolderStore
-from store.stored_bytes import StoredBytes
-from store.usage import DAY_S, StoredChange, UsageStore, sum_rows
 from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.orchestrator.batches import stored_files
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store import stored_bytes
+from toolcrew.store.archives.files import SHARED, file_created_at, new_file_id, parse_location
+from toolcrew.store.archives.folder import FolderStore
+from toolcrew.store.stored_bytes import StoredBytes
+from toolcrew.store.usage import DAY_S, StoredChange, UsageStore, sum_rows
 
 TAR_GZ = gzip.compress(b"x")
 

@@ -18,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ConfigError
-from orchestrator.cli import up as cli
-from orchestrator.operations import local_stack, supervision
-from orchestrator.operations.local_stack import StackInfo, keep
-from orchestrator.operations.stack_data import StackData, open_stack_data
-from orchestrator.operations.supervision import (
+from tests.stack import is_alive, read_line
+from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.cli import up as cli
+from toolcrew.orchestrator.operations import local_stack, supervision
+from toolcrew.orchestrator.operations.local_stack import StackInfo, keep
+from toolcrew.orchestrator.operations.stack_data import StackData, open_stack_data
+from toolcrew.orchestrator.operations.supervision import (
     MAX_ENDS,
     PAUSES_S,
     WINDOW_S,
@@ -33,9 +35,7 @@ from orchestrator.operations.supervision import (
     choose_pause,
     die_with_supervisor,
 )
-from orchestrator.settings import OrchestratorSettings
-from tests.stack import is_alive, read_line
-from tests.waiting import SOON_S, wait_until_async
+from toolcrew.orchestrator.settings import OrchestratorSettings
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -221,7 +221,7 @@ LONG_S = 4 * GRACE_S
 
 CHILD = f"""
 import os, signal
-from workers.lifeline import hold_lifeline
+from toolcrew.workers.lifeline import hold_lifeline
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
 hold_lifeline({GRACE_S})
 os.write(1, b"%d\\n" % os.getpid())
@@ -232,7 +232,7 @@ while True:
 SUPERVISOR = """
 import os, signal, subprocess, sys
 from functools import partial
-from orchestrator.operations.supervision import die_with_supervisor
+from toolcrew.orchestrator.operations.supervision import die_with_supervisor
 binding = partial(die_with_supervisor, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=binding).wait()
 """

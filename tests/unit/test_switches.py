@@ -8,26 +8,26 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import switches_key
-from contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
-from contract.settings import BrokerSettings
-from contract.tenancy import TenantPolicy
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
-from orchestrator.sdk.client import ToolClient
-from store.api_keys import ApiKeys, Credential
-from store.connection import open_redis
-from store.tenants import RedisTenants
-from store.tools import RedisSwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from tests.switched_pool import SwitchedPool
-from workers.executor import CallPolicy
-from workers.tools.base import Outcome, WorkerTool
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import switches_key
+from toolcrew.contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.api_keys import ApiKeys, Credential
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.tools import RedisSwitches, WorkerSwitches, build_switch
+from toolcrew.workers.executor import CallPolicy
+from toolcrew.workers.tools.base import Outcome, WorkerTool
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -216,7 +216,7 @@ async def test_dispatcher_refuses_a_disabled_or_unknown_tool(name: str, switches
 @pytest.fixture
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the cache of the switches."""
-    monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("toolcrew.store.tools.SWITCHES_FRESH_S", 0.0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text
+from toolcrew.orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text
 
 MIB = 1024 * 1024
 OPEN = '<tool_action name="t"><v value="'

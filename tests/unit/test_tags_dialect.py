@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from contract.calls import ToolResult
-from contract.schema import prepare_arguments
-from contract.specs import ToolSpec
-from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.profiles import ModelProfile
-from orchestrator.dialects.tag_events import TagCall, TagEvent
-from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
-from orchestrator.dialects.tag_parser import TagStreamParser
-from orchestrator.dialects.tag_values import decode_attribute, strip_body
-from orchestrator.dialects.tags import TagsDialect
 from tests.builders import build_spec
 from tests.gbnf_sampler import Grammar
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
+from toolcrew.orchestrator.dialects.profiles import ModelProfile
+from toolcrew.orchestrator.dialects.tag_events import TagCall, TagEvent
+from toolcrew.orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
+from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser
+from toolcrew.orchestrator.dialects.tag_values import decode_attribute, strip_body
+from toolcrew.orchestrator.dialects.tags import TagsDialect
 
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 

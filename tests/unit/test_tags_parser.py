@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
+from toolcrew.orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
 
 
 def parse(text: str, **options: object) -> list[TagEvent]:

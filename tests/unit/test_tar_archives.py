@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.tar_archives import TarEntry, TarRefused, read_tar
+from toolcrew.contract.tar_archives import TarEntry, TarRefused, read_tar
 
 NAMES = st.lists(
     st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=120),

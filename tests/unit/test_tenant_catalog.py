@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 import redis.asyncio
 
-from contract.errors import ConfigError, ToolFailure
-from contract.specs import SkillSummary, ToolSpec
-from orchestrator.dispatch.tenant_catalog import Offer, TenantCatalog
-from store.skills import SkillStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import ConfigError, ToolFailure
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.orchestrator.dispatch.tenant_catalog import Offer, TenantCatalog
+from toolcrew.store.skills import SkillStore
 
 
 class Workers:

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolResult
-from contract.errors import BrokerFull, ErrorCode, ToolFailure
-from contract.run_events import CallFinished, Failure, FailureKind, RunRetried, SessionOpening
-from store import run_log
-from store.connection import broker_errors
-from store.idempotency import IdempotencyStore
-from store.memory import MEMORY_LUA, TenantMemoryUsed
-from store.run_events import LEAST_STREAM_BYTES, EventBatch, RunEventStore
-from store.run_log import RunLog
-from store.runs import RunClaim
-from store.tool_state import StateStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import BrokerFull, ErrorCode, ToolFailure
+from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, RunRetried, SessionOpening
+from toolcrew.store import run_log
+from toolcrew.store.connection import broker_errors
+from toolcrew.store.idempotency import IdempotencyStore
+from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed
+from toolcrew.store.run_events import LEAST_STREAM_BYTES, EventBatch, RunEventStore
+from toolcrew.store.run_log import RunLog
+from toolcrew.store.runs import RunClaim
+from toolcrew.store.tool_state import StateStore
 
 ACCOUNT = "toolcrew:d:t:acme:memory"
 FIELDS = ("run_bytes", "log_bytes", "artifact_bytes", "stream_bytes", "batch_bytes")

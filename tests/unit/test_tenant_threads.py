@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.tenancy import TenantPolicy
-from orchestrator.batches.lines import BatchFile
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchItem
-from store.tenant_threads import TenantThreads, in_tenant_thread
 from tests.builders import KEY
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.batches.lines import BatchFile
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.batches import BatchDefaults, BatchItem
+from toolcrew.store.tenant_threads import TenantThreads, in_tenant_thread
 
 
 async def test_tenants_take_turns_however_much_work_one_of_them_has() -> None:

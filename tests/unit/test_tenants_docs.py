@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy
-from contract.tool_pages import render_tool
-from orchestrator.cli.policy_options import OPTIONS
-from orchestrator.command import app
 from tests.conftest import RedisProcess
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.contract.tool_pages import render_tool
+from toolcrew.orchestrator.cli.policy_options import OPTIONS
+from toolcrew.orchestrator.command import app
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "tenants.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]

@@ -12,12 +12,15 @@ from pydantic import ValidationError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
-from contract.names import refusals_key, tenants_key
-from contract.registry import ToolRegistry, check_call
-from contract.signing import SigningKeys
-from contract.tenancy import (
+from tests.builders import KEY, build_call, build_context, build_spec
+from tests.conftest import RedisProcess
+from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode, RefusalReason, ToolFailure
+from toolcrew.contract.names import refusals_key, tenants_key
+from toolcrew.contract.registry import ToolRegistry, check_call
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.tenancy import (
     MAX_POLICY_BYTES,
     VERSION_FIELD,
     CommandRule,
@@ -27,19 +30,16 @@ from contract.tenancy import (
     parse_tenants,
     seal_policy,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy, with_tenant_rules
-from store.connection import SharedClock
-from store.metrics import RefusalCounter
-from store.tenants import StoredPolicy, WorkerTenants
-from tests.builders import KEY, build_call, build_context, build_spec
-from tests.conftest import RedisProcess
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from workers.executor import CallPolicy
-from workers.tools.base import Outcome, WorkerTool
-from workers.tools.builtin import build_registry
+from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy, with_tenant_rules
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.metrics import RefusalCounter
+from toolcrew.store.tenants import StoredPolicy, WorkerTenants
+from toolcrew.workers.executor import CallPolicy
+from toolcrew.workers.tools.base import Outcome, WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
 
 BASH = build_spec(
     "bash_tool",

@@ -13,21 +13,28 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from contract.names import catalog_key, tenants_key
-from contract.settings import BrokerSettings
-from contract.signing import SigningKeys
-from contract.specs import Catalog, seal_catalog
-from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, CommandRule, TenantPolicy, seal_policy
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.connection import open_redis
-from store.tasks import SharedReads
-from store.tenants import MAX_CACHED_POLICIES, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
 from tests.builders import KEY as KEYS
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.names import catalog_key, tenants_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.specs import Catalog, seal_catalog
+from toolcrew.contract.tenancy import (
+    MAX_POLICY_BYTES,
+    POLICY_FRESH_S,
+    VERSION_FIELD,
+    CommandRule,
+    TenantPolicy,
+    seal_policy,
+)
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.connection import open_redis
+from toolcrew.store.tasks import SharedReads
+from toolcrew.store.tenants import MAX_CACHED_POLICIES, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
 
 KEY = tenants_key("test")
 

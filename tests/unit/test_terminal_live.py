@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from contract.calls import ToolResult
-from contract.run_events import CallFinished, OutputArrived, RunEvent, StepStarted, TextArrived, TextWithdrawn
-from orchestrator.terminal.output import TAIL_LINES, LiveLines, LiveOutput, LiveTail, RunPrinter
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.run_events import CallFinished, OutputArrived, RunEvent, StepStarted, TextArrived, TextWithdrawn
+from toolcrew.orchestrator.terminal.output import TAIL_LINES, LiveLines, LiveOutput, LiveTail, RunPrinter
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:

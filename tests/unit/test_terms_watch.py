@@ -2,10 +2,10 @@
 
 import pytest
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.tenancy import SandboxPolicy, TenantPolicy
-from workers.host_duties import PolicyMonitor
-from workers.sandbox_client import SandboxClient
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
+from toolcrew.workers.host_duties import PolicyMonitor
+from toolcrew.workers.sandbox_client import SandboxClient
 
 OPEN, CLOSED = SandboxPolicy(tenant_class="open"), SandboxPolicy(tenant_class="open", network="none")
 

@@ -1,7 +1,7 @@
 """Estimates of the tokens of a model request."""
 
-from orchestrator.dialects.model import ModelRequest
-from orchestrator.dialects.token_estimates import estimate_prompt
+from toolcrew.orchestrator.dialects.model import ModelRequest
+from toolcrew.orchestrator.dialects.token_estimates import estimate_prompt
 
 
 def test_a_tool_with_a_parameter_named_type_is_counted() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ModelInterrupted
-from orchestrator.dialects.model import Chunk, Message, ModelRequest
-from orchestrator.loop.chat_messages import (
+from tests.fakes import StreamModel
+from toolcrew.contract.errors import ModelInterrupted
+from toolcrew.orchestrator.dialects.model import Chunk, Message, ModelRequest
+from toolcrew.orchestrator.loop.chat_messages import (
     AIMessage,
     ChatMessage,
     HumanMessage,
@@ -19,11 +20,10 @@ from orchestrator.loop.chat_messages import (
     build_tool_call,
     convert_to_wire,
 )
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
-from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
-from orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
-from tests.fakes import StreamModel
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
+from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
+from toolcrew.orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
 
 CALL_TEXT = '{"tool": "echo", "arguments": {"text": "a"}}'
 

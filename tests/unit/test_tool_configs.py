@@ -10,13 +10,13 @@ import pytest
 import typer
 from pydantic import ValidationError
 
-from contract.errors import ConfigError
-from contract.tool_configs import MAX_BYTES, parse_tool_config
-from orchestrator.api.runs import NewRun
-from orchestrator.api.sessions import NewSession
-from orchestrator.batches.line_shapes import RunFields
-from orchestrator.cli.session_options import read_config
-from orchestrator.dispatch.sessions import SessionStart
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.tool_configs import MAX_BYTES, parse_tool_config
+from toolcrew.orchestrator.api.runs import NewRun
+from toolcrew.orchestrator.api.sessions import NewSession
+from toolcrew.orchestrator.batches.line_shapes import RunFields
+from toolcrew.orchestrator.cli.session_options import read_config
+from toolcrew.orchestrator.dispatch.sessions import SessionStart
 
 INVALID: list[Any] = [
     {"t": {"text": "x" * MAX_BYTES}},

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from contract.calls import NO_OUTPUT, ToolCall, ToolResult
-from contract.errors import ErrorCode
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.observations import NO_TEXT, build_wire_messages
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.call_runner import find_meant_name
-from orchestrator.loop.chat_messages import AIMessage, ToolMessage, convert_to_wire
-from orchestrator.loop.limits import StopReason
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from tests.builders import build_spec
+from toolcrew.contract.calls import NO_OUTPUT, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
+from toolcrew.orchestrator.dialects.model import Chunk
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.observations import NO_TEXT, build_wire_messages
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.call_runner import find_meant_name
+from toolcrew.orchestrator.loop.chat_messages import AIMessage, ToolMessage, convert_to_wire
+from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
 
 OFFERED = {"bash_tool", "read_tool", "tools_list", "get"}
 MEANT = [

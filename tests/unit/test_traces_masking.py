@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from contract.masking import MARK, Masker
-from orchestrator.settings import build_masker, load_settings, secrets_of_environment
-from orchestrator.traces.recorder import secrets_of_pool
+from toolcrew.contract.masking import MARK, Masker
+from toolcrew.orchestrator.settings import build_masker, load_settings, secrets_of_environment
+from toolcrew.orchestrator.traces.recorder import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"
 MASKER = Masker({"TOOLCREW_SECRET": SECRET})

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from contract.errors import ConfigError, ErrorCode
-from orchestrator.cli.traces import traces_app
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.terminal.output import MAX_SHOWN_LINES
-from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.export_otel import build_otel
-from orchestrator.traces.page import build_page
-from orchestrator.traces.reading import find_trace, load_trace
 from tests.atif_schema import AtifTrajectory
 from tests.trace_harness import build_lines, call_echo, echo, fail, run_traced, scripts
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.orchestrator.cli.traces import traces_app
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.terminal.output import MAX_SHOWN_LINES
+from toolcrew.orchestrator.traces.export_atif import build_atif
+from toolcrew.orchestrator.traces.export_otel import build_otel
+from toolcrew.orchestrator.traces.page import build_page
+from toolcrew.orchestrator.traces.reading import find_trace, load_trace
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://x onerror=a> &amp; \x1b[31m \u202e " + '" onload="x'
 

@@ -14,10 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from contract.calls import MAX_NAME_CHARS, MAX_OUTPUT_CHARS, SandboxInfo, ToolCall, ToolResult
-from contract.errors import ConfigError, ModelUnavailable
-from contract.masking import Masker
-from contract.run_events import (
+from tests.builders import build_call, build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SESSION, SwitchedPool
+from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
+from tests.waiting import until
+from toolcrew.contract.calls import MAX_NAME_CHARS, MAX_OUTPUT_CHARS, SandboxInfo, ToolCall, ToolResult
+from toolcrew.contract.errors import ConfigError, ModelUnavailable
+from toolcrew.contract.masking import Masker
+from toolcrew.contract.run_events import (
     CallFinished,
     CallSent,
     CallStarted,
@@ -28,21 +33,16 @@ from contract.run_events import (
     SandboxReady,
     TextArrived,
 )
-from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
-from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.tags import TagsDialect, build_tag_call
-from orchestrator.loop.agent import Agent
-from orchestrator.loop.limits import ReActOptions, StopReason
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.sdk.client import ToolClient
-from orchestrator.traces.reading import load_trace
-from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
-from tests.builders import build_call, build_spec
-from tests.conftest import RedisProcess
-from tests.switched_pool import SESSION, SwitchedPool
-from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
-from tests.waiting import until
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
+from toolcrew.orchestrator.dialects.native import NativeDialect
+from toolcrew.orchestrator.dialects.tags import TagsDialect, build_tag_call
+from toolcrew.orchestrator.loop.agent import Agent
+from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.traces.reading import load_trace
+from toolcrew.orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 CANARY = "canary-7f3a/9b+!"
 
@@ -312,7 +312,7 @@ async def test_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch
         room[0] -= written
         return written
 
-    monkeypatch.setattr("orchestrator.traces.event_file.os.write", write)
+    monkeypatch.setattr("toolcrew.orchestrator.traces.event_file.os.write", write)
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         for number in range(5):
             trace(RunStarted(run=RUN, instruction=str(number), model="m", dialect="native"))

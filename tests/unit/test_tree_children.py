@@ -10,14 +10,14 @@ import pytest
 
 from tests.fake_sandboxd import PLAN, MemoryWorkspaces, open_host
 from tests.waiting import SOON_S
-from workers.sandboxd.cgroups import HELPERS, HELPERS_BYTES, PARENT, Cgroups
-from workers.sandboxd.disks import children
-from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.forks import MERGED_LAYERS, SessionForker
-from workers.sandboxd.session import HostSession
-from workers.sandboxd.sessions import SessionParameters, Sessions
+from toolcrew.workers.sandboxd.cgroups import HELPERS, HELPERS_BYTES, PARENT, Cgroups
+from toolcrew.workers.sandboxd.disks import children
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.forks import MERGED_LAYERS, SessionForker
+from toolcrew.workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.sessions import SessionParameters, Sessions
 
 SIZE = WorkspaceSize(1024 * 1024, 100)
 

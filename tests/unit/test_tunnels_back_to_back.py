@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
 from tests.tunnel_ends import PREAMBLE
 from tests.waiting import SOON_S, until
-from workers.sandboxd.egress import relay as relay_module
-from workers.sandboxd.egress.relay import open_proxy
-from workers.sandboxd.egress.tunnels import Tunnels
-from workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
+from toolcrew.workers.sandboxd.egress import relay as relay_module
+from toolcrew.workers.sandboxd.egress.relay import open_proxy
+from toolcrew.workers.sandboxd.egress.tunnels import Tunnels
+from toolcrew.workers.sandboxd.frames import MAX_DOWN, MAX_UP, FrameDecoder, encode_frame
 
 assert GUEST_PARENT
 from guest.frames import Outbox  # noqa: E402

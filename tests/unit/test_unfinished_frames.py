@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from workers.sandboxd import frames
-from workers.sandboxd.frames import MAX_UP, GuestChannel, UnfinishedFrames, encode_frame
+from toolcrew.workers.sandboxd import frames
+from toolcrew.workers.sandboxd.frames import MAX_UP, GuestChannel, UnfinishedFrames, encode_frame
 
 SIZE = 1000
 FRAME = encode_frame({"ev": "data"}, b"x" * (SIZE - 50), max_total=MAX_UP)

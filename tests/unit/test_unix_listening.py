@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.unix_listening import find_peer_uid, open_listener, refuse_second, unlink_own
+from toolcrew.workers.unix_listening import find_peer_uid, open_listener, refuse_second, unlink_own
 
 
 def open_own(path: Path, mode: int = 0o600) -> socket.socket:

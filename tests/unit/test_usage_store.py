@@ -3,11 +3,12 @@
 import pytest
 import redis.asyncio
 
-from contract.calls import SessionUsage
-from contract.functions.completions import TokenUsage
-from contract.names import call_key
-from store.calls import FinishedCalls
-from store.usage import (
+from tests.conftest import RedisProcess
+from toolcrew.contract.calls import SessionUsage
+from toolcrew.contract.functions.completions import TokenUsage
+from toolcrew.contract.names import call_key
+from toolcrew.store.calls import FinishedCalls
+from toolcrew.store.usage import (
     DAY_S,
     MAX_AMOUNT,
     CallEnding,
@@ -18,7 +19,6 @@ from store.usage import (
     session_usage_key,
     sum_rows,
 )
-from tests.conftest import RedisProcess
 
 
 def usage(cpu_s: float, meter: str = "m1", sandbox_s: float = 0.0) -> SessionUsage:

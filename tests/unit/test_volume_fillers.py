@@ -6,7 +6,7 @@ import docker
 import pytest
 import requests
 
-from workers.sandboxd.runtime.volumes import PRODUCT_GUEST, remove_old_fillers
+from toolcrew.workers.sandboxd.runtime.volumes import PRODUCT_GUEST, remove_old_fillers
 
 
 class FakeEngine:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.bodies import PIECE_BYTES, BodyDecoder, Inflater
-from workers.web.charsets import decode_body, known_charset
-from workers.web.documents import lay_out_json
-from workers.web.limits import FetchLimits
-from workers.web.media_types import declared_charset, media_type, reads_as_text
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.bodies import PIECE_BYTES, BodyDecoder, Inflater
+from toolcrew.workers.web.charsets import decode_body, known_charset
+from toolcrew.workers.web.documents import lay_out_json
+from toolcrew.workers.web.limits import FetchLimits
+from toolcrew.workers.web.media_types import declared_charset, media_type, reads_as_text
 
 LIMITS = FetchLimits(decoded_bytes=300_000, ratio=100, ratio_floor_bytes=64 * 1024)
 

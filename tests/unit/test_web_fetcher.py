@@ -15,9 +15,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.operations.ports import reserve_port
-from store.web_pages import (
+from tests.conftest import RedisProcess
+from tests.web_certificate import server_context, trusting_context
+from tests.web_servers import QUICK, SHORT_LIMITS, Reply, Web, WebServer, answer, build_web, open_web_server, redirect
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.store.web_pages import (
     FRESH_S,
     MAX_ENTRIES,
     MAX_ENTRY_BYTES,
@@ -27,12 +30,9 @@ from store.web_pages import (
     may_be_kept,
     validator,
 )
-from tests.conftest import RedisProcess
-from tests.web_certificate import server_context, trusting_context
-from tests.web_servers import QUICK, SHORT_LIMITS, Reply, Web, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.fetcher import FetchedPage
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import MAX_LOOKUPS, SystemResolver, parse_answers
+from toolcrew.workers.web.fetcher import FetchedPage
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.resolver import MAX_LOOKUPS, SystemResolver, parse_answers
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.access_rules import WebAccessRules
-from workers.web.addresses import AddressRules
-from workers.web.urls import parse_location, parse_url
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.urls import parse_location, parse_url
 
 
 def refusal(url: str) -> ToolFailure:

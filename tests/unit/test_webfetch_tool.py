@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode, ToolFailure
 from tests.waiting import SOON_S, wait_until
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect, run_tool
-from workers.tools.base import WorkerTool
-from workers.web import pages
-from workers.web.fences import fence
-from workers.web.limits import Deadline
-from workers.web.pages import Extractor
-from workers.web.webfetch import build_webfetch
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.web import pages
+from toolcrew.workers.web.fences import fence
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.pages import Extractor
+from toolcrew.workers.web.webfetch import build_webfetch
 
 WORDS = "This paragraph is long enough to be taken for the main part of the page by a program that looks for one. " * 5
 ARTICLE = f"""<html><head><title>A &amp; B</title><style>p {{}}</style><script>evil()</script></head><body>

@@ -14,19 +14,19 @@ import pytest
 import redis.asyncio
 from pydantic import ValidationError
 
-from contract.calls import ToolResult
-from contract.errors import ErrorCode
-from contract.webhooks import Webhook, WebhookDelivery, sign
-from orchestrator.dispatch.request import Request
-from orchestrator.runs.hosted import HostedRuns
-from orchestrator.runs.webhooks import PAUSES_S, WebhookSender
-from store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
-from store.runs import RunQueue
-from store.tenants import RedisTenants
-from store.webhooks import DueNotices
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import build_item
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.webhooks import Webhook, WebhookDelivery, sign
+from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.webhooks import PAUSES_S, WebhookSender
+from toolcrew.store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.tenants import RedisTenants
+from toolcrew.store.webhooks import DueNotices
 
 SOON_S = 20.0
 SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()

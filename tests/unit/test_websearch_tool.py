@@ -9,19 +9,19 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from contract.calls import ToolResult
-from contract.errors import ConfigError, ErrorCode
 from tests.web_certificate import server_context
 from tests.web_servers import QUICK, SYSTEM_TLS, MemoryStore, StubResolver, WebServer, answer, open_web_server, run_tool
-from workers.settings import WebSettings, load_web_settings
-from workers.web.providers.base import SearchProvider
-from workers.web.providers.brave import Brave
-from workers.web.providers.endpoint import SearchEndpoint
-from workers.web.providers.exa import Exa
-from workers.web.providers.searxng import Searxng
-from workers.web.providers.tavily import Tavily
-from workers.web.tools import build_access_rules, build_providers, build_web_tools
-from workers.web.websearch import build_websearch
+from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.workers.settings import WebSettings, load_web_settings
+from toolcrew.workers.web.providers.base import SearchProvider
+from toolcrew.workers.web.providers.brave import Brave
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.providers.exa import Exa
+from toolcrew.workers.web.providers.searxng import Searxng
+from toolcrew.workers.web.providers.tavily import Tavily
+from toolcrew.workers.web.tools import build_access_rules, build_providers, build_web_tools
+from toolcrew.workers.web.websearch import build_websearch
 
 KEY = "key-that-stays-secret"
 NOW = 1_790_000_000.0

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from contract.call_events import decode_event
-from contract.envelope import decode_call, decode_result
-from contract.hosts import HostReport
-from contract.registry import Switch, parse_switches
-from contract.session_locations import SessionLocation
-from contract.signing import ResultSeal
-from contract.specs import open_catalog
-from contract.tenancy import TenantPolicy, parse_policy
-from store.batches import BatchRecord, open_item
-from store.calls import CallRecord
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
+from toolcrew.contract.call_events import decode_event
+from toolcrew.contract.envelope import decode_call, decode_result
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.registry import Switch, parse_switches
+from toolcrew.contract.session_locations import SessionLocation
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.contract.specs import open_catalog
+from toolcrew.contract.tenancy import TenantPolicy, parse_policy
+from toolcrew.store.batches import BatchRecord, open_item
+from toolcrew.store.calls import CallRecord
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
 DECODERS: dict[str, Callable[[str], Any]] = {

@@ -17,15 +17,15 @@ from kombu import Connection, Queue
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from contract.envelope import find_encoded_result
-from contract.names import call_key, result_key
-from contract.settings import BrokerSettings
-from store.calls import CallRecord, CallState, FinishedCalls, parse_record
-from store.usage import CallEnding
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
-from workers.celery_edge.app import build_app, reserve_node_name
-from workers.celery_edge.tasks import CallNotServed, TaskResult
+from toolcrew.contract.envelope import find_encoded_result
+from toolcrew.contract.names import call_key, result_key
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.store.calls import CallRecord, CallState, FinishedCalls, parse_record
+from toolcrew.store.usage import CallEnding
+from toolcrew.workers.celery_edge.app import build_app, reserve_node_name
+from toolcrew.workers.celery_edge.tasks import CallNotServed, TaskResult
 
 QUEUE = "host.h1.b00t"
 
@@ -213,7 +213,7 @@ def test_node_names_are_unique_and_reused_after_a_worker_dies() -> None:
     )
     machine = socket.gethostname()
     code = (
-        "from contract.settings import BrokerSettings; from workers.celery_edge.app import reserve_node_name; "
+        "from toolcrew.contract.settings import BrokerSettings; from toolcrew.workers.celery_edge.app import reserve_node_name; "
         "print(reserve_node_name('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
     )
     with subprocess.Popen(

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import location_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
-from workers import checkpoints as checkpoints_module
-from workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
-from workers.host_duties import SandboxdSession, parse_rows
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.names import location_key
+from toolcrew.workers import checkpoints as checkpoints_module
+from toolcrew.workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
+from toolcrew.workers.host_duties import SandboxdSession, parse_rows
 
 
 class Host:

@@ -10,18 +10,18 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall
-from contract.envelope import encode_call
-from contract.errors import SandboxUnavailable
-from contract.names import control_queue
-from contract.signing import SigningKeys
-from store.connection import SharedClock
-from store.hosts import WorkerControlStore
 from tests.builders import KEY, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryLedger
-from workers import control as control_module
-from workers.control import ControlListener, SandboxOrders
+from toolcrew.contract.calls import ToolCall
+from toolcrew.contract.envelope import encode_call
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.names import control_queue
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.connection import SharedClock
+from toolcrew.store.hosts import WorkerControlStore
+from toolcrew.workers import control as control_module
+from toolcrew.workers.control import ControlListener, SandboxOrders
 
 QUEUE = "host.h1.b00t"
 

@@ -9,17 +9,17 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from structlog.testing import capture_logs
 
-from contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.registry import ToolRegistry
-from store.blobs import WorkerBlobs
-from store.calls import CallClaim, WorkerCallStore
-from store.connection import SharedClock
 from tests.builders import build_call, build_context, build_exec_done, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.executor import CallRepeated
-from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.store.blobs import WorkerBlobs
+from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.connection import SharedClock
+from toolcrew.workers.executor import CallRepeated
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.errors import BrokerUnavailable
-from contract.names import call_key, location_key
-from store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
-from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
+from toolcrew.contract.errors import BrokerUnavailable
+from toolcrew.contract.names import call_key, location_key
+from toolcrew.store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
+from toolcrew.store.connection import SharedClock
 
 HOLDER = "host.h1.b00t/w1"
 CALL = build_call("echo", call_id="c1")

@@ -10,17 +10,17 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from contract.errors import BrokerUnavailable, ConfigError
-from contract.hosts import HOST_TTL_S, RESTART_GRACE_S
-from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
-from store.connection import SKEW_WARNING_S, SharedClock
-from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
 from tests.waiting import SOON_S, wait_until
-from workers import reports
-from workers.duties import Duty
-from workers.reports import Heartbeat, TakenQueueName, describe_process, has_surely_ended, take_queue_name
+from toolcrew.contract.errors import BrokerUnavailable, ConfigError
+from toolcrew.contract.hosts import HOST_TTL_S, RESTART_GRACE_S
+from toolcrew.contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
+from toolcrew.store.connection import SKEW_WARNING_S, SharedClock
+from toolcrew.store.hosts import Departure, ReportResult, worker_slots_key
+from toolcrew.workers import reports
+from toolcrew.workers.duties import Duty
+from toolcrew.workers.reports import Heartbeat, TakenQueueName, describe_process, has_surely_ended, take_queue_name
 
 QUEUE = "host.a.b1"
 

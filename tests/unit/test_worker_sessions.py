@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.hosts import HostReport
-from contract.names import host_key
-from contract.session_locations import LocationState
-from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd, build_report
 from tests.waiting import SOON_S, wait_until
-from workers import draining
-from workers.checkpoints import AutomaticCheckpoints
-from workers.draining import HostDrain
-from workers.duties import Duty
-from workers.host_duties import AdoptionMonitor
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.names import host_key
+from toolcrew.contract.session_locations import LocationState
+from toolcrew.store.sessions import AdoptionResult
+from toolcrew.workers import draining
+from toolcrew.workers.checkpoints import AutomaticCheckpoints
+from toolcrew.workers.draining import HostDrain
+from toolcrew.workers.duties import Duty
+from toolcrew.workers.host_duties import AdoptionMonitor
 
 OWN_QUEUE = "host.a.b2"
 

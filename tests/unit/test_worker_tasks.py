@@ -12,25 +12,25 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from structlog.testing import capture_logs
 
-from contract.calls import ToolCall, ToolResult
-from contract.envelope import decode_result, encode_call
-from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.names import task_name
-from contract.registry import ToolRegistry
-from contract.signing import ResultSeal
-from store import blobs as blobs_module
-from store.blobs import Blobs as OrchestratorBlobs
-from store.blobs import WorkerBlobs
-from store.metrics import RefusalCounter
-from store.usage import StoredChange
 from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from workers.celery_edge.tasks import CallNotServed, register_tasks
-from workers.executor import Executor
-from workers.sandbox_client import GuestResponse, SandboxdUnreachable
-from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
-from workers.tools.builtin import build_registry
+from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.envelope import decode_result, encode_call
+from toolcrew.contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.names import task_name
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.signing import ResultSeal
+from toolcrew.store import blobs as blobs_module
+from toolcrew.store.blobs import Blobs as OrchestratorBlobs
+from toolcrew.store.blobs import WorkerBlobs
+from toolcrew.store.metrics import RefusalCounter
+from toolcrew.store.usage import StoredChange
+from toolcrew.workers.celery_edge.tasks import CallNotServed, register_tasks
+from toolcrew.workers.executor import Executor
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxdUnreachable
+from toolcrew.workers.tools.base import Outcome, WorkerRegistry, WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
 
 REGISTRY = build_registry()
 

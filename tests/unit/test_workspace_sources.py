@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ConfigError
-from orchestrator.dispatch.workspace_sources import find_source_kind, load_source
-from workers.sandboxd.archives.imports import KINDS
+from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.errors import ConfigError
+from toolcrew.orchestrator.dispatch.workspace_sources import find_source_kind, load_source
+from toolcrew.workers.sandboxd.archives.imports import KINDS
 
 
 def tar_bytes(mode: str = "w", **options: int) -> bytes:

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from contract.errors import SandboxUnavailable
 from tests.waiting import SOON_S
 from tests.workspace_harness import MIB, SMALL, require_images, run_as
-from workers.sandboxd.disks import choice, ext4
-from workers.sandboxd.disks import folder as folder_module
-from workers.sandboxd.disks import workspace_store as store_module
-from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.disks.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
-from workers.sandboxd.disks.folder import FolderWorkspaces
-from workers.sandboxd.disks.trees import TreeCount, remove_tree
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks import choice, ext4
+from toolcrew.workers.sandboxd.disks import folder as folder_module
+from toolcrew.workers.sandboxd.disks import workspace_store as store_module
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
+from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces
+from toolcrew.workers.sandboxd.disks.trees import TreeCount, remove_tree
 
 
 async def open_one(workspaces: FolderWorkspaces, name: str, size: WorkspaceSize = SMALL) -> Path:
@@ -379,7 +379,7 @@ def test_deep_tree_is_counted_in_slices_in_linear_time(tree_in_memory: Path, mon
 
 
 def test_tree_that_is_too_deep_is_overfull(tree_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.sandboxd.disks.trees.MAX_DEPTH", 50)
+    monkeypatch.setattr("toolcrew.workers.sandboxd.disks.trees.MAX_DEPTH", 50)
     dig(tree_in_memory, 49)
     assert not count(tree_in_memory).is_over
     (tree_in_memory / "d" / "x").mkdir()

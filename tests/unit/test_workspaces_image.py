@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import SandboxUnavailable
 from tests.waiting import SOON_S, until
 from tests.workspace_harness import (
     MIB,
@@ -27,12 +26,13 @@ from tests.workspace_harness import (
     mounts_below,
     open_images,
 )
-from workers.sandboxd.disks import image
-from workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.choice import find_obstacle
-from workers.sandboxd.disks.ext4 import find_tool, is_clean
-from workers.sandboxd.disks.image import ImageWorkspaces
-from workers.sandboxd.disks.loop_mounts import unmount
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks import image
+from toolcrew.workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.choice import find_obstacle
+from toolcrew.workers.sandboxd.disks.ext4 import find_tool, is_clean
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspaces
+from toolcrew.workers.sandboxd.disks.loop_mounts import unmount
 
 ROUNDS = 40
 
@@ -207,8 +207,8 @@ async def test_mount_point_without_a_mount_is_read_only(images: ImageWorkspaces,
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from workers.sandboxd.disks.image import ImageWorkspaces
-from workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspaces
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
 
 async def main():
     workspace = ImageWorkspaces(Path(sys.argv[1]), 0).find("one", WorkspaceSize(4194304, 512))

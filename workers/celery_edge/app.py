@@ -19,10 +19,10 @@ from celery.signals import setup_logging, worker_process_shutdown, worker_ready,
 from celery.worker import state
 from celery.worker.control import Panel
 
-from contract.errors import ConfigError, RefusalReason
-from contract.settings import BrokerSettings
-from workers.celery_edge.broker import DUPLICATE_FILTER, DuplicateFilter, LiveTasks, register_transport
-from workers.celery_edge.tasks import BACKENDS
+from toolcrew.contract.errors import ConfigError, RefusalReason
+from toolcrew.contract.settings import BrokerSettings
+from toolcrew.workers.celery_edge.broker import DUPLICATE_FILTER, DuplicateFilter, LiveTasks, register_transport
+from toolcrew.workers.celery_edge.tasks import BACKENDS
 
 log = structlog.get_logger(__name__)
 
@@ -152,7 +152,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         accept_content=["json"],
         result_accept_content=["json"],
         worker_send_task_events=True,
-        worker_consumer="workers.celery_edge.broker:BatchingConsumer",
+        worker_consumer="toolcrew.workers.celery_edge.broker:BatchingConsumer",
         task_send_sent_event=False,
         worker_max_memory_per_child=256 * 1024,
         worker_cancel_long_running_tasks_on_connection_loss=False,

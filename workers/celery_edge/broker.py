@@ -25,7 +25,7 @@ from celery.worker.consumer import Consumer
 from kombu import transport
 from kombu.transport import TRANSPORT_ALIASES, redis
 
-from contract.errors import RefusalReason
+from toolcrew.contract.errors import RefusalReason
 
 log = structlog.get_logger(__name__)
 

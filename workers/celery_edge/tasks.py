@@ -21,17 +21,24 @@ from celery.signals import task_unknown
 from redis.exceptions import RedisError
 from structlog.contextvars import bound_contextvars
 
-from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
-from contract.envelope import decode_call, encode_result
-from contract.errors import OPERATOR_CODES, BrokerUnavailable, EnvelopeRefused, ErrorCode, RefusalReason, ToolFailure
-from contract.names import POOL_QUEUES, task_name
-from contract.signing import ResultSeal, SigningKeys
-from contract.specs import ToolSpec
-from store.calls import FinishedCalls
-from store.usage import CallEnding, StoredChange
-from workers.celery_edge.broker import LiveTasks
-from workers.executor import BlobStore, CallRepeated, Executor
-from workers.tools.base import WorkerRegistry
+from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.envelope import decode_call, encode_result
+from toolcrew.contract.errors import (
+    OPERATOR_CODES,
+    BrokerUnavailable,
+    EnvelopeRefused,
+    ErrorCode,
+    RefusalReason,
+    ToolFailure,
+)
+from toolcrew.contract.names import POOL_QUEUES, task_name
+from toolcrew.contract.signing import ResultSeal, SigningKeys
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.store.calls import FinishedCalls
+from toolcrew.store.usage import CallEnding, StoredChange
+from toolcrew.workers.celery_edge.broker import LiveTasks
+from toolcrew.workers.executor import BlobStore, CallRepeated, Executor
+from toolcrew.workers.tools.base import WorkerRegistry
 
 log = structlog.get_logger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.call_context import refuse_to_wait
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.call_context import refuse_to_wait
 
 T = TypeVar("T")
 

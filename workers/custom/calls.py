@@ -14,12 +14,12 @@ from typing import Any
 
 import structlog
 
-from contract.errors import ToolFailure
-from contract.functions.call_context import CallContext, CallHandler
-from contract.registry import Tool
-from workers.custom.call_loops import CallLoop
-from workers.custom.outcomes import build_error_outcome, build_outcome
-from workers.tools.base import Handler, Outcome, ToolEnvironment
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.functions.call_context import CallContext, CallHandler
+from toolcrew.contract.registry import Tool
+from toolcrew.workers.custom.call_loops import CallLoop
+from toolcrew.workers.custom.outcomes import build_error_outcome, build_outcome
+from toolcrew.workers.tools.base import Handler, Outcome, ToolEnvironment
 
 log = structlog.get_logger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 from jsonschema.exceptions import SchemaError
 
-from contract.errors import ConfigError
-from contract.functions.call_context import CallHandler, FunctionHandler
-from contract.functions.function_tools import tool
-from contract.names import BUILTIN_TOOLS
-from contract.registry import Tool, ToolRegistry
-from workers.custom.calls import CustomCalls
-from workers.tools.base import WorkerTool
-from workers.tools.builtin import build_registry
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.functions.call_context import CallHandler, FunctionHandler
+from toolcrew.contract.functions.function_tools import tool
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.tools.builtin import build_registry
 
 ENTRY_POINT_GROUP = "toolcrew.tools"
 
@@ -97,7 +97,7 @@ def _tools_of(value: Any, source: str, advice: str) -> list[LoadedTool]:
         values = [part for part in vars(value).values() if _is_ready(part)]
         if not values:
             raise ConfigError(
-                f"{source} contains no tool: decorate a function with @tool of contract.functions; {advice}"
+                f"{source} contains no tool: decorate a function with @tool of toolcrew.contract.functions; {advice}"
             )
     else:
         values = list(value) if isinstance(value, list | tuple) else [value]

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolResult
-from contract.errors import ErrorCode
-from contract.functions.call_outputs import build_failure, build_result
-from workers.tools.base import Outcome
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
+from toolcrew.contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolResult
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.functions.call_outputs import build_failure, build_result
+from toolcrew.workers.tools.base import Outcome
+from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
 MAX_METADATA_BYTES = 64 * 1024
 NEWLINE = "\n"

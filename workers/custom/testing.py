@@ -21,22 +21,28 @@ from typing import Any
 from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 
-from contract.call_events import MODEL
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode, ToolFailure
-from contract.functions.completions import Completion, TokenUsage
-from contract.functions.model_questions import ModelAnswer, parse_question
-from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_value, entry_size, state_full_error
-from contract.registry import ToolRegistry
-from contract.specs import ToolSpec
-from store.calls import CallClaim
-from workers.call_events import CallEvents
-from workers.custom.call_loops import is_running_here
-from workers.custom.calls import CustomCalls
-from workers.custom.loading import serve_values
-from workers.executor import CallPolicy, Executor
-from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
-from workers.tools.base import WorkerResources
+from toolcrew.contract.call_events import MODEL
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.functions.completions import Completion, TokenUsage
+from toolcrew.contract.functions.model_questions import ModelAnswer, parse_question
+from toolcrew.contract.functions.session_state import (
+    MAX_STATE_BYTES,
+    Change,
+    encode_value,
+    entry_size,
+    state_full_error,
+)
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.store.calls import CallClaim
+from toolcrew.workers.call_events import CallEvents
+from toolcrew.workers.custom.call_loops import is_running_here
+from toolcrew.workers.custom.calls import CustomCalls
+from toolcrew.workers.custom.loading import serve_values
+from toolcrew.workers.executor import CallPolicy, Executor
+from toolcrew.workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
+from toolcrew.workers.tools.base import WorkerResources
 
 AskModel = Callable[[list[dict[str, Any]]], str]
 """Function that maps messages in the OpenAI format to the text of the model's reply."""

@@ -1,12 +1,12 @@
-"""`python -m workers.egress`: run the egress proxy."""
+"""`python -m toolcrew.workers.egress`: run the egress proxy."""
 
 import asyncio
 import sys
 
-from contract.errors import OperatorError
-from workers.egress.daemon import run
-from workers.logs import configure_logging, log_not_started
-from workers.settings import load_egress_settings
+from toolcrew.contract.errors import OperatorError
+from toolcrew.workers.egress.daemon import run
+from toolcrew.workers.logs import configure_logging, log_not_started
+from toolcrew.workers.settings import load_egress_settings
 
 
 def main() -> int:

@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contract.invalid_input import describe_invalid
-from contract.secrets import MAX_SECRETS
-from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
-from workers.egress.processor_share import ProcessorShare
-from workers.egress.secrets import BoundSecret
-from workers.settings import EgressRules
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.secrets import MAX_SECRETS
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
+from toolcrew.workers.egress.processor_share import ProcessorShare
+from toolcrew.workers.egress.secrets import BoundSecret
+from toolcrew.workers.settings import EgressRules
 
 OpeningName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STORED_SESSIONS = 100_000

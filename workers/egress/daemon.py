@@ -8,19 +8,19 @@ import socket
 
 import structlog
 
-from contract.errors import ConfigError
-from workers.egress.allowances import ConnectionQuotas
-from workers.egress.authority import Authority
-from workers.egress.destinations import LOOKUPS_PER_TENANT, Destinations, ResolverPool
-from workers.egress.interception import SecretProxy, build_upstream_context
-from workers.egress.limits import ProxyLimits
-from workers.egress.secrets import SecretUses
-from workers.egress.serving import Proxy
-from workers.lifeline import hold_lifeline
-from workers.settings import EgressSettings
-from workers.unix_listening import find_peer_uid, open_listener, socket_mode, unlink_own
-from workers.web.addresses import AddressRules
-from workers.web.resolver import SystemResolver
+from toolcrew.contract.errors import ConfigError
+from toolcrew.workers.egress.allowances import ConnectionQuotas
+from toolcrew.workers.egress.authority import Authority
+from toolcrew.workers.egress.destinations import LOOKUPS_PER_TENANT, Destinations, ResolverPool
+from toolcrew.workers.egress.interception import SecretProxy, build_upstream_context
+from toolcrew.workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.secrets import SecretUses
+from toolcrew.workers.egress.serving import Proxy
+from toolcrew.workers.lifeline import hold_lifeline
+from toolcrew.workers.settings import EgressSettings
+from toolcrew.workers.unix_listening import find_peer_uid, open_listener, socket_mode, unlink_own
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.resolver import SystemResolver
 
 log = structlog.get_logger(__name__)
 

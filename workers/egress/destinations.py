@@ -15,15 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from contract.errors import ToolFailure
-from workers.egress.limits import ProxyLimits
-from workers.egress.outcomes import EgressOutcome, Refusal, refuse, refuse_bad_gateway
-from workers.settings import EgressRules
-from workers.web.access_rules import is_private_name, matches
-from workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
-from workers.web.limits import Deadline
-from workers.web.resolver import Resolver
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse, refuse_bad_gateway
+from toolcrew.workers.settings import EgressRules
+from toolcrew.workers.web.access_rules import is_private_name, matches
+from toolcrew.workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.resolver import Resolver
+from toolcrew.workers.web.urls import Address, Target
 
 MAX_SHOWN = 20
 LOOKUPS_PER_TENANT = 4

@@ -6,8 +6,8 @@ forwards nothing until the ClientHello is complete and names the host of the tun
 
 from dataclasses import dataclass
 
-from workers.egress.outcomes import EgressOutcome, Refusal, refuse
-from workers.web.urls import Target
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse
+from toolcrew.workers.web.urls import Target
 
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 """A TLS alert: fatal, unrecognized_name."""

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from contract.errors import ToolFailure
-from workers.egress.outcomes import refuse_bad_request
-from workers.web.urls import Target, parse_url
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.workers.egress.outcomes import refuse_bad_request
+from toolcrew.workers.web.urls import Target, parse_url
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
 # Visible characters, spaces, tabs and bytes above ASCII. No control characters, so no line end of any kind.

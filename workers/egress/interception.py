@@ -15,27 +15,27 @@ from http import HTTPStatus
 
 import h11
 
-from contract.secrets import check_session_values
-from workers.egress.allowances import ConnectionQuota, EgressOpening
-from workers.egress.authority import Authority
-from workers.egress.hellos import HelloGate
-from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
-from workers.egress.limits import ProxyLimits
-from workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers
-from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse, refuse_bad_request
-from workers.egress.processor_share import start_task
-from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, build_bad_answer, read_headers
-from workers.egress.secrets import (
+from toolcrew.contract.secrets import check_session_values
+from toolcrew.workers.egress.allowances import ConnectionQuota, EgressOpening
+from toolcrew.workers.egress.authority import Authority
+from toolcrew.workers.egress.hellos import HelloGate
+from toolcrew.workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
+from toolcrew.workers.egress.limits import ProxyLimits
+from toolcrew.workers.egress.masking import MaskedStream, SecretMasker, SharedMaskers
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse, refuse_bad_request
+from toolcrew.workers.egress.processor_share import start_task
+from toolcrew.workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, build_bad_answer, read_headers
+from toolcrew.workers.egress.secrets import (
     HTTPS_PORT,
     BoundSecret,
     FilledRequest,
     SecretFiller,
     SecretUses,
 )
-from workers.egress.streams import ActivityClock, Stream, Work, run_all
-from workers.egress.tls import TlsStream
-from workers.web.bodies import CODINGS, Inflater
-from workers.web.urls import Target
+from toolcrew.workers.egress.streams import ActivityClock, Stream, Work, run_all
+from toolcrew.workers.egress.tls import TlsStream
+from toolcrew.workers.web.bodies import CODINGS, Inflater
+from toolcrew.workers.web.urls import Target
 
 # Headers that the proxy removes or sets itself. `range` is removed: an answer could then contain only a part of a
 # secret, which the proxy would not recognize.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
-from contract.masking import SecretForm, find_forms
+from toolcrew.contract.masking import SecretForm, find_forms
 
 PIECE_BYTES = 64 * 1024
 _CHARS: Final = range(0x20, 0x7F)

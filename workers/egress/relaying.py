@@ -13,12 +13,12 @@ from typing import Protocol
 
 import h11
 
-from workers.egress.allowances import ConnectionQuota
-from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
-from workers.egress.limits import KIB, ProxyLimits
-from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_bad_request
-from workers.egress.processor_share import start_task
-from workers.egress.streams import ActivityClock, Stream
+from toolcrew.workers.egress.allowances import ConnectionQuota
+from toolcrew.workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
+from toolcrew.workers.egress.limits import KIB, ProxyLimits
+from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_bad_request
+from toolcrew.workers.egress.processor_share import start_task
+from toolcrew.workers.egress.streams import ActivityClock, Stream
 
 _MAX_INTERIM = 16
 

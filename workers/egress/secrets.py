@@ -17,9 +17,9 @@ from urllib.parse import quote, unquote
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
-from contract.secrets import MAX_HOSTS, MAX_VALUE_CHARS, SecretHost, SecretName, SecretPlace, build_placeholder
-from workers.egress.http_messages import Header
-from workers.web.urls import Target
+from toolcrew.contract.secrets import MAX_HOSTS, MAX_VALUE_CHARS, SecretHost, SecretName, SecretPlace, build_placeholder
+from toolcrew.workers.egress.http_messages import Header
+from toolcrew.workers.web.urls import Target
 
 log = structlog.get_logger(__name__)
 

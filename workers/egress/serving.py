@@ -14,21 +14,27 @@ from http import HTTPStatus
 import h11
 import structlog
 
-from workers.egress.allowances import (
+from toolcrew.workers.egress.allowances import (
     ConnectionQuota,
     ConnectionQuotas,
     EgressOpening,
     EgressQuestion,
     parse_opening,
 )
-from workers.egress.destinations import Destinations
-from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
-from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
-from workers.egress.interception import Interception, SecretProxy, must_intercept
-from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
-from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, PlainChannel
-from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
+from toolcrew.workers.egress.destinations import Destinations
+from toolcrew.workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
+from toolcrew.workers.egress.http_messages import HeadError, ProxyRequest, parse_request
+from toolcrew.workers.egress.interception import Interception, SecretProxy, must_intercept
+from toolcrew.workers.egress.limits import CHUNK_BYTES, ProxyLimits
+from toolcrew.workers.egress.outcomes import (
+    EgressOutcome,
+    Refusal,
+    build_answer,
+    refuse_bad_gateway,
+    refuse_bad_request,
+)
+from toolcrew.workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, PlainChannel
+from toolcrew.workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
 
 log = structlog.get_logger(__name__)
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from workers.egress.allowances import ConnectionQuota
-from workers.egress.hellos import HelloGate
-from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.outcomes import EgressOutcome, refuse_bad_gateway
-from workers.egress.processor_share import start_task
+from toolcrew.workers.egress.allowances import ConnectionQuota
+from toolcrew.workers.egress.hellos import HelloGate
+from toolcrew.workers.egress.limits import CHUNK_BYTES, ProxyLimits
+from toolcrew.workers.egress.outcomes import EgressOutcome, refuse_bad_gateway
+from toolcrew.workers.egress.processor_share import start_task
 
 
 class Stream:

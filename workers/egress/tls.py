@@ -6,9 +6,9 @@ import ssl
 from collections.abc import Callable
 from typing import TypeVar
 
-from workers.egress.allowances import ConnectionQuota
-from workers.egress.limits import CHUNK_BYTES
-from workers.egress.streams import Stream
+from toolcrew.workers.egress.allowances import ConnectionQuota
+from toolcrew.workers.egress.limits import CHUNK_BYTES
+from toolcrew.workers.egress.streams import Stream
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.errors import ErrorCode
-from workers.custom.outcomes import MAX_METADATA_BYTES, cut_output
-from workers.mcp.messages import build_protocol_error
-from workers.tools.base import Outcome
-from workers.web.fences import fence, one_line, printable
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.workers.custom.outcomes import MAX_METADATA_BYTES, cut_output
+from toolcrew.workers.mcp.messages import build_protocol_error
+from toolcrew.workers.tools.base import Outcome
+from toolcrew.workers.web.fences import fence, one_line, printable
 
 MAX_BLOCKS = 200
 _WORD_CHARS = 200

@@ -17,16 +17,16 @@ from mcp.shared.exceptions import MCPError
 from mcp.shared.jsonrpc_dispatcher import JSONRPCDispatcher
 from mcp.shared.transport_context import TransportContext
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.http_sessions import ServerSession, ServerSessions
-from workers.mcp.http_transport import END_S, SESSION_HEADER, CheckedTransport
-from workers.mcp.session import REFUSED, SESSIONLESS, RawSession
-from workers.mcp.settings import HttpEntry
-from workers.web.access_rules import WebAccessRules
-from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver, SystemResolver, find_addresses
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.mcp.http_sessions import ServerSession, ServerSessions
+from toolcrew.workers.mcp.http_transport import END_S, SESSION_HEADER, CheckedTransport
+from toolcrew.workers.mcp.session import REFUSED, SESSIONLESS, RawSession
+from toolcrew.workers.mcp.settings import HttpEntry
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.resolver import Resolver, SystemResolver, find_addresses
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from contract.errors import EnvelopeRefused
-from contract.functions.session_state import SessionState
-from contract.signing import SigningKeys
-from workers.mcp.settings import HttpEntry
+from toolcrew.contract.errors import EnvelopeRefused
+from toolcrew.contract.functions.session_state import SessionState
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.workers.mcp.settings import HttpEntry
 
 log = structlog.get_logger(__name__)
 

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.mcp.answers import build_outcome
-from workers.mcp.http_server import HttpServer
-from workers.mcp.http_sessions import OpenSessions, ServerSessions
-from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.settings import HttpEntry
-from workers.settings import WebSettings
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls
-from workers.web.limits import Deadline
-from workers.web.resolver import Resolver, SystemResolver
+from toolcrew.workers.mcp.answers import build_outcome
+from toolcrew.workers.mcp.http_server import HttpServer
+from toolcrew.workers.mcp.http_sessions import OpenSessions, ServerSessions
+from toolcrew.workers.mcp.imports import ImportedTool, import_tools
+from toolcrew.workers.mcp.settings import HttpEntry
+from toolcrew.workers.settings import WebSettings
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.resolver import Resolver, SystemResolver
 
 LOST_SESSION = "[the server had lost its session: what earlier calls set up there is gone]"
 DISCOVERY_S = 15.0

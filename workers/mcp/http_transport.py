@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import anyio
 import httpx2
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
-from workers.web.exchange import ConnectionOptions, Head, HttpRequest, ResponseStream, open_response, read_body
-from workers.web.limits import KIB, MIB, Deadline, FetchLimits
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
+from toolcrew.workers.web.exchange import ConnectionOptions, Head, HttpRequest, ResponseStream, open_response, read_body
+from toolcrew.workers.web.limits import KIB, MIB, Deadline, FetchLimits
+from toolcrew.workers.web.urls import Address, Target
 
 ANSWER_BYTES = 4 * MIB
 MAX_EVENTS = 10_000

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import structlog
 
-from contract.specs import ToolSpec
-from workers.foreign_schemas import HIDDEN, SchemaRefused, bound_schema
-from workers.mcp.settings import Entry
-from workers.web.fences import one_line, printable
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.foreign_schemas import HIDDEN, SchemaRefused, bound_schema
+from toolcrew.workers.mcp.settings import Entry
+from toolcrew.workers.web.fences import one_line, printable
 
 log = structlog.get_logger(__name__)
 

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.json_limits import has_more_values_in_text, is_deeper
-from workers.web.fences import one_line
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.json_limits import has_more_values_in_text, is_deeper
+from toolcrew.workers.web.fences import one_line
 
 MAX_DEPTH = 64
 MAX_VALUES = 200_000

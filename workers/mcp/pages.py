@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.mcp.messages import build_protocol_error
+from toolcrew.workers.mcp.messages import build_protocol_error
 
 MAX_PAGES = 20
 MAX_LISTED = 2000

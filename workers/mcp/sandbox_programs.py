@@ -5,7 +5,7 @@ import hashlib
 import shlex
 from pathlib import Path
 
-from workers.mcp.settings import StdioEntry
+from toolcrew.workers.mcp.settings import StdioEntry
 
 
 @functools.cache

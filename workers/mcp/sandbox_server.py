@@ -14,15 +14,15 @@ from mcp.shared.dispatcher import CallOptions
 from mcp.shared.exceptions import MCPError
 from mcp_types.version import LATEST_HANDSHAKE_VERSION
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
-from workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
-from workers.mcp.session import CLIENT, REFUSED, SESSIONLESS, RawSession
-from workers.mcp.settings import StdioEntry
-from workers.sandbox_client import GuestResponse
-from workers.tools.text import encode
-from workers.web.fences import one_line
-from workers.web.limits import MIB
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
+from toolcrew.workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
+from toolcrew.workers.mcp.session import CLIENT, REFUSED, SESSIONLESS, RawSession
+from toolcrew.workers.mcp.settings import StdioEntry
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.text import encode
+from toolcrew.workers.web.fences import one_line
+from toolcrew.workers.web.limits import MIB
 
 log = structlog.get_logger(__name__)
 

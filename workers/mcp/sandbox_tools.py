@@ -10,13 +10,19 @@ from typing import Any
 
 import structlog
 
-from contract.errors import OperatorError, SandboxUnavailable, ToolFailure
-from workers.mcp.answers import build_outcome
-from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.sandbox_server import SandboxServer
-from workers.mcp.settings import StdioEntry
-from workers.sandbox_client import GuestResponse, InvalidGuestAnswer, SandboxClient, parse_error, parse_guest_answer
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.contract.errors import OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.workers.mcp.answers import build_outcome
+from toolcrew.workers.mcp.imports import ImportedTool, import_tools
+from toolcrew.workers.mcp.sandbox_server import SandboxServer
+from toolcrew.workers.mcp.settings import StdioEntry
+from toolcrew.workers.sandbox_client import (
+    GuestResponse,
+    InvalidGuestAnswer,
+    SandboxClient,
+    parse_error,
+    parse_guest_answer,
+)
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import structlog
 
-from contract.errors import OperatorError, ToolFailure
-from contract.specs import ToolSpec
-from workers.mcp.imports import ImportedTool
-from workers.tools.base import WorkerRegistry, WorkerTool
+from toolcrew.contract.errors import OperatorError, ToolFailure
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.mcp.imports import ImportedTool
+from toolcrew.workers.tools.base import WorkerRegistry, WorkerTool
 
 log = structlog.get_logger(__name__)
 

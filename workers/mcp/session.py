@@ -13,9 +13,9 @@ from mcp.shared.transport_context import TransportContext
 from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, LATEST_MODERN_VERSION
 from pydantic import TypeAdapter, ValidationError
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.messages import build_protocol_error
-from workers.mcp.pages import ToolPages
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.mcp.messages import build_protocol_error
+from toolcrew.workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
 SESSIONLESS = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())

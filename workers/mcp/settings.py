@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
-from contract.calls import MAX_TIMEOUT_S
-from contract.errors import ConfigError, ToolFailure
-from contract.invalid_input import describe_invalid
-from contract.specs import MAX_TOOL_TENANTS, TenantName
-from workers.web.urls import Target, parse_url
+from toolcrew.contract.calls import MAX_TIMEOUT_S
+from toolcrew.contract.errors import ConfigError, ToolFailure
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.contract.specs import MAX_TOOL_TENANTS, TenantName
+from toolcrew.workers.web.urls import Target, parse_url
 
 SETTING = "TOOLCREW_MCP_SERVERS"
 MAX_FILE_BYTES = 1024 * 1024

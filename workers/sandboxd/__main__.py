@@ -1,16 +1,16 @@
-"""`python -m workers.sandboxd`: runs the daemon (program.py), or logs which package is missing."""
+"""`python -m toolcrew.workers.sandboxd`: runs the daemon (program.py), or logs which package is missing."""
 
 import sys
 
-from contract.extras import explain_missing
-from contract.startup import importing_program
-from workers.logs import log_not_started
+from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.startup import importing_program
+from toolcrew.workers.logs import log_not_started
 
 
 def main() -> int:
     try:
         with importing_program():
-            from workers.sandboxd.program import main as run
+            from toolcrew.workers.sandboxd.program import main as run
     except ModuleNotFoundError as error:
         log_not_started("sandboxd", explain_missing(error))
         return 1

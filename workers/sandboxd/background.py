@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from contract.errors import SandboxUnavailable
+from toolcrew.contract.errors import SandboxUnavailable
 
 log = structlog.get_logger(__name__)
 

@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, Record
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import find_invalid
-from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.factory import SandboxdEnding
-from workers.sandboxd.frames import Frame, FrameError, WorkerLink
-from workers.sandboxd.sandbox import SANDBOXD_FIELDS, RunningCall, Sandbox, count_budget
-from workers.sandboxd.session import bound_to_session
-from workers.sandboxd.sessions import Sessions
-from workers.unix_listening import BACKLOG, find_peer_uid, open_listener
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Record
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.factory import SandboxdEnding
+from toolcrew.workers.sandboxd.frames import Frame, FrameError, WorkerLink
+from toolcrew.workers.sandboxd.sandbox import SANDBOXD_FIELDS, RunningCall, Sandbox, count_budget
+from toolcrew.workers.sandboxd.session import bound_to_session
+from toolcrew.workers.sandboxd.sessions import Sessions
+from toolcrew.workers.unix_listening import BACKLOG, find_peer_uid, open_listener
 
 log = structlog.get_logger(__name__)
 

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.archives.checkpoints import Checkpoints
-from workers.sandboxd.archives.packing import count_max_bytes
-from workers.sandboxd.archives.workspaces import WorkspaceFiles
-from workers.sandboxd.connection import (
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
+from toolcrew.workers.sandboxd.archives.packing import count_max_bytes
+from toolcrew.workers.sandboxd.archives.workspaces import WorkspaceFiles
+from toolcrew.workers.sandboxd.connection import (
     ReadBody,
     parse_count,
     parse_fence,
@@ -29,13 +29,13 @@ from workers.sandboxd.connection import (
     parse_skill,
     parse_text,
 )
-from workers.sandboxd.egress.secrets import SecretValues, parse_values
-from workers.sandboxd.forks import SessionForker
-from workers.sandboxd.plans import Plans, with_placeholders
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession, SessionMove
-from workers.sandboxd.sessions import MAX_ROWS, SessionParameters, Sessions
-from workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.sandboxd.egress.secrets import SecretValues, parse_values
+from toolcrew.workers.sandboxd.forks import SessionForker
+from toolcrew.workers.sandboxd.plans import Plans, with_placeholders
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession, SessionMove
+from toolcrew.workers.sandboxd.sessions import MAX_ROWS, SessionParameters, Sessions
+from toolcrew.workers.sandboxd.skill_store import SkillVolume
 
 MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024

@@ -21,42 +21,48 @@ from typing import Any
 
 import structlog
 
-from contract.calls import LONGEST_TIMEOUT_S
-from contract.errors import SandboxUnavailable
-from contract.image_names import advise_missing
-from store.archives.choice import open_store
-from workers.lifeline import hold_lifeline
-from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
-from workers.sandboxd.archives.workspaces import WorkspaceFiles
-from workers.sandboxd.budgets import MemoryBudget
-from workers.sandboxd.connection import OWNER, RequestServer
-from workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
-from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
-from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
-from workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_uses
-from workers.sandboxd.egress.tunnels import Tunnels
-from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceNotMounted, count_states
-from workers.sandboxd.forks import SessionForker
-from workers.sandboxd.images import Images, PullDisk
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
-from workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
-from workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
-from workers.sandboxd.reaper import Reaper
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.engine_images import EngineImages
-from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
-from workers.sandboxd.runtime.seccomp import load_seccomp_profile
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession
-from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_store import SkillVolume
-from workers.sandboxd.suspension import open_suspension_store
-from workers.settings import SandboxdSettings
-from workers.unix_listening import refuse_second, socket_mode, unlink_own
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.store.archives.choice import open_store
+from toolcrew.workers.lifeline import hold_lifeline
+from toolcrew.workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
+from toolcrew.workers.sandboxd.archives.workspaces import WorkspaceFiles
+from toolcrew.workers.sandboxd.budgets import MemoryBudget
+from toolcrew.workers.sandboxd.connection import OWNER, RequestServer
+from toolcrew.workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
+from toolcrew.workers.sandboxd.disks.choice import Choice, choose_without_images, choose_workspaces
+from toolcrew.workers.sandboxd.egress.relay import ProxyStreams, open_proxy
+from toolcrew.workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_uses
+from toolcrew.workers.sandboxd.egress.tunnels import Tunnels
+from toolcrew.workers.sandboxd.factory import (
+    SandboxFactory,
+    SandboxSlots,
+    StartCheck,
+    WorkspaceNotMounted,
+    count_states,
+)
+from toolcrew.workers.sandboxd.forks import SessionForker
+from toolcrew.workers.sandboxd.images import Images, PullDisk
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
+from toolcrew.workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
+from toolcrew.workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
+from toolcrew.workers.sandboxd.reaper import Reaper
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
+from toolcrew.workers.sandboxd.runtime.engine_images import EngineImages
+from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
+from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.sessions import Sessions
+from toolcrew.workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.sandboxd.suspension import open_suspension_store
+from toolcrew.workers.settings import SandboxdSettings
+from toolcrew.workers.unix_listening import refuse_second, socket_mode, unlink_own
 
 log = structlog.get_logger(__name__)
 

@@ -8,8 +8,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
-from workers.sandboxd.budgets import FairBudget
-from workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.budgets import FairBudget
+from toolcrew.workers.sandboxd.session import HostSession
 
 SLOW_S = 1.0
 """Seconds that a caller waits for an eviction before another one begins."""

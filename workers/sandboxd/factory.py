@@ -15,15 +15,15 @@ from typing import Any
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.metrics import COUNT, SANDBOX_START_SECONDS, SUM, bucket_part
-from workers.sandboxd.background import settle
-from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
-from workers.sandboxd.images import WAIT_S, Images
-from workers.sandboxd.plans import DEFAULT_RUNTIME, Profile, SandboxPlan
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import AttestingGuest, ask_attestation, find_misfits
-from workers.sandboxd.runtime.base import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.metrics import COUNT, SANDBOX_START_SECONDS, SUM, bucket_part
+from toolcrew.workers.sandboxd.background import settle
+from toolcrew.workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
+from toolcrew.workers.sandboxd.images import WAIT_S, Images
+from toolcrew.workers.sandboxd.plans import DEFAULT_RUNTIME, Profile, SandboxPlan
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.attestation import AttestingGuest, ask_attestation, find_misfits
+from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
     LABEL_PRODUCT,
@@ -31,12 +31,12 @@ from workers.sandboxd.runtime.base import (
     PRODUCT,
     SandboxRuntime,
 )
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.engine_runtime import EngineRuntime
-from workers.sandboxd.runtime.hardening import ImageFacts
-from workers.sandboxd.runtime.image_faults import FOLDERS, explained
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import HostSession
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts
+from toolcrew.workers.sandboxd.runtime.image_faults import FOLDERS, explained
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import HostSession
 
 log = structlog.get_logger(__name__)
 

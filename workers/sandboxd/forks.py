@@ -22,16 +22,16 @@ from typing import Any
 
 import structlog
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.background import settle
-from workers.sandboxd.disks.base import Workspace
-from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.plans import with_placeholders
-from workers.sandboxd.runtime.attestation import ask_attestation
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_KEPT, HostSession
-from workers.sandboxd.sessions import Sessions
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.background import settle
+from toolcrew.workers.sandboxd.disks.base import Workspace
+from toolcrew.workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.plans import with_placeholders
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import FILES_KEPT, HostSession
+from toolcrew.workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
 

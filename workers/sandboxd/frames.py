@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from contract.json_limits import is_deeper
+from toolcrew.contract.json_limits import is_deeper
 
 MAX_DOWN = 1_048_576
 """Maximum size of a frame from host to guest, in bytes, without the length field at its start."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from contract.image_names import advise_missing
-from workers.sandboxd.disks.base import Kind
-from workers.sandboxd.plans import Plans
-from workers.sandboxd.runtime.engine import EngineFacts
-from workers.settings import SandboxdSettings
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.workers.sandboxd.disks.base import Kind
+from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.settings import SandboxdSettings
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
 """First version of each series with the fixes of November 2025. In series 1.4.0 the third release
@@ -529,7 +529,7 @@ def _judge_egress(evidence: Evidence) -> HostGuarantee:
     if evidence.egress_problem is not None:
         reason = f"class {_list(classes)} has no network: {evidence.egress_problem}"
         remedy = (
-            "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
+            "start `python -m toolcrew.workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
             "TOOLCREW_EGRESS_UIDS allows"
         )
         return HostGuarantee(name, "broken", reason, remedy)

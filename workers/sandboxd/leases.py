@@ -12,7 +12,7 @@ import secrets
 import time
 from pathlib import Path
 
-from contract.errors import SandboxUnavailable
+from toolcrew.contract.errors import SandboxUnavailable
 
 _LOOKS = 3
 _CHECK_INTERVAL_S = 0.02

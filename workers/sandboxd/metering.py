@@ -20,8 +20,8 @@ from operator import add, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contract.calls import CallUsage
-from workers.sandboxd.cgroups import ROOT
+from toolcrew.contract.calls import CallUsage
+from toolcrew.workers.sandboxd.cgroups import ROOT
 
 _MAX_PROCESSES = 64
 """Maximum number of processes whose accounts are read at a time, because one event loop serves all sandboxes."""

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.background import settle
-from workers.sandboxd.budgets import FairBudget
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.reaper import Reaper
-from workers.sandboxd.session import HostSession, bound_to_session
-from workers.sandboxd.sessions import Sessions
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.background import settle
+from toolcrew.workers.sandboxd.budgets import FairBudget
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.reaper import Reaper
+from toolcrew.workers.sandboxd.session import HostSession, bound_to_session
+from toolcrew.workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
 

@@ -5,9 +5,9 @@ tenant class. The tenant's SandboxPolicy can only reduce what it allows.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from contract.calls import MAX_TIMEOUT_S
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.image_names import (
+from toolcrew.contract.calls import MAX_TIMEOUT_S
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.image_names import (
     ImageName,
     ImageNameError,
     find_matches,
@@ -15,12 +15,12 @@ from contract.image_names import (
     parse_image_name,
     parse_image_pattern,
 )
-from contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
-from contract.secrets import build_placeholder
-from contract.tenancy import NetworkPolicy, SandboxPolicy
-from workers.sandboxd.disks.base import WorkspaceMount
-from workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
-from workers.settings import EgressRules, SandboxdSettings, TenantClass
+from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
+from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
+from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
+from toolcrew.workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 DEFAULT = "default"
 _MAX_LIST_CHARS = 2000

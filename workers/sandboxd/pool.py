@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import Workspace
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
-from workers.sandboxd.sandbox import Sandbox
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import Workspace
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.plans import SandboxPlan
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
+from toolcrew.workers.sandboxd.sandbox import Sandbox
 
 log = structlog.get_logger(__name__)
 

@@ -15,14 +15,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from contract.errors import OperatorError
-from workers.logs import configure_logging, log_not_started
-from workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
-from workers.sandboxd.egress.relay import connect_proxy
-from workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
-from workers.sandboxd.plans import Plans, load_plans
-from workers.sandboxd.runtime.engine import Engine
-from workers.settings import SandboxdSettings, load_sandboxd_settings
+from toolcrew.contract.errors import OperatorError
+from toolcrew.workers.logs import configure_logging, log_not_started
+from toolcrew.workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
+from toolcrew.workers.sandboxd.egress.relay import connect_proxy
+from toolcrew.workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
+from toolcrew.workers.sandboxd.plans import Plans, load_plans
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.settings import SandboxdSettings, load_sandboxd_settings
 
 _KILLED_S: Final = 3600.0
 
@@ -121,7 +121,7 @@ def _parse_arguments() -> argparse.Namespace:
     daemon.
     """
     parser = argparse.ArgumentParser(
-        "python -m workers.sandboxd", description="Serve sandboxes of this host until a signal."
+        "python -m toolcrew.workers.sandboxd", description="Serve sandboxes of this host until a signal."
     )
     parser.add_argument(
         "--check",

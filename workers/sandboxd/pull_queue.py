@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from contract.errors import SandboxUnavailable
+from toolcrew.contract.errors import SandboxUnavailable
 
 AT_ONCE: Final = 3
 """Maximum number of pulls at a time. More pulls would only share the same network and disk."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.base import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_DEADLINE,
     LABEL_LEASE,
     LABEL_SANDBOXD,

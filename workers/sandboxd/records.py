@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import structlog
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from contract.errors import SandboxUnavailable
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.disks.base import Kind
-from workers.sandboxd.plans import SandboxPlan
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.disks.base import Kind
+from toolcrew.workers.sandboxd.plans import SandboxPlan
 
 log = structlog.get_logger(__name__)
 

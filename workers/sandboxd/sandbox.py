@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.changes import RootChanges, list_changes
-from workers.sandboxd.frames import Frame, GuestChannel
-from workers.sandboxd.metering import SandboxMeter, UsageReader
-from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
-from workers.sandboxd.runtime.hardening import SandboxSpec
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.changes import RootChanges, list_changes
+from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
+from toolcrew.workers.sandboxd.metering import SandboxMeter, UsageReader
+from toolcrew.workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec
 
 log = structlog.get_logger(__name__)
 

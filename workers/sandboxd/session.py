@@ -17,12 +17,12 @@ from typing import Any
 
 from structlog.contextvars import bound_contextvars
 
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.disks.base import Workspace
-from workers.sandboxd.metering import UsageTotals
-from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.records import SessionRecord
-from workers.sandboxd.sandbox import Sandbox
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.disks.base import Workspace
+from toolcrew.workers.sandboxd.metering import UsageTotals
+from toolcrew.workers.sandboxd.plans import SandboxPlan
+from toolcrew.workers.sandboxd.records import SessionRecord
+from toolcrew.workers.sandboxd.sandbox import Sandbox
 
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
 """Requests (`op`) that do not change files. All other requests may change files, even if they fail."""

@@ -18,22 +18,22 @@ from typing import Any
 
 import structlog
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.tenancy import SandboxPolicy
-from workers.sandboxd.background import settle
-from workers.sandboxd.budgets import FairBudget
-from workers.sandboxd.disks.base import Workspace, WorkspaceSize
-from workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
-from workers.sandboxd.evictions import Evictions
-from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
-from workers.sandboxd.images import ImageNotReady, ImageRefused
-from workers.sandboxd.metering import UsageTotals
-from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.pool import WarmPools
-from workers.sandboxd.records import Records
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, SessionMove
-from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.workers.sandboxd.background import settle
+from toolcrew.workers.sandboxd.budgets import FairBudget
+from toolcrew.workers.sandboxd.disks.base import Workspace, WorkspaceSize
+from toolcrew.workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
+from toolcrew.workers.sandboxd.evictions import Evictions
+from toolcrew.workers.sandboxd.factory import SandboxdEnding, SandboxFactory
+from toolcrew.workers.sandboxd.images import ImageNotReady, ImageRefused
+from toolcrew.workers.sandboxd.metering import UsageTotals
+from toolcrew.workers.sandboxd.plans import SandboxPlan
+from toolcrew.workers.sandboxd.pool import WarmPools
+from toolcrew.workers.sandboxd.records import Records
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, SessionMove
+from toolcrew.workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
 

@@ -20,14 +20,14 @@ from typing import IO
 
 import structlog
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
-from contract.tar_archives import read_tar
-from workers.sandboxd.background import settle
-from workers.sandboxd.leases import Lease
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.hardening import AUTHORITIES, SKILLS_FOLDER
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, BundleDigest
+from toolcrew.contract.tar_archives import read_tar
+from toolcrew.workers.sandboxd.background import settle
+from toolcrew.workers.sandboxd.leases import Lease
+from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES, SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import structlog
 
-from contract.errors import SandboxUnavailable, ToolFailure
-from store.archives.choice import open_own_store
-from workers.sandboxd.archives.checkpoints import Checkpoints
-from workers.sandboxd.archives.packing import count_max_bytes
-from workers.sandboxd.budgets import MemoryBudget
-from workers.sandboxd.disks.base import Workspaces, WorkspaceSize
-from workers.sandboxd.factory import SandboxFactory
-from workers.sandboxd.records import Records, SessionRecord
-from workers.sandboxd.runtime.attestation import ask_attestation
-from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
+from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.store.archives.choice import open_own_store
+from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
+from toolcrew.workers.sandboxd.archives.packing import count_max_bytes
+from toolcrew.workers.sandboxd.budgets import MemoryBudget
+from toolcrew.workers.sandboxd.disks.base import Workspaces, WorkspaceSize
+from toolcrew.workers.sandboxd.factory import SandboxFactory
+from toolcrew.workers.sandboxd.records import Records, SessionRecord
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation
+from toolcrew.workers.sandboxd.sandbox import Sandbox
+from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
 
 log = structlog.get_logger(__name__)
 

@@ -1,5 +1,5 @@
-"""`python -m workers.skills FOLDER_OR_ZIP`: load the skill as a worker does; print a description of it, or the fault,
-as JSON.
+"""`python -m toolcrew.workers.skills FOLDER_OR_ZIP`: load the skill as a worker does; print a description of it,
+or the fault, as JSON.
 
 - `--zip FILE`: write the skill as a .zip file.
 - `--bundle FILE`: write the bundle that is stored for installed skills.
@@ -16,11 +16,11 @@ import resource
 import sys
 from pathlib import Path
 
-from contract.errors import ToolFailure
-from contract.skills import SkillBroken, parse_skill
-from contract.tar_archives import TarEntry
-from workers.skills.archives import compress_bundle, find_files, load_tar, load_zip, write_zip
-from workers.skills.loader import Skill, load_skill
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.skills import SkillBroken, parse_skill
+from toolcrew.contract.tar_archives import TarEntry
+from toolcrew.workers.skills.archives import compress_bundle, find_files, load_tar, load_zip, write_zip
+from toolcrew.workers.skills.loader import Skill, load_skill
 
 MEMORY_BYTES = 512 * 1024**2
 """Memory limit of the process, because the input may be hostile. To load a skill (at most 64 MiB) needs a few times its

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from contract.skills import (
+from toolcrew.contract.skills import (
     MAX_ARCHIVE_BYTES,
     MAX_BUNDLE_BYTES,
     MAX_BUNDLE_FILES,
@@ -19,9 +19,9 @@ from contract.skills import (
     BundleFile,
     SkillBroken,
 )
-from contract.tar_archives import TarEntry, TarRefused, read_tar
-from workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
-from workers.skills.sources import MemorySource
+from toolcrew.contract.tar_archives import TarEntry, TarRefused, read_tar
+from toolcrew.workers.skills.loader import MAX_DEPTH, Skill, load_files, pack_skill
+from toolcrew.workers.skills.sources import MemorySource
 
 MAX_ZIP_BYTES = MAX_BUNDLE_BYTES
 _MAX_PATH_CHARS = 1024

@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
-from contract.settings import parser_environment
-from contract.skills import SkillBroken
+from toolcrew.contract.settings import parser_environment
+from toolcrew.contract.skills import SkillBroken
 
 EXAMINE_S = 20.0
 MAX_CACHED = 256
@@ -26,7 +26,9 @@ log = structlog.get_logger(__name__)
 
 
 class SkillExaminer:
-    """Runs `python -m workers.skills` with bytes on its standard input. All threads of a worker share one instance."""
+    """Runs `python -m toolcrew.workers.skills` with bytes on its standard input. All threads of a worker share
+    one instance.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +54,7 @@ class SkillExaminer:
 
 def _run(arguments: Sequence[str], data: bytes) -> dict[str, Any]:
     # `-P` and `cwd="/"`: Python must not import a module from the current folder. The environment has no secrets.
-    command = [sys.executable, "-P", "-m", "workers.skills", *arguments]
+    command = [sys.executable, "-P", "-m", "toolcrew.workers.skills", *arguments]
     try:
         process = subprocess.run(
             command, input=data, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment(), cwd="/"

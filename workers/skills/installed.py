@@ -9,13 +9,13 @@ from collections import OrderedDict
 
 import structlog
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.signing import SigningKeys
-from contract.skills import SkillBroken
-from store.connection import SyncRedis
-from store.skills import InstalledSkill, WorkerSkillStore
-from workers.skills.archives import expand_bundle, load_members
-from workers.skills.loader import Skill
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.skills import SkillBroken
+from toolcrew.store.connection import SyncRedis
+from toolcrew.store.skills import InstalledSkill, WorkerSkillStore
+from toolcrew.workers.skills.archives import expand_bundle, load_members
+from toolcrew.workers.skills.loader import Skill
 
 log = structlog.get_logger(__name__)
 

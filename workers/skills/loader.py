@@ -12,8 +12,8 @@ from typing import IO
 
 import structlog
 
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.skill_sidecars import (
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.skill_sidecars import (
     MAX_SIDECAR_BYTES,
     SIDECAR_FILE,
     Sidecar,
@@ -22,7 +22,7 @@ from contract.skill_sidecars import (
     describe_broken_sidecar,
     parse_sidecar,
 )
-from contract.skills import (
+from toolcrew.contract.skills import (
     MAX_SKILL_FILE_BYTES,
     OMITTED_FOLDERS,
     SKILL_FILE,
@@ -33,9 +33,9 @@ from contract.skills import (
     check_bundle,
     parse_skill,
 )
-from contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
-from workers.foreign_schemas import SchemaRefused, bound_schema
-from workers.skills.sources import FolderSource, SkillSource
+from toolcrew.contract.specs import MAX_SKILLS, SkillSummary, ToolSpec
+from toolcrew.workers.foreign_schemas import SchemaRefused, bound_schema
+from toolcrew.workers.skills.sources import FolderSource, SkillSource
 
 log = structlog.get_logger(__name__)
 

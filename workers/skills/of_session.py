@@ -7,14 +7,14 @@ import json
 import re
 from contextlib import suppress
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.skill_sidecars import Sidecar
-from contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
-from contract.specs import SkillSummary, ToolSpec
-from workers.skills.examiner import SkillExaminer
-from workers.skills.loader import Skill, SkillTool
-from workers.skills.sources import MemorySource
-from workers.tools.base import ToolEnvironment
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.skill_sidecars import Sidecar
+from toolcrew.contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
+from toolcrew.contract.specs import SkillSummary, ToolSpec
+from toolcrew.workers.skills.examiner import SkillExaminer
+from toolcrew.workers.skills.loader import Skill, SkillTool
+from toolcrew.workers.skills.sources import MemorySource
+from toolcrew.workers.tools.base import ToolEnvironment
 
 ROOT = "/workspace/.skills"
 MAX_BYTES = 16 * 1024 * 1024

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.skill_sidecars import Sidecar, build_argv
-from contract.skills import INTERPRETERS, SCRIPTS, BundleFile
-from workers.skills.loader import Skill, pack_skill, read_bundled
-from workers.tools.base import Outcome, ToolEnvironment
-from workers.tools.shell import run_shown
-from workers.tools.text import build_outcome, encode, show_name
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.skill_sidecars import Sidecar, build_argv
+from toolcrew.contract.skills import INTERPRETERS, SCRIPTS, BundleFile
+from toolcrew.workers.skills.loader import Skill, pack_skill, read_bundled
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment
+from toolcrew.workers.tools.shell import run_shown
+from toolcrew.workers.tools.text import build_outcome, encode, show_name
 
 _SHEBANG_BYTES = 256
 

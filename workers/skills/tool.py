@@ -12,19 +12,19 @@ from typing import Any, Protocol
 import structlog
 from pydantic import JsonValue
 
-from contract.calls import MAX_TIMEOUT_S
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import BUILTIN_TOOLS
-from contract.plurals import count
-from contract.schema import prepare_arguments
-from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
-from store.skills import InstalledSkill
-from workers.skills.loader import Skill, read_bundled
-from workers.skills.of_session import SessionSkills
-from workers.skills.runner import name_nearest, run_entrypoint, run_script
-from workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
-from workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
-from workers.tools.text import MAX_OUTPUT_BYTES, show_name
+from toolcrew.contract.calls import MAX_TIMEOUT_S
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.names import BUILTIN_TOOLS
+from toolcrew.contract.plurals import count
+from toolcrew.contract.schema import prepare_arguments
+from toolcrew.contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
+from toolcrew.store.skills import InstalledSkill
+from toolcrew.workers.skills.loader import Skill, read_bundled
+from toolcrew.workers.skills.of_session import SessionSkills
+from toolcrew.workers.skills.runner import name_nearest, run_entrypoint, run_script
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
+from toolcrew.workers.tools.read import DEFAULT_LINES, FOOTER_BYTES, MAX_LINES
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, show_name
 
 log = structlog.get_logger(__name__)
 

@@ -10,17 +10,26 @@ from typing import IO, Any, NamedTuple, TypeVar
 import structlog
 from pydantic import JsonValue
 
-from contract.calls import CallUsage, Clocks, KillReport, SandboxInfo, SessionUsage, Spill, ToolCall, ToolContext
-from contract.errors import ConfigError, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
-from contract.functions.call_context import CallContext, CoroutineRunner
-from contract.functions.session_state import NoState, SessionStates
-from contract.registry import Tool, ToolRegistry
-from contract.sandboxes import SandboxOptions
-from contract.secrets import check_session_values
-from contract.tenancy import SandboxPolicy
-from store.secrets import TenantSecrets
-from workers.call_events import CallEvents
-from workers.sandbox_client import (
+from toolcrew.contract.calls import (
+    CallUsage,
+    Clocks,
+    KillReport,
+    SandboxInfo,
+    SessionUsage,
+    Spill,
+    ToolCall,
+    ToolContext,
+)
+from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.functions.call_context import CallContext, CoroutineRunner
+from toolcrew.contract.functions.session_state import NoState, SessionStates
+from toolcrew.contract.registry import Tool, ToolRegistry
+from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.secrets import check_session_values
+from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.store.secrets import TenantSecrets
+from toolcrew.workers.call_events import CallEvents
+from toolcrew.workers.sandbox_client import (
     GuestAnswer,
     GuestResponse,
     InvalidGuestAnswer,
@@ -30,7 +39,7 @@ from workers.sandbox_client import (
     parse_guest_answer,
     sandbox_id,
 )
-from workers.tools.caller_model import CallerModel
+from toolcrew.workers.tools.caller_model import CallerModel
 
 log = structlog.get_logger(__name__)
 

@@ -1,14 +1,14 @@
 """The registry of the built-in tools and session verbs of a worker."""
 
-from contract.registry import ToolRegistry
-from workers.tools.base import WorkerRegistry
-from workers.tools.edit import EDIT_TOOL
-from workers.tools.glob import GLOB_TOOL
-from workers.tools.grep import GREP_TOOL
-from workers.tools.read import READ_TOOL
-from workers.tools.session import SESSION_VERBS
-from workers.tools.shell import BASH_TOOL
-from workers.tools.write import WRITE_TOOL
+from toolcrew.contract.registry import ToolRegistry
+from toolcrew.workers.tools.base import WorkerRegistry
+from toolcrew.workers.tools.edit import EDIT_TOOL
+from toolcrew.workers.tools.glob import GLOB_TOOL
+from toolcrew.workers.tools.grep import GREP_TOOL
+from toolcrew.workers.tools.read import READ_TOOL
+from toolcrew.workers.tools.session import SESSION_VERBS
+from toolcrew.workers.tools.shell import BASH_TOOL
+from toolcrew.workers.tools.write import WRITE_TOOL
 
 
 def build_registry() -> WorkerRegistry:

@@ -12,12 +12,12 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from contract.call_events import MODEL
-from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.functions.completions import Completion
-from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
-from contract.invalid_input import describe_invalid
-from workers.call_events import CallEvents
+from toolcrew.contract.call_events import MODEL
+from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.functions.completions import Completion
+from toolcrew.contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
+from toolcrew.contract.invalid_input import describe_invalid
+from toolcrew.workers.call_events import CallEvents
 
 log = structlog.get_logger(__name__)
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from contract.calls import ToolContext
-from contract.errors import ErrorCode, ToolFailure
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.read import PATH_ALIASES
-from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
+from toolcrew.contract.calls import ToolContext
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.read import PATH_ALIASES
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_EDITS = 100
 TOLERANCE = "edit.tolerance"

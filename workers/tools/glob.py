@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from contract.plurals import count
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.search_notes import FoundLines, build_common_notes
-from workers.tools.text import MAX_OUTPUT_BYTES, encode
+from toolcrew.contract.plurals import count
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.search_notes import FoundLines, build_common_notes
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, encode
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 2000

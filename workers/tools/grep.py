@@ -4,11 +4,11 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.plurals import count, plural
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.search_notes import FoundLines, build_common_notes, name_some
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
+from toolcrew.contract.plurals import count, plural
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.search_notes import FoundLines, build_common_notes, name_some
+from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, encode
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000

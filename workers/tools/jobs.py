@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.calls import NO_OUTPUT
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count
-from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, ToolEnvironment
-from workers.tools.text import (
+from toolcrew.contract.calls import NO_OUTPUT
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment
+from toolcrew.workers.tools.text import (
     MAX_OUTPUT_BYTES,
     build_invalid_notes,
     build_read_call,

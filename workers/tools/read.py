@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.text import MAX_OUTPUT_BYTES, decode, show_name
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, decode, show_name
 
 DEFAULT_LINES = 2000
 MAX_LINES = 10_000

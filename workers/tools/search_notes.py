@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contract.plurals import count
-from workers.tools.base import ToolEnvironment
-from workers.tools.text import MAX_OUTPUT_BYTES, decode
+from toolcrew.contract.plurals import count
+from toolcrew.workers.tools.base import ToolEnvironment
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, decode
 
 
 class FoundLines:

@@ -8,18 +8,18 @@ it should end. See workers/control.py.
 import json
 from typing import Any
 
-from contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
-from contract.errors import ErrorCode, ToolFailure
-from contract.image_names import MAX_IMAGE_CHARS
-from contract.sandboxes import CHECKPOINT_PATTERN, SandboxOptions
-from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from contract.specs import ToolSpec
-from workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
-from workers.sandboxd.archives.imports import KINDS, build_import, check_import
-from workers.sandboxd.archives.programs import check_programs
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.shown_output import LIVE_BYTES, ShownOutput
-from workers.tools.text import encode
+from toolcrew.contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.image_names import MAX_IMAGE_CHARS
+from toolcrew.contract.sandboxes import CHECKPOINT_PATTERN, SandboxOptions
+from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
+from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
+from toolcrew.workers.sandboxd.archives.programs import check_programs
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.shown_output import LIVE_BYTES, ShownOutput
+from toolcrew.workers.tools.text import encode
 
 EXEC_CAPTURE_BYTES = 4 * 1024 * 1024
 MAX_HEADER_ARGV_BYTES = 128 * 1024

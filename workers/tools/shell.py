@@ -4,16 +4,16 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
-from contract.errors import ErrorCode, ToolFailure
-from contract.shell.commands import SHELLS, ShellScript, parse_commands
-from contract.shell.dangers import Level, classify
-from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
-from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
-from workers.tools.shown_output import LIVE_BYTES, ShownOutput
-from workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, build_outcome, encode
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.shell.commands import SHELLS, ShellScript, parse_commands
+from toolcrew.contract.shell.dangers import Level, classify
+from toolcrew.contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
+from toolcrew.workers.tools.shown_output import LIVE_BYTES, ShownOutput
+from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES, build_outcome, encode
 
 _HOME = "/workspace"
 _MAX_PATH_CHARS = 4096

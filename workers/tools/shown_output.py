@@ -2,8 +2,8 @@
 
 import codecs
 
-from workers.tools.base import ToolEnvironment
-from workers.tools.text import fold
+from toolcrew.workers.tools.base import ToolEnvironment
+from toolcrew.workers.tools.text import fold
 
 LIVE_BYTES = 1024 * 1024
 """Bytes of output that are sent before a call ends. The result contains the rest."""

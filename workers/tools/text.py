@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count, plural
-from workers.sandbox_client import GuestResponse
-from workers.tools.base import Outcome
-from workers.tools.screen import draw, has_cursor_moves
+from toolcrew.contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count, plural
+from toolcrew.workers.sandbox_client import GuestResponse
+from toolcrew.workers.tools.base import Outcome
+from toolcrew.workers.tools.screen import draw, has_cursor_moves
 
 MAX_OUTPUT_BYTES = 32 * 1024
 MAX_LINES = 2000

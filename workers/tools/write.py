@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from contract.plurals import count
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.tools.read import PATH_ALIASES
-from workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
+from toolcrew.contract.plurals import count
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.tools.read import PATH_ALIASES
+from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, decode, encode, show_name
 
 MAX_CONTENT_CHARS = 10 * 1024 * 1024
 

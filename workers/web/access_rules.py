@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.web.addresses import AddressRules
-from workers.web.urls import Address, Target, refused
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.urls import Address, Target, refused
 
 _CLOSED_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".onion")
 _METADATA_NAMES = frozenset(

@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.urls import Address, Target
 
 MAX_TRIED = 4
 """Maximum number of addresses of a name that a connection attempt tries."""

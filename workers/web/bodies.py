@@ -3,8 +3,8 @@
 import zlib
 from collections.abc import Iterator
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.limits import FetchLimits
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.limits import FetchLimits
 
 ACCEPTED = "gzip, deflate"
 CODINGS = frozenset({"gzip", "x-gzip", "deflate"})

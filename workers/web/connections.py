@@ -6,11 +6,11 @@ from typing import Any
 
 import httpcore2
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.addresses import MAX_TRIED, check_peer, one_of_each_first
-from workers.web.bodies import too_large
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.addresses import MAX_TRIED, check_peer, one_of_each_first
+from toolcrew.workers.web.bodies import too_large
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.urls import Address, Target
 
 
 def build_tls() -> ssl.SSLContext:

@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from store.web_pages import WebPage
-from workers.web.charsets import decode_body
-from workers.web.fences import one_line, printable
-from workers.web.limits import Deadline
-from workers.web.media_types import declared_charset, is_html, is_json, media_type, reads_as_text
-from workers.web.pages import Extractor
+from toolcrew.store.web_pages import WebPage
+from toolcrew.workers.web.charsets import decode_body
+from toolcrew.workers.web.fences import one_line, printable
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.media_types import declared_charset, is_html, is_json, media_type, reads_as_text
+from toolcrew.workers.web.pages import Extractor
 
 MAX_INPUT_CHARS = 1024 * 1024
 MAX_OUTPUT_CHARS = 8 * 1024 * 1024

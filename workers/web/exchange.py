@@ -11,11 +11,11 @@ from http import HTTPStatus
 import httpcore2
 from anyio.from_thread import start_blocking_portal
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.bodies import ACCEPTED, BodyDecoder, too_large
-from workers.web.connections import CheckedBackend, header_flood
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.bodies import ACCEPTED, BodyDecoder, too_large
+from toolcrew.workers.web.connections import CheckedBackend, header_flood
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.urls import Address, Target
 
 USER_AGENT = "toolcrew (a tool of a language model)"
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from contract.errors import ErrorCode, ToolFailure
-from store.web_pages import FRESH_S, PageStore, WebPage, fresh_for_s, may_be_kept, validator
-from workers.web.access_rules import WebAccessRules
-from workers.web.connections import build_tls
-from workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.media_types import media_type, reads_as_text
-from workers.web.resolver import Resolver, find_addresses
-from workers.web.urls import Target, parse_location, parse_url, refused
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.store.web_pages import FRESH_S, PageStore, WebPage, fresh_for_s, may_be_kept, validator
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.media_types import media_type, reads_as_text
+from toolcrew.workers.web.resolver import Resolver, find_addresses
+from toolcrew.workers.web.urls import Target, parse_location, parse_url, refused
 
 ACCEPT = "text/html,application/xhtml+xml,text/markdown,text/plain,application/json;q=0.9,*/*;q=0.5"
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

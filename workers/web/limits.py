@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 KIB = 1024
 MIB = 1024 * KIB

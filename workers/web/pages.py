@@ -14,8 +14,8 @@ from typing import BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.limits import Deadline
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.limits import Deadline
 
 PARSE_S = 6.0
 """Time limit of one run of the program, in seconds. The CPU time has the same limit."""

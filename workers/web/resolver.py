@@ -6,9 +6,9 @@ import socket
 import threading
 from typing import Protocol
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.urls import Address, Target
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.urls import Address, Target
 
 MAX_ANSWERS = 16
 MAX_LOOKUPS = 8

@@ -5,24 +5,24 @@ from typing import TypeGuard
 
 from pydantic import SecretStr
 
-from contract.errors import ConfigError, ToolFailure
-from store.web_pages import PageStore
-from workers.settings import WebSettings
-from workers.tools.base import WorkerTool
-from workers.web.access_rules import WebAccessRules
-from workers.web.addresses import AddressRules
-from workers.web.connections import build_tls
-from workers.web.fetcher import Fetcher
-from workers.web.providers.base import SearchProvider
-from workers.web.providers.brave import Brave
-from workers.web.providers.endpoint import SearchEndpoint
-from workers.web.providers.exa import Exa
-from workers.web.providers.searxng import Searxng
-from workers.web.providers.tavily import Tavily
-from workers.web.resolver import Resolver, SystemResolver
-from workers.web.urls import parse_url
-from workers.web.webfetch import build_webfetch
-from workers.web.websearch import build_websearch
+from toolcrew.contract.errors import ConfigError, ToolFailure
+from toolcrew.store.web_pages import PageStore
+from toolcrew.workers.settings import WebSettings
+from toolcrew.workers.tools.base import WorkerTool
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.addresses import AddressRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.fetcher import Fetcher
+from toolcrew.workers.web.providers.base import SearchProvider
+from toolcrew.workers.web.providers.brave import Brave
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.providers.exa import Exa
+from toolcrew.workers.web.providers.searxng import Searxng
+from toolcrew.workers.web.providers.tavily import Tavily
+from toolcrew.workers.web.resolver import Resolver, SystemResolver
+from toolcrew.workers.web.urls import parse_url
+from toolcrew.workers.web.webfetch import build_webfetch
+from toolcrew.workers.web.websearch import build_websearch
 
 WEB_PORTS = frozenset({80, 443})
 """Ports that are open by default. TOOLCREW_WEBFETCH_ALLOW_HOSTS allows another port of one host."""

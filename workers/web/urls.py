@@ -13,7 +13,7 @@ from urllib.parse import quote, urljoin
 
 import idna
 
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 MAX_URL_CHARS = 2048
 DEFAULT_PORTS = {"http": 80, "https": 443}

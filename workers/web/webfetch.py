@@ -5,15 +5,15 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.specs import ToolSpec
-from store.web_pages import WebPage
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.web.documents import Document, read_document
-from workers.web.fences import fence
-from workers.web.fetcher import FetchedPage, Fetcher
-from workers.web.limits import Deadline
-from workers.web.pages import Extractor
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.store.web_pages import WebPage
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.web.documents import Document, read_document
+from toolcrew.workers.web.fences import fence
+from toolcrew.workers.web.fetcher import FetchedPage, Fetcher
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.pages import Extractor
 
 DEFAULT_CHARS = 30_000
 MAX_CHARS = 100_000

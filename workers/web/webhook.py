@@ -3,15 +3,15 @@
 import ssl
 from typing import Any
 
-from contract.specs import ToolSpec
-from contract.webhooks import MAX_URL_CHARS, SEND_TOOL
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.web.access_rules import WebAccessRules
-from workers.web.connections import build_tls
-from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver, find_addresses
-from workers.web.urls import parse_url
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.contract.webhooks import MAX_URL_CHARS, SEND_TOOL
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.web.access_rules import WebAccessRules
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.exchange import ConnectionOptions, HttpRequest, exchange
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.resolver import Resolver, find_addresses
+from toolcrew.workers.web.urls import parse_url
 
 WEBHOOK_SPEC = ToolSpec(
     name=SEND_TOOL,

@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.plurals import count
-from contract.specs import ToolSpec
-from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
-from workers.web.fences import fence, printable
-from workers.web.limits import Deadline
-from workers.web.providers.base import SearchProvider, SearchQuery, SearchResult
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.plurals import count
+from toolcrew.contract.specs import ToolSpec
+from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from toolcrew.workers.web.fences import fence, printable
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.providers.base import SearchProvider, SearchQuery, SearchResult
 
 NEEDS_CONFIGURATION = (
     "websearch_tool needs an API key: set TOOLCREW_TAVILY_API_KEY, TOOLCREW_BRAVE_API_KEY or TOOLCREW_EXA_API_KEY, "

@@ -2,8 +2,8 @@
 
 import order_tools
 
-from contract.functions import ErrorCode
-from workers.custom.testing import LocalWorker
+from toolcrew.contract.functions import ErrorCode
+from toolcrew.workers.custom.testing import LocalWorker
 
 WORKER = LocalWorker(order_tools, config={"currency": "JPY"})
 

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from orchestrator.api.pages import (
+from toolcrew.orchestrator.api.pages import (
     approval_pages,
     batch_pages,
     call_pages,
@@ -12,7 +12,7 @@ from orchestrator.api.pages import (
     run_pages,
     usage_page,
 )
-from orchestrator.api.pages.rendering import load_templates
+from toolcrew.orchestrator.api.pages.rendering import load_templates
 
 
 def build_router() -> APIRouter:

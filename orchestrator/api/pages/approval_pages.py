@@ -11,18 +11,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Request, Response
 
-from contract.approvals import Decision
-from contract.errors import ErrorCode, ToolFailure
-from contract.schema import MAX_VALUES
-from contract.strict_json import InvalidJson, parse_object
-from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
-from orchestrator.api.pages.rendering import render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_pages import has_page
-from orchestrator.api.pages.untrusted_text import count_suspicious
-from orchestrator.http.problems import ApiCode, ApiProblem
-from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
+from toolcrew.contract.approvals import Decision
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.schema import MAX_VALUES
+from toolcrew.contract.strict_json import InvalidJson, parse_object
+from toolcrew.orchestrator.api.pages.operating import DONE, back
+from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
+from toolcrew.orchestrator.api.pages.rendering import render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.api.pages.run_pages import has_page
+from toolcrew.orchestrator.api.pages.untrusted_text import count_suspicious
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -6,22 +6,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from markupsafe import Markup
 
-from contract.errors import ToolFailure
-from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
-from orchestrator.api.pages.rendering import render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.batches.report import build_sections
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.runs.hosted import build_transcript
-from store.audit import Audit, build_entry
-from store.batches import BatchRecord, BatchState
-from store.overview import Overview, OverviewReader
-from store.read_memory import PARSED_LOG, READ_BYTES, read_memory
-from store.run_events import MAX_PROGRESS_BYTES
-from store.run_records import RunRecord
-from store.runs import PAGE_BYTES
-from store.tenant_threads import in_tenant_thread
+from toolcrew.contract.errors import ToolFailure
+from toolcrew.orchestrator.api.pages.operating import DONE, back
+from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
+from toolcrew.orchestrator.api.pages.rendering import render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.batches.report import build_sections
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.hosted import build_transcript
+from toolcrew.store.audit import Audit, build_entry
+from toolcrew.store.batches import BatchRecord, BatchState
+from toolcrew.store.overview import Overview, OverviewReader
+from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
+from toolcrew.store.run_events import MAX_PROGRESS_BYTES
+from toolcrew.store.run_records import RunRecord
+from toolcrew.store.runs import PAGE_BYTES
+from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import RedirectResponse
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, build_not_found
-from orchestrator.api.pages.rendering import address, render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_pages import has_page
-from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.api.pages.operating import DONE, back
+from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, build_not_found
+from toolcrew.orchestrator.api.pages.rendering import address, render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.api.pages.run_pages import has_page
+from toolcrew.orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

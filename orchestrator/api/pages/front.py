@@ -5,16 +5,16 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Form, Request, Response
 from fastapi.responses import RedirectResponse
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.access import depend_on_app_state
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
-from orchestrator.api.pages.people import FormSender, build_not_found, check_origin
-from orchestrator.api.pages.rendering import render, static_files
-from orchestrator.api.pages.route import PageRoute
-from orchestrator.http.authentication import MAX_KEY_CHARS
-from store.api_keys import LOGIN_S
-from telemetry.logs import get_logger
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.api.access import depend_on_app_state
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
+from toolcrew.orchestrator.api.pages.people import FormSender, build_not_found, check_origin
+from toolcrew.orchestrator.api.pages.rendering import render, static_files
+from toolcrew.orchestrator.api.pages.route import PageRoute
+from toolcrew.orchestrator.http.authentication import MAX_KEY_CHARS
+from toolcrew.store.api_keys import LOGIN_S
+from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from contract.errors import ErrorCode, ToolFailure
-from orchestrator.api.api_state import ApiState
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import Credential, Identity, LoginStore, ShownCredential, login_digest
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import Credential, Identity, LoginStore, ShownCredential, login_digest
 
 COOKIE = "toolcrew_login"
 

@@ -6,22 +6,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Form, Path, Request, Response
 from fastapi.responses import RedirectResponse
 
-from contract.errors import ConfigError, ErrorCode
-from contract.registry import Switch
-from contract.tenancy import DEFAULT_TENANT
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
-from orchestrator.api.pages.rendering import address, render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.http.problems import ApiProblem
-from orchestrator.operations.drains import find_workers, order_drain
-from orchestrator.operations.views import view_secret
-from store.api_keys import ApiKeyRecord
-from store.audit import ACTIONS, Audit
-from store.hosts import HostStore
-from store.model_endpoints import ModelEndpoints
-from store.overview import OverviewReader, TenantSummary
-from store.secrets import SecretStore
-from store.session_list import SessionList
+from toolcrew.contract.errors import ConfigError, ErrorCode
+from toolcrew.contract.registry import Switch
+from toolcrew.contract.tenancy import DEFAULT_TENANT
+from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
+from toolcrew.orchestrator.api.pages.rendering import address, render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.http.problems import ApiProblem
+from toolcrew.orchestrator.operations.drains import find_workers, order_drain
+from toolcrew.orchestrator.operations.views import view_secret
+from toolcrew.store.api_keys import ApiKeyRecord
+from toolcrew.store.audit import ACTIONS, Audit
+from toolcrew.store.hosts import HostStore
+from toolcrew.store.model_endpoints import ModelEndpoints
+from toolcrew.store.overview import OverviewReader, TenantSummary
+from toolcrew.store.secrets import SecretStore
+from toolcrew.store.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from orchestrator.api.pages.batch_pages import order_tenants
-from orchestrator.api.pages.people import PageViewer, Person
-from orchestrator.api.pages.rendering import render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_pages import newest_runs
-from store.batches import HOSTED_BATCH
-from store.overview import OverviewReader
-from store.run_events import RunEventStore
-from store.run_records import HostedRun, HostedState
+from toolcrew.orchestrator.api.pages.batch_pages import order_tenants
+from toolcrew.orchestrator.api.pages.people import PageViewer, Person
+from toolcrew.orchestrator.api.pages.rendering import render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.api.pages.run_pages import newest_runs
+from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.overview import OverviewReader
+from toolcrew.store.run_events import RunEventStore
+from toolcrew.store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

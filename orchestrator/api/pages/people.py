@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Form, Query, Request, Response
 
-from contract.errors import ErrorCode
-from orchestrator.api.access import depend_on_app_state
-from orchestrator.api.api_state import ApiState
-from orchestrator.api.pages.logins import Login, find_login
-from orchestrator.api.pages.rendering import Viewer, render
-from orchestrator.api.shares import Streams
-from orchestrator.http.problems import ApiCode, ApiProblem
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.audit import Actor
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.orchestrator.api.access import depend_on_app_state
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.pages.logins import Login, find_login
+from toolcrew.orchestrator.api.pages.rendering import Viewer, render
+from toolcrew.orchestrator.api.shares import Streams
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.audit import Actor
 
 MAX_CHOICE = 500
 """Limit of tenants in the selection list. Other tenants are reached by links."""

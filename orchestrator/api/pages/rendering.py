@@ -15,10 +15,10 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from contract.clock import format_instant
-from contract.plurals import plural
-from orchestrator.api.pages.untrusted_text import build_json, count_suspicious, reveal, reveal_exactly, shorten
-from orchestrator.terminal.figures import format_count, format_seconds
+from toolcrew.contract.clock import format_instant
+from toolcrew.contract.plurals import plural
+from toolcrew.orchestrator.api.pages.untrusted_text import build_json, count_suspicious, reveal, reveal_exactly, shorten
+from toolcrew.orchestrator.terminal.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
 _AGES = ((1, "s", 60), (60, "min", 3600), (3600, "h", 172_800), (86_400, "d", float("inf")))

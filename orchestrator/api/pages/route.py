@@ -10,14 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 
-from contract.errors import ErrorCode, OperatorError, ToolFailure
-from contract.invalid_input import explain_errors
-from orchestrator.api.access import get_app_state
-from orchestrator.api.pages.logins import NotLoggedIn, find_login
-from orchestrator.api.pages.rendering import render_error
-from orchestrator.http.authentication import name_body_owner
-from orchestrator.http.body_limits import BODY_OWNER
-from orchestrator.http.problems import ApiCode, ApiProblem, build_message, status_of
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.invalid_input import explain_errors
+from toolcrew.orchestrator.api.access import get_app_state
+from toolcrew.orchestrator.api.pages.logins import NotLoggedIn, find_login
+from toolcrew.orchestrator.api.pages.rendering import render_error
+from toolcrew.orchestrator.http.authentication import name_body_owner
+from toolcrew.orchestrator.http.body_limits import BODY_OWNER
+from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem, build_message, status_of
 
 LOGIN_PATH = "/login"
 POLICY = (

@@ -10,18 +10,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.traceparent import trace_id_of
-from orchestrator.api.pages.batch_pages import list_tenants
-from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
-from orchestrator.api.pages.rendering import Viewer, build, render
-from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_progress import RunProgress
-from orchestrator.api.sse import EventStream, ServerEvent
-from orchestrator.runs.hosted import HostedRuns
-from store.run_events import START, is_before
-from store.run_records import HostedRun, HostedState
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.traceparent import trace_id_of
+from toolcrew.orchestrator.api.pages.batch_pages import list_tenants
+from toolcrew.orchestrator.api.pages.operating import DONE, back
+from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
+from toolcrew.orchestrator.api.pages.rendering import Viewer, build, render
+from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
+from toolcrew.orchestrator.api.pages.run_progress import RunProgress
+from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
+from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.store.run_events import START, is_before
+from toolcrew.store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -2,8 +2,8 @@
 
 import json
 
-from contract.run_events import EventsMissed, EventsOmitted, RunEnded, RunResumed, parse_event
-from orchestrator.traces.steps import RunStep, RunSteps
+from toolcrew.contract.run_events import EventsMissed, EventsOmitted, RunEnded, RunResumed, parse_event
+from toolcrew.orchestrator.traces.steps import RunStep, RunSteps
 
 
 class RunProgress:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Response
 
-from orchestrator.api.pages.people import PageViewer
-from orchestrator.api.pages.rendering import render
-from orchestrator.api.pages.route import PageRoute
-from store.budgets import BudgetState
-from store.overview import OverviewReader
-from store.usage import DAY_S, UsageRow, UsageStore, show_amounts, sum_rows
+from toolcrew.orchestrator.api.pages.people import PageViewer
+from toolcrew.orchestrator.api.pages.rendering import render
+from toolcrew.orchestrator.api.pages.route import PageRoute
+from toolcrew.store.budgets import BudgetState
+from toolcrew.store.overview import OverviewReader
+from toolcrew.store.usage import DAY_S, UsageRow, UsageStore, show_amounts, sum_rows
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

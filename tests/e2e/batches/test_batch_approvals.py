@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.command import app
-from orchestrator.runs.batches import run_id
 from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack
 from tests.waiting import SOON_S, wait_until
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.runs.batches import run_id
 
 pytestmark = pytest.mark.stack
 

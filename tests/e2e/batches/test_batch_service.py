@@ -18,15 +18,20 @@ import redis.asyncio
 from docker import APIClient
 from pydantic import SecretStr
 
-from contract.run_events import CallFinished, FailureKind, RunClaimed
-from contract.tenancy import TenantPolicy
-from orchestrator.approvals import AutoApprover
-from orchestrator.batches.lines import load_lines
-from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import OrchestratorSettings
-from store.api_keys import ApiKeys
-from store.batches import (
+from tests.command_server import run_toolcrew
+from tests.log_lines import read_log
+from tests.model_server.running import ModelServer, running_model_server
+from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
+from tests.waiting import wait_until, wait_until_async
+from toolcrew.contract.run_events import CallFinished, FailureKind, RunClaimed
+from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew.orchestrator.batches.lines import load_lines
+from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.store.api_keys import ApiKeys
+from toolcrew.store.batches import (
     BatchDefaults,
     BatchItem,
     BatchRecord,
@@ -36,15 +41,10 @@ from store.batches import (
     ItemOutcome,
     RunLimits,
 )
-from store.connection import open_redis
-from store.run_records import HostedRun, HostedState
-from store.runs import RunQueue
-from store.tenants import RedisTenants
-from tests.command_server import run_toolcrew
-from tests.log_lines import read_log
-from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
-from tests.waiting import wait_until, wait_until_async
+from toolcrew.store.connection import open_redis
+from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.runs import RunQueue
+from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.stack
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.command import app
-from orchestrator.runs.batch_service import BatchService
-from orchestrator.sdk.client import ToolClient
-from orchestrator.settings import load_settings
-from store.batches import ItemEnvironment
-from store.run_records import HostedRun, HostedState
 from tests.model_server.running import running_model_server
 from tests.stack import Stack
+from toolcrew.orchestrator.command import app
+from toolcrew.orchestrator.runs.batch_service import BatchService
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.settings import load_settings
+from toolcrew.store.batches import ItemEnvironment
+from toolcrew.store.run_records import HostedRun, HostedState
 
 pytestmark = pytest.mark.stack
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.sdk.client import ToolClient
-from store.batches import RunBody
-from store.run_records import HostedRun
 from tests.e2e.batches.test_hosted_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.batches import RunBody
+from toolcrew.store.run_records import HostedRun
 
 pytestmark = pytest.mark.stack
 

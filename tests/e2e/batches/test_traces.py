@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator import ToolClient
-from orchestrator.cli.trace_printer import build_json
-from orchestrator.loop.limits import ReActOptions
-from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.traces.export_atif import build_atif
-from orchestrator.traces.export_otel import build_otel
-from orchestrator.traces.page import build_page
-from orchestrator.traces.reading import load_trace
 from tests.stack import Stack
 from tests.trace_harness import build_lines
+from toolcrew import ToolClient
+from toolcrew.orchestrator.cli.trace_printer import build_json
+from toolcrew.orchestrator.loop.limits import ReActOptions
+from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.traces.export_atif import build_atif
+from toolcrew.orchestrator.traces.export_otel import build_otel
+from toolcrew.orchestrator.traces.page import build_page
+from toolcrew.orchestrator.traces.reading import load_trace
 
 pytestmark = pytest.mark.stack
 

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, ToolFailure
-from store.archives.base import ArchiveStore, NotStored
-from store.archives.files import KEEP_S, file_created_at, is_file_id
-from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
-from workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
-from workers.sandboxd.budgets import MemoryBudget
-from workers.sandboxd.disks.changes import RootChanges
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.store.archives.base import ArchiveStore, NotStored
+from toolcrew.store.archives.files import KEEP_S, file_created_at, is_file_id
+from toolcrew.workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
+from toolcrew.workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
+from toolcrew.workers.sandboxd.budgets import MemoryBudget
+from toolcrew.workers.sandboxd.disks.changes import RootChanges
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0

@@ -5,8 +5,8 @@ harms only its own sandbox.
 import signal
 from collections.abc import Mapping, Sequence
 
-from contract.errors import ErrorCode, ToolFailure
-from workers.sandboxd.archives.programs import check_programs
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.workers.sandboxd.archives.programs import check_programs
 
 TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "tar": (),

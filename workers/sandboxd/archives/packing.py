@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from contract.closed_files import OPEN_CLOSED
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from store.archives.base import ArchiveHash, in_pieces
-from workers.sandboxd.archives.programs import check_programs, missing_program
-from workers.sandboxd.frames import Frame
-from workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
+from toolcrew.contract.closed_files import OPEN_CLOSED
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.store.archives.base import ArchiveHash, in_pieces
+from toolcrew.workers.sandboxd.archives.programs import check_programs, missing_program
+from toolcrew.workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
 """Folders of the session: its files; and the long outputs, job logs, shell state and file states of the guest."""

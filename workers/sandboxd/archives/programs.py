@@ -2,7 +2,7 @@
 
 import re
 
-from contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 
 NOT_FOUND = 127
 """Exit code of a shell that found no program of that name."""

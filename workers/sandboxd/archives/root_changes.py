@@ -13,10 +13,10 @@ import tarfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from contract.errors import SandboxUnavailable
-from store.archives.base import join_chunks
-from workers.sandboxd.archives.packing import PackingGuest, run_with_input, unpack
-from workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.store.archives.base import join_chunks
+from toolcrew.workers.sandboxd.archives.packing import PackingGuest, run_with_input, unpack
+from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 
 _NAME = ".toolcrew-root-changes"
 _LINE = re.compile(rb"(sha256:[0-9a-f]{64}|-) ([0-9]{1,9}) ([0-9]{1,9})\n")

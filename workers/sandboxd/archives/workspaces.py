@@ -8,13 +8,13 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
-from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
-from contract.errors import ErrorCode, ToolFailure
-from store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
-from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
-from workers.sandboxd.archives.imports import build_import, check_import
-from workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
-from workers.sandboxd.budgets import MemoryBudget
+from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
+from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
+from toolcrew.workers.sandboxd.archives.imports import build_import, check_import
+from toolcrew.workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
+from toolcrew.workers.sandboxd.budgets import MemoryBudget
 
 WHOLE_S = 500.0
 """Time limit for the import or export of one workspace, in seconds. It is shorter than the time that workers wait for

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.disks.children import limit_child, run_child
-from workers.sandboxd.disks.folder_cursor import CHANGED, FolderCursor, MovedTooOften
-from workers.sandboxd.disks.merging import Level, find_below
-from workers.sandboxd.disks.workspace_store import refused
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.disks.children import limit_child, run_child
+from toolcrew.workers.sandboxd.disks.folder_cursor import CHANGED, FolderCursor, MovedTooOften
+from toolcrew.workers.sandboxd.disks.merging import Level, find_below
+from toolcrew.workers.sandboxd.disks.workspace_store import refused
 
 MAX_LIST_BYTES: Final = 16 * 1024 * 1024
 _ENTRY_BYTES: Final = 32
@@ -30,7 +30,7 @@ _PATH_BYTES: Final = 4095
 """Size of the longest path that programs can open (PATH_MAX of Linux)."""
 _NOT_KEPT: Final = frozenset(("tmp",))
 """Folders of the root that no checkpoint has."""
-_MODULE: Final = "workers.sandboxd.disks.changes"
+_MODULE: Final = "toolcrew.workers.sandboxd.disks.changes"
 _LIST_S: Final = 120.0
 _TOO_LARGE: Final = 65
 """Exit code of this program for a list that is too large."""

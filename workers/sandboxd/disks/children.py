@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.budgets import FairBudget
-from workers.sandboxd.cgroups import HELPERS_BYTES, Cgroups
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.budgets import FairBudget
+from toolcrew.workers.sandboxd.cgroups import HELPERS_BYTES, Cgroups
 
 MEMORY_BYTES: Final = 256 * 1024 * 1024
 """Maximum size of the memory of one child."""

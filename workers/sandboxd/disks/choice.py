@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import UID, Workspaces, WorkspaceSize
-from workers.sandboxd.disks.ext4 import clear_work, find_tool, make_image, open_work
-from workers.sandboxd.disks.folder import FolderWorkspaces
-from workers.sandboxd.disks.image import TEMPLATES, ImageWorkspaces
-from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
-from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import UID, Workspaces, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.ext4 import clear_work, find_tool, make_image, open_work
+from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces
+from toolcrew.workers.sandboxd.disks.image import TEMPLATES, ImageWorkspaces
+from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
+from toolcrew.workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 
 WantedKind = Literal["auto", "image", "tmpfs", "folder"]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import UID, WorkspaceSize
-from workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
-from workers.sandboxd.disks.trees import remove_tree
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
+from toolcrew.workers.sandboxd.disks.trees import remove_tree
 
 log = structlog.get_logger(__name__)
 

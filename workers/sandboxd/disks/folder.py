@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.base import UID, Kind, Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.trees import TreeCount
-from workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.base import UID, Kind, Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.trees import TreeCount
+from toolcrew.workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 
 FILES = "files"
 WATCH_S = 0.2

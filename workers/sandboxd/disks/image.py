@@ -19,13 +19,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.children import run_child
-from workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
-from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
-from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
-from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.children import run_child
+from toolcrew.workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
+from toolcrew.workers.sandboxd.disks.loop_mounts import (
+    attach_read_only,
+    mount_image,
+    mount_read_only,
+    try_lock,
+    unmount,
+)
+from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
+from toolcrew.workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
 IMAGE = "image"
 TEMPLATES = ".templates"
@@ -38,7 +44,7 @@ _LAYERS_TIMES = 2
 """The layers of a workspace together may have at most this multiple of its size."""
 _MAX_DEVICES = 64
 _MERGE_S = 600.0
-_MERGING = "workers.sandboxd.disks.merging"
+_MERGING = "toolcrew.workers.sandboxd.disks.merging"
 CHANGES, WORKSPACE = "changes", "workspace"
 """Folders of a disk: the changes of the root file system, and the files of /workspace."""
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

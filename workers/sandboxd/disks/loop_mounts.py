@@ -13,7 +13,7 @@ import os
 import struct
 from pathlib import Path
 
-from workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
+from toolcrew.workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
 
 _LOOP_CONFIGURE = 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from workers.sandboxd.disks.children import limit_child
-from workers.sandboxd.disks.ext4 import copy_data
-from workers.sandboxd.disks.folder_cursor import FOLDER, FolderCursor
+from toolcrew.workers.sandboxd.disks.children import limit_child
+from toolcrew.workers.sandboxd.disks.ext4 import copy_data
+from toolcrew.workers.sandboxd.disks.folder_cursor import FOLDER, FolderCursor
 
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
 
 
 @dataclass(frozen=True)

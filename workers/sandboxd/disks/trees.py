@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TIMES = 4

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.disks.loop_mounts import unmount
-from workers.sandboxd.disks.trees import remove_tree
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.disks.loop_mounts import unmount
+from toolcrew.workers.sandboxd.disks.trees import remove_tree
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from workers.unix_listening import find_peer_uid
+from toolcrew.workers.unix_listening import find_peer_uid
 
 log = structlog.get_logger(__name__)
 

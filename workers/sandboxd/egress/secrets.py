@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from workers.sandboxd.egress.relay import connect_proxy
-from workers.sandboxd.runtime.hardening import AUTHORITIES
+from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.workers.sandboxd.egress.relay import connect_proxy
+from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES
 
 AUTHORITY_VARIABLES: Mapping[str, str] = dict.fromkeys(
     (

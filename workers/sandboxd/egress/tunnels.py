@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, RelayContext, TunnelRelay
-from workers.sandboxd.frames import Frame
+from toolcrew.workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, RelayContext, TunnelRelay
+from toolcrew.workers.sandboxd.frames import Frame
 
 MAX_TUNNELS = 64
 _FRAMES_PER_S = 4000.0

@@ -12,8 +12,8 @@ from typing import Final
 import docker
 import docker.errors
 
-from workers.sandboxd.disks.base import UID
-from workers.sandboxd.runtime.hardening import GUEST_FOLDER, AccountFiles
+from toolcrew.workers.sandboxd.disks.base import UID
+from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, AccountFiles
 
 MAX_BYTES: Final = 64 * 1024
 """Largest file of an image that is completed, in bytes. The kernel's own path limits and tar's headers come on top."""

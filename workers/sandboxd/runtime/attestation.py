@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from contract.errors import SandboxUnavailable
+from toolcrew.contract.errors import SandboxUnavailable
 
 _MAX_VALUE = 2**63
 _KIND = re.compile(r"[a-z0-9_.?-]{1,40}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from workers.sandboxd.runtime.hardening import SandboxSpec
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec
 
 LABEL_PRODUCT: Final = "toolcrew.product"
 LABEL_DEPLOYMENT: Final = "toolcrew.deployment"

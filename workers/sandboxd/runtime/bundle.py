@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from workers.sandboxd.runtime.hardening import (
+from toolcrew.workers.sandboxd.runtime.hardening import (
     IPC_SYSCTLS,
     LOADER_VARIABLES,
     MASKED_PATHS,
@@ -26,7 +26,7 @@ from workers.sandboxd.runtime.hardening import (
     tmpfs_options,
     ulimits,
 )
-from workers.sandboxd.runtime.mounts import ID_RANGE
+from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 
 NAMESPACES: Final = ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")
 CPU_PERIOD_US: Final = 100_000

@@ -22,10 +22,10 @@ import docker.errors
 import requests.exceptions
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.image_names import advise_missing
-from workers.sandboxd.runtime.accounts import read_accounts
-from workers.sandboxd.runtime.base import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.workers.sandboxd.runtime.accounts import read_accounts
+from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_DEPLOYMENT,
     LABEL_PRODUCT,
     PRODUCT,
@@ -33,10 +33,10 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
-from workers.sandboxd.runtime.hardening import AccountFiles, AccountVolume, ImageFacts
-from workers.sandboxd.runtime.image_faults import explain_unfit
-from workers.sandboxd.runtime.volumes import (
+from toolcrew.workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
+from toolcrew.workers.sandboxd.runtime.hardening import AccountFiles, AccountVolume, ImageFacts
+from toolcrew.workers.sandboxd.runtime.image_faults import explain_unfit
+from toolcrew.workers.sandboxd.runtime.volumes import (
     PRODUCT_GUEST,
     AccountVolumes,
     GuestVolumes,

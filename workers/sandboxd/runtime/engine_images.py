@@ -18,11 +18,11 @@ import docker.utils
 import requests.exceptions
 import urllib3.exceptions
 
-from contract.errors import SandboxUnavailable
-from contract.image_names import ImageName
-from store.tasks import in_thread
-from workers.sandboxd.runtime.base import LABEL_PRODUCT, PRODUCT_PIN
-from workers.sandboxd.runtime.engine import Engine
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.image_names import ImageName
+from toolcrew.store.tasks import in_thread
+from toolcrew.workers.sandboxd.runtime.base import LABEL_PRODUCT, PRODUCT_PIN
+from toolcrew.workers.sandboxd.runtime.engine import Engine
 
 SILENCE_S: Final = 120
 """A pull fails when the engine reports no progress for this time, in seconds. It reports every retry of a download."""

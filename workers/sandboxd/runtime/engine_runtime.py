@@ -1,9 +1,9 @@
 """Sandboxes that the Docker engine starts."""
 
-from contract.errors import SandboxUnavailable
-from workers.sandboxd.runtime.base import AttachedContainer, ListedContainer
-from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config, find_drift
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime.base import AttachedContainer, ListedContainer
+from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config, find_drift
 
 
 class EngineRuntime:

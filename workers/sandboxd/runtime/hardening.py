@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
-from contract.tenancy import NetworkPolicy
-from workers.sandboxd.disks.base import UID, WorkspaceMount
+from toolcrew.contract.tenancy import NetworkPolicy
+from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceMount
 
 MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from contract.errors import SandboxUnavailable
+from toolcrew.contract.errors import SandboxUnavailable
 
 FOLDERS = "/workspace, /tmp, /output and /opt/toolcrew must be folders in an image, or missing"
 _MAX_CHARS = 2000

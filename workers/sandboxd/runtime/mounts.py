@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
+from toolcrew.workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
 
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000

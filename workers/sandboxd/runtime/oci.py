@@ -33,10 +33,10 @@ from typing import Final
 
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.image_names import advise_missing
-from workers.sandboxd.cgroups import PARENT, Cgroups
-from workers.sandboxd.disks.image import (
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
+from toolcrew.workers.sandboxd.disks.image import (
     CHANGES,
     FOLDER_FLAGS,
     WORKSPACE,
@@ -44,8 +44,8 @@ from workers.sandboxd.disks.image import (
     open_each,
     open_workspaces,
 )
-from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
-from workers.sandboxd.runtime.base import (
+from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
+from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
     LABEL_DEPLOYMENT,
@@ -53,11 +53,11 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
-from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, SandboxSpec
-from workers.sandboxd.runtime.id_ranges import IdRanges
-from workers.sandboxd.runtime.mounts import (
+from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
+from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
+from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges
+from toolcrew.workers.sandboxd.runtime.mounts import (
     ROOTS,
     attach_below,
     attached,
@@ -66,7 +66,7 @@ from workers.sandboxd.runtime.mounts import (
     mount_overlay,
     set_attributes,
 )
-from workers.sandboxd.runtime.oci_drift import find_kernel_drift
+from toolcrew.workers.sandboxd.runtime.oci_drift import find_kernel_drift
 
 log = structlog.get_logger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from workers.sandboxd.cgroups import Cgroups
-from workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
-from workers.sandboxd.runtime.hardening import (
+from toolcrew.workers.sandboxd.cgroups import Cgroups
+from toolcrew.workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
+from toolcrew.workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
     SKILLS_FOLDER,
     SandboxSpec,
@@ -18,7 +18,7 @@ from workers.sandboxd.runtime.hardening import (
     tmpfs_options,
     ulimits,
 )
-from workers.sandboxd.runtime.mounts import ID_RANGE
+from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 
 _LINKS: Final = {"mount": "mnt", "network": "net"}
 """Names of namespaces in /proc that differ from those of the OCI specification."""

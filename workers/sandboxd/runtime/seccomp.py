@@ -81,7 +81,7 @@ def load_seccomp_profile() -> str:
     """Return the profile as one line of JSON for `HostConfig.SecurityOpt`. Raises ValueError when the shipped file
     breaks a rule of this module.
     """
-    text = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
+    text = resources.files("toolcrew.workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
     faults = find_profile_faults(text)
     if faults:
         raise ValueError("the shipped seccomp profile is damaged: " + "; ".join(faults))

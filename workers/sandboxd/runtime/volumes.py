@@ -18,9 +18,9 @@ import docker
 import docker.errors
 import structlog
 
-from contract.errors import SandboxUnavailable
-from contract.image_names import advise_missing
-from workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, AccountVolume
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.image_names import advise_missing
+from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, AccountVolume
 
 log = structlog.get_logger(__name__)
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from workers.web.fences import one_line
-from workers.web.limits import Deadline
+from toolcrew.workers.web.fences import one_line
+from toolcrew.workers.web.limits import Deadline
 
 TimeRange = Literal["day", "week", "month", "year"]
 

@@ -5,9 +5,9 @@ import re
 
 from pydantic import SecretStr
 
-from workers.web.limits import Deadline
-from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
-from workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
 
 MAX_COUNT = 20
 MAX_QUERY_CHARS = 400

@@ -14,13 +14,13 @@ from urllib.parse import urlencode
 
 from pydantic import SecretStr
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.json_limits import has_more_values_in_text
-from workers.web.connections import build_tls
-from workers.web.exchange import ConnectionOptions, HttpRequest, HttpResponse, exchange
-from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver, find_addresses
-from workers.web.urls import parse_url
+from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.json_limits import has_more_values_in_text
+from toolcrew.workers.web.connections import build_tls
+from toolcrew.workers.web.exchange import ConnectionOptions, HttpRequest, HttpResponse, exchange
+from toolcrew.workers.web.limits import Deadline, FetchLimits
+from toolcrew.workers.web.resolver import Resolver, find_addresses
+from toolcrew.workers.web.urls import parse_url
 
 MAX_WAIT_S = 5.0
 """Maximum pause in seconds. A service that asks for a longer pause is skipped."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from workers.web.limits import Deadline
-from workers.web.providers.base import MAX_SNIPPET_CHARS, SearchQuery, SearchResult, parse_results
-from workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.providers.base import MAX_SNIPPET_CHARS, SearchQuery, SearchResult, parse_results
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
 
 _DAYS = {"day": 1, "week": 7, "month": 31, "year": 366}
 

@@ -1,8 +1,8 @@
 """SearXNG: GET /search of the operator's own instance, without a key. The instance must allow the json format."""
 
-from workers.web.limits import Deadline
-from workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
-from workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.providers.base import SearchQuery, SearchResult, parse_results, with_sites
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
 
 MAX_QUERY_CHARS = 1000
 

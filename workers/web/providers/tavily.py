@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from workers.web.limits import Deadline
-from workers.web.providers.base import SearchQuery, SearchResult, parse_results
-from workers.web.providers.endpoint import SearchEndpoint
+from toolcrew.workers.web.limits import Deadline
+from toolcrew.workers.web.providers.base import SearchQuery, SearchResult, parse_results
+from toolcrew.workers.web.providers.endpoint import SearchEndpoint
 
 
 class Tavily:
