@@ -116,7 +116,8 @@ class _Api:
     """Service in a separate process, and a client of the service."""
 
     def __init__(self, client: httpx.AsyncClient, pid: int) -> None:
-        self.client, self._pid = client, pid
+        self.client = client
+        self._pid = pid
 
     def memory_bytes(self) -> int:
         lines = Path(f"/proc/{self._pid}/status").read_text().splitlines()
@@ -131,7 +132,8 @@ class _Line:
     """A persistent HTTP connection, with one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._common = f"Host: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Any:

@@ -54,7 +54,8 @@ class Peaks:
     """Highest memory of each process, sampled while a block runs."""
 
     def __init__(self, guest: int, sandboxd: int) -> None:
-        self._guest, self._sandboxd = guest, sandboxd
+        self._guest = guest
+        self._sandboxd = sandboxd
         self.guest = self.sandboxd = 0
         self._is_over = threading.Event()
 

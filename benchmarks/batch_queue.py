@@ -172,7 +172,8 @@ class _PlayedWork:
     """
 
     def __init__(self) -> None:
-        self.gate, self.slots = RunGate(), RunSlots()
+        self.gate = RunGate()
+        self.slots = RunSlots()
         self.ended = 0
         self.drain: Callable[[], None] = lambda: None
 

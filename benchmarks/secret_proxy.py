@@ -66,7 +66,8 @@ class _Connection(http.client.HTTPSConnection):
 
     def __init__(self, proxy: Path, port: int, trust: ssl.SSLContext, *, has_secret: bool) -> None:
         super().__init__(HOST, port, context=trust)
-        self._proxy, self._trust = proxy, trust
+        self._proxy = proxy
+        self._trust = trust
         rules = {"hosts": [HOST], "private_hosts": [HOST], "ports": [port], "max_bytes": 2**50}
         secret = {"name": "TOKEN", "value": VALUE, "hosts": [f"{HOST}:{port}"], "place": "header:Authorization"}
         opening = {"v": 1, "tenant": "bench", "session": "bench", "rules": {**rules, "bytes_per_second": 2**40}}

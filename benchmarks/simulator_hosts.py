@@ -64,7 +64,9 @@ class World:
     """
 
     def __init__(self, client: "redis.Redis", loop: JumpingLoop, chance: random.Random) -> None:
-        self._client, self.loop, self.chance = client, loop, chance
+        self._client = client
+        self.loop = loop
+        self.chance = chance
         self._ledger = WorkerCallStore(client, DEPLOYMENT, SharedClock())
         self._finished = FinishedCalls(client)
         self.hosts: list[Host] = []

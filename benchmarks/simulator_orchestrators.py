@@ -82,7 +82,9 @@ class _Hosts:
     """Host store of the simulation. The store reads the reports again when its copy is FRESH_S old."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._reports, self._read_at = world, list[HostReport](), float("-inf")
+        self._world = world
+        self._reports = list[HostReport]()
+        self._read_at = float("-inf")
 
     async def reports(self) -> list[HostReport]:
         if self._world.loop.time() - self._read_at >= FRESH_S:
@@ -97,7 +99,10 @@ class _Transport:
     """Transport to simulated hosts, in place of CeleryTransport."""
 
     def __init__(self, world: World, publisher: Publisher, hub: ResultHub, monitor: CallMonitor) -> None:
-        self._world, self._publisher, self._hub, self._monitor = world, publisher, hub, monitor
+        self._world = world
+        self._publisher = publisher
+        self._hub = hub
+        self._monitor = monitor
 
     async def deliver(self, attempt: Attempt) -> Any:
         task_id = self._hub.task_id(f"{attempt.call_id}.{attempt.number}")
@@ -136,7 +141,8 @@ class Orchestrator:
         scripts: CountingScripts,
         results: CallResults,
     ) -> None:
-        self._world, self._results = world, results
+        self._world = world
+        self._results = results
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
         transport = _Transport(world, Publisher(scripts, DEPLOYMENT, SharedClock()), hub, monitor)
         self.admission = admission

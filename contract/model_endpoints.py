@@ -101,7 +101,8 @@ class EndpointBlocked(Exception):
 
     def __init__(self, remaining_s: float, reason: BlockReason) -> None:
         super().__init__(reason)
-        self.remaining_s, self.reason = remaining_s, reason
+        self.remaining_s = remaining_s
+        self.reason = reason
 
 
 @dataclass(frozen=True)

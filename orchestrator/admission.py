@@ -346,7 +346,8 @@ class SharedAdmission:
         clock: Clock | None = None,
         scripts: ScriptConnection | None = None,
     ) -> None:
-        self._scripts, self._owns_scripts = scripts or ScriptConnection(client), scripts is None
+        self._scripts = scripts or ScriptConnection(client)
+        self._owns_scripts = scripts is None
         self.id = secrets.token_hex(6)
         self._lease_s = lease_s
         self._numbers = itertools.count(1)
@@ -552,7 +553,8 @@ class SharedAdmission:
 class _SharedSlot(Slot):
     def __init__(self, admission: SharedAdmission, ticket: _Ticket, is_pending: bool) -> None:
         super().__init__(ticket.call if is_pending else "")
-        self._admission, self._ticket = admission, ticket
+        self._admission = admission
+        self._ticket = ticket
 
     async def wait(self) -> None:
         if self.pending:

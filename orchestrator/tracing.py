@@ -155,8 +155,11 @@ class RunSpans:
     """
 
     def __init__(self, tracer: Tracer, run: TracedRun, is_reported: Callable[[str], bool] = lambda _: False) -> None:
-        tenant, name = run.tenant, run.name
-        self._tracer, self._run, self._is_reported = tracer, name, is_reported
+        tenant = run.tenant
+        name = run.name
+        self._tracer = tracer
+        self._run = name
+        self._is_reported = is_reported
         self._identity: Attributes = {names.CONVERSATION: run.session or name, names.TENANT: tenant, names.RUN: name}
         # A run of a traced program belongs to the trace of the program. A run of a batch may be resumed in another
         # process, so it has a trace of its own.

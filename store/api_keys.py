@@ -129,12 +129,16 @@ class ApiKeys(AuditedStore):
         signing: SigningKeys,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._signing = client, signing
-        self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
+        self._client = client
+        self._signing = signing
+        self._tenants = tenants_key(deployment)
+        self._key = api_keys_key(deployment)
+        self._audit = audit_key(deployment)
         self._clock = clock
         self._cache: dict[str, tuple[ApiKeyRecord, float]] = {}
         self._reads = SharedReads[ApiKeyRecord | None]()
-        self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
+        self._add_script = client.register_script(_ADD)
+        self._revoke_script = client.register_script(_REVOKE)
 
     async def authenticate(self, text: str) -> Identity:
         """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED): the key is unknown, revoked or expired.
@@ -324,7 +328,9 @@ class LoginStore:
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, signing: SigningKeys) -> None:
-        self._client, self._deployment, self._signing = client, deployment, signing
+        self._client = client
+        self._deployment = deployment
+        self._signing = signing
         self._open_script = client.register_script(_OPEN_LOGIN)
 
     async def open(self, key_id: str) -> str:

@@ -252,14 +252,13 @@ class ApprovalQueue:
         approvers: Approvers = "tenant",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._deployment, self._keys, self._approvers, self._clock = (
-            client,
-            deployment,
-            keys,
-            approvers,
-            clock,
-        )
-        self._ask_script, self._withdraw_script = client.register_script(_ASK), client.register_script(_WITHDRAW)
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._approvers = approvers
+        self._clock = clock
+        self._ask_script = client.register_script(_ASK)
+        self._withdraw_script = client.register_script(_WITHDRAW)
         self._answer_script = client.register_script(_ANSWER)
 
     async def ask(self, question: ApprovalQuestion, asker: str, wait_s: float) -> ApprovalAnswer | None:

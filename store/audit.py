@@ -227,7 +227,8 @@ class Audit:
     """The audit log of a deployment."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+        self._client = client
+        self._deployment = deployment
         self._add = client.register_script(_ADD)
 
     async def add(self, entry: NewAuditEntry) -> None:
@@ -334,7 +335,8 @@ class SecretAudit:
     """Writes uses of secrets to the streams of their tenants, for workers."""
 
     def __init__(self, client: SyncRedis, deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+        self._client = client
+        self._deployment = deployment
 
     def write(self, uses: Sequence[SecretUse]) -> None:
         """Write an audit entry for each use. Raises BrokerUnavailable."""

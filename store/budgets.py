@@ -69,7 +69,8 @@ class BudgetStore:
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+        self._client = client
+        self._deployment = deployment
         self._usage = UsageStore(client, deployment)
         self._add_notice = client.register_script(_ADD_NOTICE)
         self._reads = SharedReads[list[BudgetState]]()

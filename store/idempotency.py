@@ -89,9 +89,13 @@ class IdempotencyStore:
     def __init__(
         self, client: RedisClient, deployment: str, signing: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
-        self._signing, self._deployment = signing, deployment
-        self._redis, self._prefix, self._clock = client, deployment_key(deployment, "api"), clock
-        self._claim, self._keep = client.register_script(_CLAIM), client.register_script(_KEEP)
+        self._signing = signing
+        self._deployment = deployment
+        self._redis = client
+        self._prefix = deployment_key(deployment, "api")
+        self._clock = clock
+        self._claim = client.register_script(_CLAIM)
+        self._keep = client.register_script(_KEEP)
         self._release = client.register_script(_RELEASE)
 
     def name(self, account: str, name: str, digest: str, token: str, tenant: str) -> SlotClaim:

@@ -123,7 +123,8 @@ class _Series:
 
     def __init__(self, series: str, metric: Metric) -> None:
         self.field = f"\t{series}"
-        self.count, self.sum = f"{COUNT}\t{series}", f"{SUM}\t{series}"
+        self.count = f"{COUNT}\t{series}"
+        self.sum = f"{SUM}\t{series}"
         self.buckets = (*(f"{BUCKET}{bound:g}\t{series}" for bound in metric.buckets), "")
 
 

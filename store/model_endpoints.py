@@ -69,13 +69,14 @@ class ModelEndpoints(AuditedStore):
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
-        self._client, self._deployment, self._keys = client, deployment, keys
-        self._key, self._tenants, self._audit = (
-            model_endpoints_key(deployment),
-            tenants_key(deployment),
-            audit_key(deployment),
-        )
-        self._set_script, self._remove_script = client.register_script(_SET), client.register_script(_REMOVE)
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._key = model_endpoints_key(deployment)
+        self._tenants = tenants_key(deployment)
+        self._audit = audit_key(deployment)
+        self._set_script = client.register_script(_SET)
+        self._remove_script = client.register_script(_REMOVE)
         self._cache = _Cache()
 
     async def all(self) -> Mapping[str, ModelEndpoint | ConfigError]:

@@ -145,7 +145,9 @@ class SharedLimits:
     ) -> None:
         prefix = model_limits_key(deployment, endpoint)
         self._block, self._leases, self._window = (f"{prefix}:{part}" for part in ("block", "leases", "window"))
-        self._endpoint, self._bounds, self._jitter = endpoint, bounds, jitter
+        self._endpoint = endpoint
+        self._bounds = bounds
+        self._jitter = jitter
         self._acquire_script = client.register_script(_ACQUIRE)
         self._release_script = client.register_script(_RELEASE)
         self._renew_script = client.register_script(_RENEW)

@@ -30,7 +30,8 @@ class Reservation:
     """The memory that one read has reserved. `release`: called with the bytes that are given back."""
 
     def __init__(self, size: int, release: Callable[[int], None]) -> None:
-        self._size, self._release = size, release
+        self._size = size
+        self._release = release
 
     def shrink(self, size: int) -> None:
         """Keep only `size` bytes, because the rest of the data is no longer in memory. Never grows."""
@@ -43,7 +44,8 @@ class ReadMemory:
     """The memory of one event loop."""
 
     def __init__(self, total: int = READ_BYTES) -> None:
-        self._total, self._used = total, 0
+        self._total = total
+        self._used = 0
         self._of = Counter[str]()
         self._changed = asyncio.Condition()
 

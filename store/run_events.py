@@ -264,7 +264,9 @@ class BatchEventReader:
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
     ) -> None:
-        self._client, self._key, self._after = client, _progress_key(deployment, tenant, batch), after
+        self._client = client
+        self._key = _progress_key(deployment, tenant, batch)
+        self._after = after
 
     async def read(self, wait_s: float) -> Sequence[RunEvent]:
         """Return the events since the last read. Wait at most `wait_s` seconds for an event. Raises BrokerUnavailable

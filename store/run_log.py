@@ -177,7 +177,9 @@ class RunLog:
         self._append = client.register_script(_APPEND)
         self._keep_artifacts = client.register_script(_KEEP_ARTIFACTS)
         self._artifacts_key = run_artifacts_key(deployment, attempt.tenant, attempt.run)
-        self._deployment, self._keys, self._attempt = deployment, keys, attempt
+        self._deployment = deployment
+        self._keys = keys
+        self._attempt = attempt
         self.run = attempt.run
         self.entries = entries
         self.session: str | None = None

@@ -84,8 +84,12 @@ class SecretStore(AuditedStore):
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
-        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
-        self._set, self._remove = client.register_script(_SET), client.register_script(_REMOVE)
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._clock = clock
+        self._set = client.register_script(_SET)
+        self._remove = client.register_script(_REMOVE)
 
     async def all(self, tenant: str | None) -> Mapping[str, SecretInfo | ConfigError]:
         """Return the secrets without their values, by name. A record that cannot be verified is replaced by its
@@ -181,7 +185,9 @@ class WorkerSecrets:
     """The secrets of tenants, for workers. Thread-safe."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
-        self._client, self._deployment, self._keys = client, deployment, keys
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
         self._cached: dict[str, tuple[Any, TenantSecrets]] = {}
 
     def all(self, tenant: str) -> TenantSecrets:

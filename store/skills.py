@@ -98,8 +98,12 @@ class SkillStore(AuditedStore):
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
-        self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
-        self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._clock = clock
+        self._install = client.register_script(_INSTALL)
+        self._remove = client.register_script(_REMOVE)
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
         """Return the tenant's skills by name, sorted. A skill that cannot be verified is logged and omitted. Raises
@@ -181,7 +185,9 @@ class WorkerSkillStore:
     """The installed skills, for workers. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
-        self._client, self._deployment, self._keys = client, deployment, keys
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
         """Return the tenant's skills by name, in order. A skill that cannot be verified is logged and omitted."""
@@ -217,7 +223,8 @@ class SkillUses:
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client, self._deployment = client, deployment
+        self._client = client
+        self._deployment = deployment
 
     async def count(self, tenant: str, skill: str) -> None:
         """Count one use of a skill by a run of the tenant."""

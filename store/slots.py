@@ -240,8 +240,12 @@ class SlotStore:
     ) -> None:
         self._connection = connection
         self._script = LuaScript(load_script())
-        self._deployment, self._orchestrator, self._lease_s, self._clock = deployment, orchestrator, lease_s, clock
-        self._on_reply, self._on_failure = on_reply, on_failure
+        self._deployment = deployment
+        self._orchestrator = orchestrator
+        self._lease_s = lease_s
+        self._clock = clock
+        self._on_reply = on_reply
+        self._on_failure = on_failure
         self._requests: dict[str, SlotRequest] = {}
         self._releases: dict[str, float] = {}
         self._other_operations: list[Operation] = []
@@ -391,7 +395,8 @@ class GrantListener:
     ) -> None:
         self._client = client
         self._channel = channel
-        self._on_grants, self._on_gap = on_grants, on_gap
+        self._on_grants = on_grants
+        self._on_gap = on_gap
 
     async def run(self) -> None:
         """Receive grants and pass them on until the task is cancelled."""

@@ -47,7 +47,9 @@ class StoredBytes:
     """
 
     def __init__(self, client: RedisClient, deployment: str, find_limit: Callable[[str], Awaitable[int]]) -> None:
-        self._client, self._deployment, self._find_limit = client, deployment, find_limit
+        self._client = client
+        self._deployment = deployment
+        self._find_limit = find_limit
         self._change = client.register_script(CHANGE_STORED_LUA)
         self._reserve = client.register_script(_RESERVE)
 
@@ -128,7 +130,9 @@ class UploadReservation:
     """The bytes that one running upload has reserved."""
 
     def __init__(self, stored: StoredBytes, tenant: str, file: str) -> None:
-        self._stored, self._tenant, self._file = stored, tenant, file
+        self._stored = stored
+        self._tenant = tenant
+        self._file = file
         self._size = 0
 
     async def reserve(self, size: int) -> None:

@@ -243,7 +243,9 @@ class RedisTenants(AuditedStore):
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
-        self._client, self._deployment, self._signing = client, deployment, keys
+        self._client = client
+        self._deployment = deployment
+        self._signing = keys
         self._keys = [
             tenants_key(deployment),
             api_keys_key(deployment),
@@ -254,7 +256,8 @@ class RedisTenants(AuditedStore):
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
         self.stored_bytes = StoredBytes(client, deployment, self._find_storage_limit)
-        self._checks, self._policy_reads = SharedReads[None](), SharedReads[TenantPolicy]()
+        self._checks = SharedReads[None]()
+        self._policy_reads = SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
 

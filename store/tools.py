@@ -73,7 +73,8 @@ class RedisCatalog:
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
-        self._client, self._signing = client, keys
+        self._client = client
+        self._signing = keys
         self._keys = [key(deployment, pool) for key in (catalog_key, catalog_names_key) for pool in CATALOG_POOLS]
         self._specs: tuple[ToolSpec, ...] = ()
         self._lost: dict[str, str] = {}
@@ -193,7 +194,8 @@ class WorkerCatalogStore:
     """Publishes the catalogs of a worker's pools."""
 
     def __init__(self, client: SyncRedis, deployment: str, keys: SigningKeys) -> None:
-        self._client, self._keys = client, keys
+        self._client = client
+        self._keys = keys
         self._deployment = deployment
 
     def publish(self, catalogs: Mapping[str, Catalog]) -> None:
@@ -281,8 +283,10 @@ class RedisSwitches(AuditedStore):
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
-        self._client, self._keys = client, keys
-        self._key, self._audit = switches_key(deployment), audit_key(deployment)
+        self._client = client
+        self._keys = keys
+        self._key = switches_key(deployment)
+        self._audit = audit_key(deployment)
         self._turn_script = client.register_script(_TURN)
         self._cache = _SwitchCache(keys, time.monotonic)
 
@@ -322,7 +326,8 @@ class _SwitchCache:
     """The last read switches, shared by all copies of the same RedisSwitches."""
 
     def __init__(self, keys: SigningKeys, clock: Callable[[], float]) -> None:
-        self._keys, self._clock = keys, clock
+        self._keys = keys
+        self._clock = clock
         self._fields: Any = {}
         self.switches: Mapping[str, Switch] = {}
         self.read_at = float("-inf")
@@ -367,7 +372,8 @@ class WorkerSwitches:
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._client, self._key = client, switches_key(deployment)
+        self._client = client
+        self._key = switches_key(deployment)
         self._cache = _SwitchCache(keys, clock)
 
     def find(self, name: str, tenant: str) -> Switch | None:

@@ -53,7 +53,10 @@ class LossReport:
     def __init__(
         self, exporter: Any, success: object, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._exporter, self._success, self._warn, self._clock = exporter, success, warn, clock
+        self._exporter = exporter
+        self._success = success
+        self._warn = warn
+        self._clock = clock
         self._lost = 0
         self._warned_at: float | None = None
         self._is_shut = False

@@ -32,7 +32,10 @@ class Sandboxes:
     """Answers of a pool: the agent's sandbox has `files`, and the grader's command ends with `code`."""
 
     def __init__(self, harness: ItemHarness, code: int = 0, reward: bytes | None = None, **exec_fields: Any) -> None:
-        self.harness, self.code, self.reward, self.exec_fields = harness, code, reward, exec_fields
+        self.harness = harness
+        self.code = code
+        self.reward = reward
+        self.exec_fields = exec_fields
         self.listing = b"5 1.0 a.py\0"
         self.archive = build_tar(("a.py", tarfile.REGTYPE, b"hello"))
         self.graded: list[str] = []

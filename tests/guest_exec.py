@@ -42,7 +42,8 @@ class LocalSandbox:
         self.execs: list[subprocess.Popen[bytes]] = []
         self.jobs: list[subprocess.Popen[bytes]] = []
         self.labels: list[str] = []
-        self.state, self.age_s = "running", 1.0
+        self.state = "running"
+        self.age_s = 1.0
         self.takes_jobs = True
         self.environment = dict(_ENVIRONMENT)
 

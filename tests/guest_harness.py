@@ -118,7 +118,8 @@ class Guest:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
         self._decoder = FrameDecoder(MAX_UP)
         self._waiting: list[Frame] = []
         self._parts: dict[str, dict[str, bytearray]] = {}

@@ -83,7 +83,8 @@ class HarnessProcess(ChildProcess):
         """Exit codes, as in subprocess, of exits that `stop` did not request."""
         self.is_restarted = True
         self._argv = list(argv)
-        self._stopping, self._has_begun = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        self._has_begun = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:

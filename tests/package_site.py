@@ -72,7 +72,9 @@ class _PrivateHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(self, folder: Path, token: str, package: bytes, *arguments: object) -> None:
-        self._folder, self._token, self._package = folder, token, package
+        self._folder = folder
+        self._token = token
+        self._package = package
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def log_message(self, format: str, *args: object) -> None:

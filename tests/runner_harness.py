@@ -47,7 +47,8 @@ class Worker:
     """
 
     def __init__(self, work: Work | None = None) -> None:
-        self.gate, self.slots = RunGate(), RunSlots()
+        self.gate = RunGate()
+        self.slots = RunSlots()
         self.begun: list[tuple[str, int]] = []
         self.abandoned: list[str] = []
         self.has_begun = asyncio.Event()

@@ -41,7 +41,9 @@ class Harness:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"
+        self.workspace = base / "ws"
+        self.tmp = base / "tmp"
+        self.output = base / "output"
         self.clear()
 
     def clear(self) -> None:

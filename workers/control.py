@@ -71,7 +71,8 @@ class ControlListener:
         on_refused: Callable[[RefusalReason], None] = lambda reason: None,
     ) -> None:
         self._orders = orders
-        self._own, self._queues = queues[0], tuple(queues)
+        self._own = queues[0]
+        self._queues = tuple(queues)
         self._key = key
         self._handler = handler
         self._drain = drain

@@ -140,7 +140,8 @@ class SandboxHost:
         self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
         hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
         queue_name = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
-        self.queue, self.worker = queue_name.queue, self._facts.worker
+        self.queue = queue_name.queue
+        self.worker = self._facts.worker
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()

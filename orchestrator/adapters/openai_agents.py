@@ -58,7 +58,9 @@ class AgentCalls:
     """Functions with which the SDK calls one tool."""
 
     def __init__(self, spec: ToolSpec, tools: SessionTools, asks_by_run: bool) -> None:
-        self._spec, self._tools, self._asks_by_run = spec, tools, asks_by_run
+        self._spec = spec
+        self._tools = tools
+        self._asks_by_run = asks_by_run
 
     async def invoke(self, context: ToolContext[Any], raw: str) -> PoolOutput:
         """Run a call. `raw`: the arguments as the model wrote them. A failed call never raises an exception; the

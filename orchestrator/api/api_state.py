@@ -59,7 +59,8 @@ class ApiState(AppState):
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
         self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
-        self.files, self.pages = ConcurrencyLimit(FILES_PER_KEY), ConcurrencyLimit(PAGES_PER_KEY)
+        self.files = ConcurrencyLimit(FILES_PER_KEY)
+        self.pages = ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairQueue()
         self.call_searches = ConcurrencyLimit(SEARCHES_PER_KEY)

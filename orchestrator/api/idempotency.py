@@ -134,7 +134,9 @@ class _Answer:
 
     def __init__(self, scope: Scope, send: Send, on_end: Callable[["_Answer"], Awaitable[None]]) -> None:
         """Prepare to forward a response. `on_end`: called before the end of the response is sent."""
-        self._scope, self._send, self._on_end = scope, send, on_end
+        self._scope = scope
+        self._send = send
+        self._on_end = on_end
         self._headers: list[tuple[bytes, bytes]] = []
         self._body = bytearray()
         self._is_stream = False

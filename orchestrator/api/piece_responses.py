@@ -43,7 +43,8 @@ class PieceResponse(Response):
         # The response of the base class has no body, and its length is not the length of the pieces.
         if "content-length" not in {name.lower() for name in headers}:
             del self.headers["content-length"]
-        self._pieces, self._resources = pieces, resources
+        self._pieces = pieces
+        self._resources = resources
         self._waited_s = self._sent_bytes = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,7 +35,8 @@ class Streams:
     """The open event streams of one key."""
 
     def __init__(self, streams: Counter[str], key: str) -> None:
-        self._open, self._key = streams, key
+        self._open = streams
+        self._key = key
 
     def counted(self, events: AsyncIterator[ServerEvent]) -> AsyncIterator[ServerEvent]:
         """Return the same events. Until they are closed, they count as an open stream of the key. Raises ApiProblem
@@ -110,7 +111,8 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._of_tenants, self._one = ConcurrencyLimit(1), asyncio.Semaphore(1)
+        self._of_tenants = ConcurrencyLimit(1)
+        self._one = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:

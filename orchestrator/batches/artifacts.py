@@ -70,12 +70,16 @@ class PatternSet:
     """
 
     def __init__(self, patterns: Iterable[Pattern]) -> None:
-        self._literals, self._stars, self._ends = dict[str, int](), 0, list[int]()
+        self._literals = dict[str, int]()
+        self._stars = 0
+        self._ends = list[int]()
         self._wildcard_bits = self._any_name = self._start = 0
         # A tenant may repeat a step as often as it likes. Each distinct step is compared once with each distinct name.
-        self._steps_by_text, self._known = dict[str, int](), dict[str, tuple[int, int]]()
+        self._steps_by_text = dict[str, int]()
+        self._known = dict[str, tuple[int, int]]()
         self._compiled = dict[str, re.Pattern[str]]()
-        self._until, bit = 0.0, 1
+        self._until = 0.0
+        bit = 1
         for pattern in patterns:
             self._start |= bit
             for step in pattern.steps:

@@ -66,8 +66,10 @@ class Display:
 
     def __init__(self, displayed: DisplayedBatch, every_s: float) -> None:
         """Create the display. `every_s`: minimum time between two statuses, in seconds."""
-        self._displayed, self._every_s = displayed, every_s
-        self._opened_at, self._next_at = displayed.wall(), displayed.ticks() + every_s
+        self._displayed = displayed
+        self._every_s = every_s
+        self._opened_at = displayed.wall()
+        self._next_at = displayed.ticks() + every_s
         self._ended_earlier = 0
         self._printed_warnings = set(displayed.printed_warnings)
 
@@ -157,7 +159,8 @@ class LogDisplay(Display):
 
     def __init__(self, displayed: DisplayedBatch, out: IO[str], *, has_past: bool = False) -> None:
         super().__init__(displayed, STATUS_EVERY_S)
-        self._out, self._has_past = out, has_past
+        self._out = out
+        self._has_past = has_past
         self._last_counts = ""
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None:

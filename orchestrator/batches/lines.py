@@ -127,7 +127,10 @@ class BadBatch(OperatorError):
     code = ErrorCode.INVALID_ARGUMENTS
 
     def __init__(self, name: str, errors: Iterable[LineError], more: int = 0, file: "BatchFile | None" = None) -> None:
-        self.name, self.errors, self.more, self.file = name, tuple(errors), more, file
+        self.name = name
+        self.errors = tuple(errors)
+        self.more = more
+        self.file = file
         count = len(self.errors) + more
         hidden = (
             [f"  and {more} more" + ("; the rest of the file was not read" if more >= MAX_COUNTED else "")]

@@ -72,7 +72,8 @@ class _UploadedItems(Sequence[BatchItem]):
     """Items with the ids of uploads in place of workspace paths."""
 
     def __init__(self, items: Sequence[BatchItem], uploads: Mapping[str, str]) -> None:
-        self._items, self._uploads = items, uploads
+        self._items = items
+        self._uploads = uploads
 
     def __len__(self) -> int:
         return len(self._items)

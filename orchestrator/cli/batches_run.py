@@ -37,7 +37,9 @@ class BatchInterrupts:
         exit code; rows, logs and leases of runs are not lost.
         """
         self.exit_code = EXIT_INTERRUPTED
-        self._advice, self._say, self._leave = advice, say, leave
+        self._advice = advice
+        self._say = say
+        self._leave = leave
         self._runner: Runner | None = None
         self._level = 0
 

@@ -24,7 +24,8 @@ class RunFiles:
         """Prepare the trace and the trajectory before the run starts. `output`: file of the trajectory; None: write no
         trajectory. Raises ConfigError for a file that cannot be written.
         """
-        self._folder, self._output = load_settings().traces, output
+        self._folder = load_settings().traces
+        self._output = output
         self._run = ""
         self._tenant = DEFAULT_TENANT
         self._trace: Trace | None = None

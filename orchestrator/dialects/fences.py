@@ -20,7 +20,8 @@ class FenceTracker:
     """
 
     def __init__(self) -> None:
-        self._fence, self._fence_length = "", 0
+        self._fence = ""
+        self._fence_length = 0
         self._line_part: _LinePart = "indent"
         self._start_line()
 

@@ -56,7 +56,8 @@ class TagStreamParser:
         if max_tag_chars < SMALLEST_LIMIT:
             raise ValueError(f"max_tag_chars is {max_tag_chars}: use at least {SMALLEST_LIMIT}")
         self._fences = FenceTracker() if ignore_fenced else None
-        self._ignore_fenced, self._max_tag_chars = ignore_fenced, max_tag_chars
+        self._ignore_fenced = ignore_fenced
+        self._max_tag_chars = max_tag_chars
         # Text that may begin a tag. If longer than the marker, it is a tag in the common form so far. `_is_certain`
         # means that it has passed the commit point.
         self._buffer = ""

@@ -71,7 +71,8 @@ class CeleryTransport:
         self._clock = clock or SharedClock()
         self._monitor = monitor
         self._redis = open_redis(broker)
-        self._scripts, self._owns_scripts = scripts or ScriptConnection(self._redis), scripts is None
+        self._scripts = scripts or ScriptConnection(self._redis)
+        self._owns_scripts = scripts is None
         self._publisher = Publisher(self._scripts, broker.deployment, self._clock)
         self._calls = CallStore(self._redis, broker.deployment)
         self._in_flight: set[tuple[str, str]] = set()

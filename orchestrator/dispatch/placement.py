@@ -33,7 +33,8 @@ class NoHost(SandboxUnavailable):
 
     def __init__(self, message: str, *, is_full: bool, is_coming: bool) -> None:
         super().__init__(message)
-        self.is_full, self.is_coming = is_full, is_coming
+        self.is_full = is_full
+        self.is_coming = is_coming
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class SessionLocator:
     """Finds the addresses of sessions. Addresses are cached, and read again when a fence has changed."""
 
     def __init__(self, sessions: SessionStore, hosts: HostSource, send_open: SendOpen, keys: SigningKeys) -> None:
-        self._sessions, self._keys = sessions, keys
+        self._sessions = sessions
+        self._keys = keys
         self._hosts = hosts
         self._send_open = send_open
         # A cached address may be out of date. The publish script compares its fence, so a call with an old address is

@@ -59,7 +59,8 @@ class TenantCatalog:
     """
 
     def __init__(self, catalog: CatalogSource, installed: SkillStore | None = None) -> None:
-        self._catalog, self._installed = catalog, installed
+        self._catalog = catalog
+        self._installed = installed
         self.published: tuple[ToolSpec, ...] = ()
         """Tools that the workers published at the last call of `find`."""
         self._by_name: dict[str, ToolSpec] = {}

@@ -152,15 +152,19 @@ class _Body:
         self, scope: Scope, receive: Receive, limit: BodyLimit, reserved_bodies: BodyMemory, length: int
     ) -> None:
         """Store the limit of the body. `length`: Content-Length of the request, or 0 without the header."""
-        self._scope, self._receive = scope, receive
-        self._max_bytes, self._length, self._is_streamed = limit.max_bytes, length, limit.is_streamed
+        self._scope = scope
+        self._receive = receive
+        self._max_bytes = limit.max_bytes
+        self._length = length
+        self._is_streamed = limit.is_streamed
         # Media types are case-insensitive, and the parser reads a body of any of their spellings.
         media_type = (find_header(scope, b"content-type") or b"json").lower()
         is_json = self._max_bytes == JSON_BYTES and b"json" in media_type
         self._json = bytearray() if is_json else None
         self._reserved_bodies = reserved_bodies
         self._owner = ""
-        self._count, self._reserved = 0, 0
+        self._count = 0
+        self._reserved = 0
         self._is_whole = False
         self.refusal: Response | None = None
         self._began_at = asyncio.get_running_loop().time()

@@ -178,7 +178,8 @@ class UvicornServer:
             timeout_graceful_shutdown=GRACE_S,
         )
         self._server = _Server(config, lambda: announce(self._address))
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._address = ""
 
     def stop(self) -> None:

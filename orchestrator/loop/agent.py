@@ -197,7 +197,8 @@ class _Run:
         self._agent = agent
         self._request = request
         self._spending = Spending(agent.options, by_tools=agent.usage_by_tools)
-        self._clocks, self._call_usage = Clocks(), CallUsage()
+        self._clocks = Clocks()
+        self._call_usage = CallUsage()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
         self._calls = CallRunner(
             self._id,

@@ -194,7 +194,8 @@ class CallProgress:
     """
 
     def __init__(self, session: ServerSession) -> None:
-        self._session, self._count = session, 0
+        self._session = session
+        self._count = 0
 
     async def __call__(self, stream: str, text: str) -> None:
         if text:

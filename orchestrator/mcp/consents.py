@@ -70,7 +70,8 @@ class AnsweredApprover:
     """Approver that decides with the answer that the client sent with its call."""
 
     def __init__(self, answer: object, digest: str) -> None:
-        self._answer, self._digest = answer, digest
+        self._answer = answer
+        self._digest = digest
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         return _decision(self._answer, self._digest)

@@ -65,7 +65,9 @@ class McpAuthentication:
     """
 
     def __init__(self, app: ASGIApp, app_state: AppState, origins: Origins) -> None:
-        self._app, self._app_state, self._origins = app, app_state, origins
+        self._app = app
+        self._app_state = app_state
+        self._origins = origins
         self._approver: Approver | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,7 +37,9 @@ class KeyLeases:
     """
 
     def __init__(self, cache: SessionCache, client: ToolClient, key_id: str) -> None:
-        self._cache, self._client, self._key_id = cache, client, key_id
+        self._cache = cache
+        self._client = client
+        self._key_id = key_id
 
     @asynccontextmanager
     async def lease(self, session_id: str | None) -> AsyncIterator[tuple[Session, str | None]]:
@@ -75,7 +77,8 @@ class ConnectionLeases:
 
     def __init__(self, client: ToolClient, first: str | None = None) -> None:
         """Create the sessions. `first`: the id of an open session, which stays open; None: a new session is opened."""
-        self._client, self._first = client, first
+        self._client = client
+        self._first = first
         self._own: Session | None = None
         self._opened = list[Session]()
         self._turn = asyncio.Lock()

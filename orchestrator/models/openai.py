@@ -85,8 +85,10 @@ class OpenAIModel:
         self._form = _Form()
         self._is_uncounted = False
         self._opens_reasoning: bool | None = None
-        self._learn_after, self._learn_pause_s = 0.0, LEARN_PAUSE_S
-        self._probing, self._probed_at = asyncio.Lock(), 0.0
+        self._learn_after = 0.0
+        self._learn_pause_s = LEARN_PAUSE_S
+        self._probing = asyncio.Lock()
+        self._probed_at = 0.0
         self._probe_error: ModelUnavailable | None = None
         timeout = openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key or NO_KEY, timeout=timeout, max_retries=0)

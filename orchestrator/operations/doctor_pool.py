@@ -153,7 +153,10 @@ class _Tools:
     """Check of tools: published now, published before, switched off, and named in policies."""
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> None:
-        self._client, self._deployment, self._keys, self._report = client, deployment, keys, report
+        self._client = client
+        self._deployment = deployment
+        self._keys = keys
+        self._report = report
 
     async def examine(self, catalog: RedisCatalog) -> None:
         try:

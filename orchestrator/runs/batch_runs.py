@@ -90,7 +90,11 @@ class BatchRuns:
         traces: Traces | None = None,
     ) -> None:
         """Create the batches of `tenant`. `traces` None: write no traces."""
-        self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
+        self._settings = settings
+        self._pool = pool
+        self._parts = parts
+        self.tenant = tenant
+        self._traces = traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._publisher = RunEventPublisher(pool.redis, settings.deployment)
         self.batches = Batches(self.queue, self._publisher, tenant, build_webhook_check(pool.dispatcher))

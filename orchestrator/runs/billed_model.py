@@ -74,7 +74,10 @@ class BilledModel:
         prices: Prices | None = None,
         hand_over: Callable[[Reservation], object] | None = None,
     ) -> None:
-        self._model, self._check, self._count, self._prices = model, check, count, prices
+        self._model = model
+        self._check = check
+        self._count = count
+        self._prices = prices
         self._hand_over = hand_over
 
     @property

@@ -61,7 +61,10 @@ class EndpointClients:
         keys: SigningKeys,
         tenants: RedisTenants,
     ) -> None:
-        self._settings, self._redis, self._keys, self._tenants = settings, client, keys, tenants
+        self._settings = settings
+        self._redis = client
+        self._keys = keys
+        self._tenants = tenants
         self._endpoints = ModelEndpoints(client, settings.deployment, keys)
         self._secrets = SecretStore(client, settings.deployment, keys)
         self._open: dict[str, EndpointClient] = {}
@@ -182,7 +185,9 @@ class ModelNames:
         tenants: RedisTenants,
         serves: Callable[[str], bool] | None = None,
     ) -> None:
-        self._default, self._endpoints, self._tenants = settings.model, endpoints, tenants
+        self._default = settings.model
+        self._endpoints = endpoints
+        self._tenants = tenants
         self._serves = serves or partial(serves_model, settings)
 
     async def check(self, tenant: str, name: str) -> None:
@@ -219,7 +224,9 @@ class EndpointModel:
     """
 
     def __init__(self, clients: EndpointClients, tenant: str, stored: StoredEndpoint, falls_back: bool = True) -> None:
-        self._clients, self._tenant, self._stored = clients, tenant, stored
+        self._clients = clients
+        self._tenant = tenant
+        self._stored = stored
         self._falls_back = falls_back
 
     @property

@@ -49,8 +49,13 @@ class Follower:
         show: Callable[[RunEvent], object],
         tick: Callable[[], None],
     ) -> None:
-        self._queue, self._reader, self._tenant, self._batch = queue, reader, tenant, batch
-        self._rows, self._show, self._tick = rows, show, tick
+        self._queue = queue
+        self._reader = reader
+        self._tenant = tenant
+        self._batch = batch
+        self._rows = rows
+        self._show = show
+        self._tick = tick
         self._written = 0
         self._numbers: dict[str, int] = {}
         self._lost: set[str] = set()

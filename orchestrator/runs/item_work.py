@@ -105,12 +105,14 @@ class ItemWork:
         """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of durable
         runs; None: publish none. `on_event`: also receives every published event.
         """
-        self._publisher, self._on_event = publisher, on_event
+        self._publisher = publisher
+        self._on_event = on_event
         self._pool = pool
         self._parts = parts
         self._models = models
         self._traces = traces
-        self.gate, self.slots = RunGate(), RunSlots()
+        self.gate = RunGate()
+        self.slots = RunSlots()
         """The gate makes runs wait while their endpoint is down; the slots limit the runs of this process. The code
         that claims runs checks both first.
         """

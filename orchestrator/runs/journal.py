@@ -54,7 +54,9 @@ class Journal:
     ) -> None:
         # Another host may continue this log and its clock may differ. All times of a log come from the log's own
         # clock.
-        self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
+        self._log = run_log
+        self._on_taken = on_taken
+        self._clock = clock or run_log.clock
         logged = list(run_log.entries)
         self._replies = [event for event in logged if isinstance(event, ModelReplied)]
         self._reviews = {event.call_id: event for event in logged if isinstance(event, CallReviewed)}

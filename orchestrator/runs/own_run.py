@@ -54,7 +54,11 @@ class OwnRuns:
         traces: Traces,
         hosted: HostedRuns,
     ) -> None:
-        self._settings, self._pool, self._parts, self._traces, self._hosted = settings, pool, parts, traces, hosted
+        self._settings = settings
+        self._pool = pool
+        self._parts = parts
+        self._traces = traces
+        self._hosted = hosted
 
     async def execute(self, tenant: str, body: RunBody, session: str, on_event: OnEvent) -> HostedRun:
         """Start a run in an open session and execute it. Return the run after its end. A cancellation of this method

@@ -45,7 +45,10 @@ class StepCopier:
     """
 
     def __init__(self, step: int, parent: str, run: str, name: str) -> None:
-        self._step, self._parent, self._run, self._name = step, parent, run, name
+        self._step = step
+        self._parent = parent
+        self._run = run
+        self._name = name
         self._steps = 0
         self.is_over = False
         """True after the first event of a later step."""

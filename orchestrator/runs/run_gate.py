@@ -52,7 +52,8 @@ class RunDeferred(Exception):
 
     def __init__(self, reason: str, cause: Literal["endpoint", "request", "quota"], after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.cause, self.after_s = cause, after_s
+        self.cause = cause
+        self.after_s = after_s
 
 
 class EndpointDown(ModelUnavailable):
@@ -62,7 +63,8 @@ class EndpointDown(ModelUnavailable):
 
     def __init__(self, reason: str, *, is_lone: bool, after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.is_lone, self.after_s = is_lone, after_s
+        self.is_lone = is_lone
+        self.after_s = after_s
 
 
 _NEVER_DEFERRED = (ContextWindowExceeded, EndpointDown, ModelDenied, ModelInterrupted, ModelRefused)
@@ -74,7 +76,8 @@ class EndpointGate:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_configured: bool = False) -> None:
-        self._clock, self._is_configured = clock, is_configured
+        self._clock = clock
+        self._is_configured = is_configured
         self._answered_at = -math.inf
         self._down_since: float | None = None
         self._try_at = 0.0
@@ -235,7 +238,9 @@ class GatedModel:
     """Model of one run that reports to the gate whether the endpoint answers."""
 
     def __init__(self, model: Model, gate: EndpointGate, run: str) -> None:
-        self._model, self._gate, self._run = model, gate, run
+        self._model = model
+        self._gate = gate
+        self._run = run
         self._requested_at: float | None = None
 
     @property

@@ -403,13 +403,11 @@ class _Calls:
         questions: ModelRequests,
         active: ActiveSkills,
     ) -> None:
-        self._parts, self._session, self._config, self._questions, self._active = (
-            parts,
-            session,
-            config,
-            questions,
-            active,
-        )
+        self._parts = parts
+        self._session = session
+        self._config = config
+        self._questions = questions
+        self._active = active
         self._specs = {spec.name: spec for spec in specs}
         self._on_waiting = once_per_reason(self._warn_of_wait)
         self._model = model

@@ -203,7 +203,8 @@ class SlotReleasingApprover:
     """
 
     def __init__(self, approver: Approver, slot: RunSlot) -> None:
-        self._approver, self._slot = approver, slot
+        self._approver = approver
+        self._slot = slot
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         """Return the decision of the other approver. The call needs no slot from now on."""

@@ -28,7 +28,8 @@ class LimitReader:
 
     def __init__(self, pool: PoolConnection, deployment: str) -> None:
         self._pool = pool
-        self._hosts, self._sessions = HostStore(pool.redis, deployment), SessionStore(pool.redis, deployment)
+        self._hosts = HostStore(pool.redis, deployment)
+        self._sessions = SessionStore(pool.redis, deployment)
         self._secrets = SecretStore(pool.redis, deployment, pool.keys)
 
     async def read(self, tenant: str, sessions: Collection[str] = ()) -> TenantLimits:

@@ -78,7 +78,8 @@ class WebhookSender:
     """Sends notices of a deployment from one process. The senders of all processes share the list of notices."""
 
     def __init__(self, queue: RunQueue, dispatcher: Dispatcher) -> None:
-        self._queue, self._notices = queue, DueNotices(queue.step)
+        self._queue = queue
+        self._notices = DueNotices(queue.step)
         self._dispatcher = dispatcher
         self._sending: dict[asyncio.Task[None], str] = {}
 

@@ -29,7 +29,8 @@ class ClientRuns:
         """Create the runs of a client. `tenant`: returns the given tenant, or that of the client, if the client's key
         is still valid for it. `actor`: returns the user of the client.
         """
-        self._hosted, self._own = hosted, own
+        self._hosted = hosted
+        self._own = own
         self._tenant = tenant
         self._actor = actor
 

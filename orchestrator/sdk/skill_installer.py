@@ -13,7 +13,8 @@ class SkillInstaller:
     """Installer of one tenant's skills."""
 
     def __init__(self, skills: SkillStore, tenant: str) -> None:
-        self._skills, self.tenant = skills, tenant
+        self._skills = skills
+        self.tenant = tenant
 
     async def all(self) -> Mapping[str, InstalledSkill]:
         """Return the installed skills by name. Raises BrokerUnavailable."""

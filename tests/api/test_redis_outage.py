@@ -82,7 +82,9 @@ class _OutageRun:
     """Runs the outage step by step."""
 
     def __init__(self, stack: ApiStack, server: RedisServer, clients: AsyncExitStack) -> None:
-        self._stack, self._redis, self._clients = stack, server, clients
+        self._stack = stack
+        self._redis = server
+        self._clients = clients
         self.observed = Outage()
         self._values: dict[str, str] = {}
         self._sessions: dict[str, str] = {}

@@ -47,7 +47,9 @@ class BatchLoad:
     """A batch on a harness, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
 
     def __init__(self, harness: Harness, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
-        self.harness, self.server, self.mark = harness, server, mark
+        self.harness = harness
+        self.server = server
+        self.mark = mark
         self.items = [f"{mark}-{number}" for number in range(runs)]
         self.folder = harness.folder / mark
         self.folder.mkdir()
@@ -114,7 +116,8 @@ class BatchOrchestrator(ChildProcess):
 
     def __init__(self, load: BatchLoad, name: str, command: Sequence[str], output: Path) -> None:
         super().__init__(load.folder / f"{name}.log")
-        self.name, self.output = name, output
+        self.name = name
+        self.output = output
         self._out = load.folder / f"{name}.out"
         self._argv = bind_to_parent([str(TOOLCREW), *command, "--output", str(output)])
         self._environment = load.harness.environment(

@@ -24,7 +24,8 @@ class _Stop(Exception):
 
     def __init__(self, kind: str, at: int) -> None:
         super().__init__(kind)
-        self.kind, self.at = kind, at
+        self.kind = kind
+        self.at = at
 
 
 def read_whole(text: str) -> list[TagEvent]:
@@ -46,7 +47,9 @@ def read_whole(text: str) -> list[TagEvent]:
 
 class _Tag:
     def __init__(self, text: str, start: int, at: int) -> None:
-        self.text, self.start, self.at = text, start, at
+        self.text = text
+        self.start = start
+        self.at = at
         self.name: str | None = None
         self.problem = ""
         self.values: dict[str, str] = {}

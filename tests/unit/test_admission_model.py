@@ -39,7 +39,8 @@ class Pair:
 
     def __init__(self, client: "redis.Redis") -> None:
         client.flushall()
-        self.harness, self.model = Harness(client, now=1000.0), Model()
+        self.harness = Harness(client, now=1000.0)
+        self.model = Model()
         self.client = client
         self.open: list[str] = []
         self.call_count = 0

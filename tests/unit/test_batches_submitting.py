@@ -145,7 +145,8 @@ class LateReplies(redis.asyncio.Redis):
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
-        self.executed, self.may_arrive = asyncio.Event(), asyncio.Event()
+        self.executed = asyncio.Event()
+        self.may_arrive = asyncio.Event()
 
     def pipeline(self, *arguments: Any, **fields: Any) -> Any:
         pipe = super().pipeline(*arguments, **fields)

@@ -21,7 +21,8 @@ class Harness:
     """Both sides' blobs in one Redis."""
 
     def __init__(self, server: RedisProcess, client: "redis.asyncio.Redis") -> None:
-        self.client, self.sync = client, server.client()
+        self.client = client
+        self.sync = server.client()
         self.own = Blobs(client, "d")
         self.workers = WorkerBlobs(self.sync, "d", "sandbox")
         self.web = WorkerBlobs(self.sync, "d", "web")

@@ -33,9 +33,11 @@ class Harness:
     """A tenant `acme` with budgets, in two orchestrators, and a worker that reports what it used."""
 
     def __init__(self, server: RedisProcess, clients: list["redis.asyncio.Redis"]) -> None:
-        self.client, self.worker = clients[0], WorkerUsageStore(server.client(), "d")
+        self.client = clients[0]
+        self.worker = WorkerUsageStore(server.client(), "d")
         self.tenants, self.other_process = (RedisTenants(client, "d", KEY) for client in clients)
-        self.usage, self.audit = UsageStore(self.client, "d"), Audit(self.client, "d")
+        self.usage = UsageStore(self.client, "d")
+        self.audit = Audit(self.client, "d")
 
     def use_cpu(self, cpu_s: float) -> None:
         """Report the CPU time of the session so far."""

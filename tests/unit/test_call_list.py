@@ -26,7 +26,8 @@ class Calls:
     """The calls of one deployment."""
 
     def __init__(self, client: "redis.asyncio.Redis", publisher: Publisher) -> None:
-        self.client, self.publisher = client, publisher
+        self.client = client
+        self.publisher = publisher
         self.list = CallReader(client, "d", KEY)
 
     async def ask_for_slot(

@@ -22,7 +22,9 @@ class Tree:
     """A separate workspace, /tmp and output folder."""
 
     def __init__(self, base: Path) -> None:
-        self.workspace, self.tmp, self.output = base / "ws", base / "tmp", base / "output"
+        self.workspace = base / "ws"
+        self.tmp = base / "tmp"
+        self.output = base / "output"
         for folder in (self.workspace, self.tmp, self.output / ".state"):
             folder.mkdir(parents=True)
         self.paths = GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), ripgrep=RIPGREP)

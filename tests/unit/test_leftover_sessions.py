@@ -29,7 +29,8 @@ class Host:
     """A host with sessions that is checked one round at a time, and the session locations of an orchestrator."""
 
     def __init__(self, harness: HostHarness, client: "redis.asyncio.Redis") -> None:
-        self.harness, self.client = harness, client
+        self.harness = harness
+        self.client = client
         self.orchestrator = SessionStore(client, DEPLOYMENT)
         self.sandboxd = MemorySandboxd()
         self.sessions = harness.sessions()

@@ -11,7 +11,8 @@ class Counters(UsageReader):
     """The counters of a sandbox, set by a test."""
 
     def __init__(self) -> None:
-        self.now, self.peak = UsageReading(), 0
+        self.now = UsageReading()
+        self.peak = 0
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
         return self.now

@@ -78,7 +78,8 @@ class TwoWorkers:
 
     def __init__(self, server: RedisProcess) -> None:
         self.store = server.client()
-        self.here, self.there = Worker(server, HERE, POOL_WEB), Worker(server, THERE)
+        self.here = Worker(server, HERE, POOL_WEB)
+        self.there = Worker(server, THERE)
 
     def hold(self, call_id: str, holder: str, tenant: str = "acme") -> None:
         self.store.hset(call_key("d", tenant, call_id), mapping={"state": "running", "attempt": 1, "holder": holder})

@@ -34,7 +34,9 @@ class Endpoint:
     """A model at an endpoint whose list of models returns `facts`."""
 
     def __init__(self, name: str, facts: ModelFacts | None = NO_FACTS) -> None:
-        self.name, self.facts, self.described = name, facts, 0
+        self.name = name
+        self.facts = facts
+        self.described = 0
         self.address = "http://a.example/v1"
 
     async def describe(self) -> ModelFacts | None:

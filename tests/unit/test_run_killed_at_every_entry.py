@@ -59,7 +59,8 @@ class RunWorld:
     """The outside world of a run: counts payments, questions and actions."""
 
     def __init__(self, make: HarnessFactory, folder: Path) -> None:
-        self._make, self._folder = make, folder
+        self._make = make
+        self._folder = folder
         (folder / "made").mkdir()
         (folder / "made" / "out.txt").write_text("x")
         self.reviews: list[str] = []
@@ -104,7 +105,9 @@ class StoppingLog:
 
     def __init__(self, run_log: RunLog, position: int, *, is_written: bool) -> None:
         self.stopped = asyncio.Event()
-        self._append, self._position, self._is_written = run_log.append, position, is_written
+        self._append = run_log.append
+        self._position = position
+        self._is_written = is_written
         self._run_log = run_log
         run_log.append = self.append  # type: ignore[method-assign]
 

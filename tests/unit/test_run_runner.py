@@ -321,7 +321,8 @@ class SlowQueue(RunQueue):
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client, "d", KEY)
-        self.claiming, self.may_claim = asyncio.Event(), asyncio.Event()
+        self.claiming = asyncio.Event()
+        self.may_claim = asyncio.Event()
         self.may_claim.set()
 
     async def claim(self, most: int, *arguments: Any) -> list[RunClaim]:
@@ -337,7 +338,8 @@ class SlotScenario:
     """
 
     def __init__(self, queue: SlowQueue) -> None:
-        self.queue, self.worker = queue, Worker(self._work)
+        self.queue = queue
+        self.worker = Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
     async def _work(self, claim: RunClaim, journal: Journal, on_event: Callable[[RunEvent], None]) -> ItemOutcome:

@@ -19,7 +19,8 @@ class Harness:
     """A process with one slot, and the work of its runs."""
 
     def __init__(self) -> None:
-        self.slots, self.runs = RunSlots(), dict[str, None]()
+        self.slots = RunSlots()
+        self.runs = dict[str, None]()
         self.slots.configure(1, self.runs)
 
     def begin(self, *runs: str) -> None:
@@ -55,7 +56,9 @@ class Call:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.is_asked, self.answered, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.is_asked = asyncio.Event()
+        self.answered = asyncio.Event()
+        self.may_end = asyncio.Event()
         self._is_at_work = False
         self.question_s = asyncio.timeout(None)
 
@@ -263,9 +266,13 @@ class Run:
     """
 
     def __init__(self, slots: RunSlots, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
-        self._slots, self._sandboxes, self._steps = slots, sandboxes, steps
-        self.at_work, self.wants = set[str](), set[str]()
-        self.working, self.asked = dict[str, Gate](), dict[str, Gate]()
+        self._slots = slots
+        self._sandboxes = sandboxes
+        self._steps = steps
+        self.at_work = set[str]()
+        self.wants = set[str]()
+        self.working = dict[str, Gate]()
+        self.asked = dict[str, Gate]()
         self.wall = Gate()
         self.is_cancelled = False
 
@@ -350,7 +357,9 @@ class Process:
 
     def __init__(self, count: int, sandboxes: int, plans: list[list[Calls]]) -> None:
         self._sandboxes = asyncio.Semaphore(sandboxes)
-        self.slots, self.count, self.plans = RunSlots(), count, plans
+        self.slots = RunSlots()
+        self.count = count
+        self.plans = plans
         self.runs = dict["asyncio.Task[None]", Run]()
         self.slots.configure(count, self.runs)
         self.claiming = 0

@@ -38,7 +38,8 @@ class SlowSuspensionStore(MemorySuspensionStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
 
     async def pack(self, session: HostSession, sandbox: Sandbox) -> str:
         await self._wait()
@@ -396,7 +397,10 @@ class SlowCheckpoints:
     """A store of checkpoints that restores, or fails, when the test says so."""
 
     def __init__(self) -> None:
-        self.begun, self.go_on, self.loads, self.is_broken = asyncio.Event(), asyncio.Event(), 0, False
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.loads = 0
+        self.is_broken = False
 
     async def load(self, tenant: str, checkpoint: str, sandbox: Sandbox, *, root_image: str | None) -> bool:
         self.loads += 1

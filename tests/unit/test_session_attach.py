@@ -39,7 +39,8 @@ class Harness:
         self.places = MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs: Any = MemoryAsyncBlobs()
-        self.first, self.second = self._program(), self._program()
+        self.first = self._program()
+        self.second = self._program()
 
     async def open(self, tenant: str = "acme") -> Session:
         return await Session.open(self.first, self.blobs, tenant=tenant, start=SessionStart(image="python", ttl_s=60))

@@ -29,7 +29,9 @@ class HostileEnvironment:
 
     def __init__(self, archive: bytes, *, total: int | None = None, **done: Any) -> None:
         self.context = SimpleNamespace(timeout_s=5.0, tenant="acme")
-        self._archive, self._total, self._done = archive, total, done
+        self._archive = archive
+        self._total = total
+        self._done = done
 
     def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: Any = None) -> GuestResponse:
         if request["op"] == "read_file":

@@ -17,7 +17,9 @@ class Workers:
     """The tools that workers publish. `lost`: names of tools whose workers are away."""
 
     def __init__(self, *specs: ToolSpec, skills: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> None:
-        self._specs, self._skills, self._lost = specs, tuple(summary(name) for name in skills), lost
+        self._specs = specs
+        self._skills = tuple(summary(name) for name in skills)
+        self._lost = lost
 
     async def specs(self) -> tuple[ToolSpec, ...]:
         return self._specs

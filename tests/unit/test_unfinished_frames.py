@@ -31,7 +31,8 @@ class Guest:
     opened: ClassVar[list["Guest"]] = []
 
     def __init__(self) -> None:
-        self.frames, self.lost = 0, list[str]()
+        self.frames = 0
+        self.lost = list[str]()
         stderr = os.open(os.devnull, os.O_RDONLY)
         self.channel = GuestChannel(lambda _: self._count(), self.lost.append, stderr)
         self.channel.connection_made(SilentTransport())

@@ -36,7 +36,8 @@ class Harness:
 
     def __init__(self, server: RedisProcess) -> None:
         self.client = server.client()
-        self.finished, self.worker = FinishedCalls(self.client), WorkerUsageStore(self.client, "d")
+        self.finished = FinishedCalls(self.client)
+        self.worker = WorkerUsageStore(self.client, "d")
         self.orchestrator = redis.asyncio.Redis.from_url(server.url)
         self.store = UsageStore(self.orchestrator, "d")
 

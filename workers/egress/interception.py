@@ -49,7 +49,9 @@ class SecretProxy:
     """Intercepts connections to hosts with secrets. `upstream`: the TLS context that verifies the hosts."""
 
     def __init__(self, authority: Authority, uses: SecretUses, upstream: ssl.SSLContext) -> None:
-        self.authority, self.uses, self.upstream = authority, uses, upstream
+        self.authority = authority
+        self.uses = uses
+        self.upstream = upstream
         self.maskers = SharedMaskers()
 
 
@@ -61,7 +63,10 @@ class MaskingRewriter(AnswerRewriter):
     def __init__(
         self, masker: SecretMasker, host: str, quota: ConnectionQuota, report: Callable[[Sequence[str]], None]
     ) -> None:
-        self._masker, self._host, self._quota, self._report = masker, host, quota, report
+        self._masker = masker
+        self._host = host
+        self._quota = quota
+        self._report = report
         self._stream = MaskedStream(masker)
         self._inflater: Inflater | None = None
         self._found: set[str] = set()
@@ -135,8 +140,11 @@ class Interception:
     def __init__(
         self, proxy: SecretProxy, opening: EgressOpening, target: Target, quota: ConnectionQuota, limits: ProxyLimits
     ) -> None:
-        self._proxy, self._opening, self._target = proxy, opening, target
-        self._quota, self._limits = quota, limits
+        self._proxy = proxy
+        self._opening = opening
+        self._target = target
+        self._quota = quota
+        self._limits = limits
         self._activity = ActivityClock()
         # Requests get only the secrets of this host. In answers all secrets of the session are masked, because another
         # host may have passed its secret to this host.

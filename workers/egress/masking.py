@@ -61,7 +61,8 @@ class SecretMasker:
             folded = replace(form, text=form.text.lower())
             self._forms[folded] = self._forms.get(folded, frozenset()) | names
         lengths = [len(form.text) for form in self._forms]
-        self._shortest, self._longest = min(lengths, default=0), max(lengths, default=0)
+        self._shortest = min(lengths, default=0)
+        self._longest = max(lengths, default=0)
 
     @classmethod
     async def of(cls, values: Mapping[str, str], turn: asyncio.Lock | None = None) -> "SecretMasker":
@@ -186,9 +187,11 @@ class MaskedStream:
     """
 
     def __init__(self, masker: SecretMasker, *, is_in_blocks: bool = False) -> None:
-        self._masker, self._held_bytes = masker, masker.held_bytes
+        self._masker = masker
+        self._held_bytes = masker.held_bytes
         self._block_bytes = PIECE_BYTES if is_in_blocks else 1
-        self._raw, self._sent = b"", 0
+        self._raw = b""
+        self._sent = 0
         """The bytes that may still matter, and how many of them have come out already."""
 
     async def take(self, data: bytes) -> MaskedText:

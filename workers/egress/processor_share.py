@@ -26,7 +26,8 @@ class ProcessorShare:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, processor: Callable[[], float] = time.thread_time
     ) -> None:
-        self._clock, self.processor = clock, processor
+        self._clock = clock
+        self.processor = processor
         self._paid_at = clock()
         self._turn = asyncio.Lock()
 
@@ -68,7 +69,8 @@ class _Metered:
     """Runs a coroutine step by step. A step lasts until the coroutine waits for something."""
 
     def __init__(self, work: Coroutine[Any, Any, T], share: ProcessorShare) -> None:
-        self._work, self._share = work, share
+        self._work = work
+        self._share = share
 
     def __await__(self) -> Generator[Any, Any, Any]:
         step: Callable[[], Any] = partial(self._work.send, None)

@@ -35,7 +35,8 @@ class PlainChannel:
     """A stream without TLS."""
 
     def __init__(self, stream: Stream, quota: ConnectionQuota) -> None:
-        self._stream, self._quota = stream, quota
+        self._stream = stream
+        self._quota = quota
 
     async def receive(self) -> bytes:
         return await self._stream.receive(self._quota)
@@ -91,8 +92,11 @@ class HttpRelay:
     """
 
     def __init__(self, inner: Peer, outer: Peer, host: str, activity: ActivityClock, limits: ProxyLimits) -> None:
-        self._inner, self._outer, self._host = inner, outer, host
-        self._activity, self._limits = activity, limits
+        self._inner = inner
+        self._outer = outer
+        self._host = host
+        self._activity = activity
+        self._limits = limits
         self.has_answered = False
 
     async def run(self, request: h11.Request, rewriter: AnswerRewriter, *, is_last: bool = False) -> None:

@@ -26,8 +26,10 @@ class TlsStream:
         hostname: str | None = None,
         first: bytes = b"",
     ) -> None:
-        self._stream, self._quota = stream, quota
-        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._stream = stream
+        self._quota = quota
+        self._received = ssl.MemoryBIO()
+        self._to_send = ssl.MemoryBIO()
         if first:
             self._received.write(first)
         self._tls = context.wrap_bio(

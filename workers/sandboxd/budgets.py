@@ -20,7 +20,8 @@ class FairBudget:
     """
 
     def __init__(self, total: int, share: int | None = None) -> None:
-        self._total, self._share = total, total if share is None else share
+        self._total = total
+        self._share = total if share is None else share
         self._used: Counter[str] = Counter()
         self._waiting: list[asyncio.Future[None]] = []
 

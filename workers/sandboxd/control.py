@@ -85,7 +85,9 @@ class ControlRequests:
         self._sessions = sessions
         self._forker = forker
         self._plans = plans
-        self._checkpoints, self._files, self._skills = stores.checkpoints, stores.files, stores.skills
+        self._checkpoints = stores.checkpoints
+        self._files = stores.files
+        self._skills = stores.skills
         self._spool = stores.spool
         self._secrets = secrets
         self._describe = describe

@@ -109,8 +109,10 @@ class Daemon:
     """The parts that serve requests, and the report for `status`."""
 
     def __init__(self, setup: HostSetup, choice: Choice) -> None:
-        settings, plans = setup.settings, setup.plans
-        self.setup, self.choice = setup, choice
+        settings = setup.settings
+        plans = setup.plans
+        self.setup = setup
+        self.choice = choice
         self.boot = secrets.token_hex(4)
         records = Records(settings.state())
         self.factory = SandboxFactory(
@@ -133,7 +135,8 @@ class Daemon:
         self.images.release = self._release_image
         if setup.oci is not None:
             # List the OCI runtime even if it starts no sandbox: it finds the sandboxes of an earlier sandboxd.
-            ours, engines = [setup.oci], self.factory.runtimes
+            ours = [setup.oci]
+            engines = self.factory.runtimes
             self.factory.runtimes = [*ours, *engines] if setup.starts_by_oci else [*engines, *ours]
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)

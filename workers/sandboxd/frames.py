@@ -311,7 +311,8 @@ class UnfinishedFrames:
     """
 
     def __init__(self, max_bytes: int = MAX_UNFINISHED_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._sizes: dict[GuestChannel, int] = {}
         """In the order in which the frames began."""
 

@@ -92,7 +92,8 @@ class _PullSize:
     """Limits of a running pull. The registry tells sizes of compressed layers only, so the disk is measured too."""
 
     def __init__(self, budget_bytes: int, disk: PullDisk | None) -> None:
-        self._budget_bytes, self._disk = budget_bytes, disk
+        self._budget_bytes = budget_bytes
+        self._disk = disk
         self._free_before = disk.free() if disk is not None else 0
 
     def check(self, progress: PullProgress) -> None:

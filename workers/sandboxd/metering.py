@@ -52,10 +52,13 @@ class UsageReader:
         self._is_v2 = "cpuacct" not in paths
         if self._is_v2:
             group = root / paths[""].lstrip("/")
-            cpu, memory, tasks = group / "cpu.stat", group / "memory.peak", group / "pids.current"
+            cpu = group / "cpu.stat"
+            memory = group / "memory.peak"
+            tasks = group / "pids.current"
         else:
             group = root / "cpuacct" / paths["cpuacct"].lstrip("/")
-            cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
+            cpu = group / "cpuacct.usage"
+            memory = root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
             tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
         if container not in group.name:
             # If sandboxd has its own PID namespace, the pid from the engine belongs to another process here.

@@ -47,7 +47,9 @@ class SkillVolume:
 
     def __init__(self, engine: Engine, image: str, owner: Mapping[str, str], spool: Path | None = None) -> None:
         self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
-        self._engine, self._image, self.owner = engine, image, dict(owner)
+        self._engine = engine
+        self._image = image
+        self.owner = dict(owner)
         self._spool = None if spool is None else str(spool)
         self._secret = secrets.token_bytes(32)
         self._places: dict[tuple[str, str], str] = {}

@@ -30,7 +30,8 @@ class InstalledSkillCache:
         self._store = WorkerSkillStore(client, deployment, keys)
         self._cache: OrderedDict[tuple[str, str], Skill] = OrderedDict()
         # A lock is needed, because calls of a worker may run in threads.
-        self._cache_lock, self._loading = threading.Lock(), threading.Lock()
+        self._cache_lock = threading.Lock()
+        self._loading = threading.Lock()
 
     def all(self, tenant: str) -> dict[str, InstalledSkill]:
         """Return the records of a tenant's skills by name, from WorkerSkillStore.all."""

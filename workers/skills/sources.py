@@ -32,7 +32,8 @@ class MemorySource:
     """Files in memory. `name` describes them in the log."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        self._name, self._files = name, files
+        self._name = name
+        self._files = files
 
     def __str__(self) -> str:
         return self._name

@@ -17,7 +17,8 @@ class FoundLines:
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self._environment = environment
-        self._data, self._found = bytearray(), bytearray()
+        self._data = bytearray()
+        self._found = bytearray()
         self._shown = self._early_bytes = 0
         self._early: set[bytes] = set()
 

@@ -160,7 +160,9 @@ class Edit:
         self.name = "" if count == 1 else f"edit {number} of {count}: "
         if not isinstance(fields, dict) or not fields.keys() <= _KEYS:
             raise RequestFailure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
-        old, new, replace_all = fields.get("old_string"), fields.get("new_string"), fields.get("replace_all", False)
+        old = fields.get("old_string")
+        new = fields.get("new_string")
+        replace_all = fields.get("replace_all", False)
         if not isinstance(old, str) or not isinstance(new, str) or not isinstance(replace_all, bool):
             raise RequestFailure(
                 INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean"

@@ -148,7 +148,8 @@ class _LiveMatches:
 
     def __init__(self, request: GlobRequest, writer: ReportWriter) -> None:
         self._writer = writer
-        self._remaining, self._remaining_bytes = request.limit, request.live_bytes
+        self._remaining = request.limit
+        self._remaining_bytes = request.live_bytes
         # A search that starts again without ignore files finds the same paths.
         self._sent: set[bytes] = set()
         self._lines: list[bytes] = []

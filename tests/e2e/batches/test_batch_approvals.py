@@ -38,7 +38,8 @@ class Harness:
     """A user's shell whose environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
-        self.folder, self._footprint = folder, footprint
+        self.folder = folder
+        self._footprint = footprint
         self.output = folder / "out.jsonl"
         self.environment = {
             "TOOLCREW_REDIS_URL": stack.redis_url,

@@ -102,7 +102,10 @@ class ServiceShell:
     """A user's shell that starts commands and services. The environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
-        self.stack, self.footprint, self.server, self.folder = stack, footprint, server, folder
+        self.stack = stack
+        self.footprint = footprint
+        self.server = server
+        self.folder = folder
         self.model_key = f"canary{secrets.token_hex(12)}"
         variables = {"TOOLCREW_REDIS_URL": stack.redis_url, "TOOLCREW_TRACES": str(folder / "traces")}
         self.environment = {**variables, **server.environment(), "OPENAI_API_KEY": self.model_key}

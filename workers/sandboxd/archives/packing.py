@@ -141,7 +141,8 @@ class Packing:
         self._guest = guest
         self._argv = argv
         self._max_bytes = max_bytes
-        self._stdin, self._stdin_bytes = stdin, stdin_bytes
+        self._stdin = stdin
+        self._stdin_bytes = stdin_bytes
         self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -364,7 +365,9 @@ class _GuestTimer:
     """
 
     def __init__(self, verb: str) -> None:
-        self._verb, self._waited_s, self.bytes = verb, 0.0, 0
+        self._verb = verb
+        self._waited_s = 0.0
+        self.bytes = 0
 
     @contextlib.asynccontextmanager
     async def waiting(self, size: int = 0) -> AsyncIterator[None]:

@@ -95,7 +95,9 @@ class ProxyAuthority:
     """
 
     def __init__(self, path: Path | None, uids: frozenset[int], place: Callable[[bytes], Awaitable[None]]) -> None:
-        self._path, self._uids, self._place = path, uids, place
+        self._path = path
+        self._uids = uids
+        self._place = place
         self._file_identity: tuple[int, int] | None = None
         self._lock = asyncio.Lock()
 
