@@ -6,11 +6,11 @@ import tarfile
 from pathlib import Path
 
 from tests.stack import ROOT, missing
+from toolcrew.contract.envelope import VERSION
+from toolcrew.contract.hosts import RELEASE
 
-COMMIT = "5902ea5304483701da729531894a15db8f5a4d18"
+COMMIT = "73b82e0cc06b685e07432b99b097bb185e697a77"
 """A commit of the previous release. Its processes can serve one deployment together with processes of this release."""
-INCOMPATIBLE_COMMIT = "b6024ba1e6f63dd2f2fd5d4bbf5c16f8b57d10f9"
-"""A commit of the last incompatible release: its calls have version 2, and its records in Redis are not signed."""
 _GIT_S = 60.0
 
 
@@ -23,4 +23,18 @@ def unpack_release(commit: str, folder: Path) -> Path:
         missing(f"commit {commit} is not in this clone: fetch the whole history (git fetch --unshallow)")
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
         archive.extractall(folder, filter="data")
+    return folder
+
+
+def unpack_incompatible_release(folder: Path) -> Path:
+    """Unpack the previous release as one whose calls and hosts have other versions."""
+    unpack_release(COMMIT, folder)
+    for name, line, other in (
+        ("envelope", f"VERSION = {VERSION}\n", f"VERSION = {VERSION - 1}\n"),
+        ("hosts", f'RELEASE = "{RELEASE}"\n', 'RELEASE = "0"\n'),
+    ):
+        source = folder / "contract" / f"{name}.py"
+        text = source.read_text()
+        assert line in text
+        source.write_text(text.replace(line, other))
     return folder

@@ -13,7 +13,7 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
+from tests.earlier_release import unpack_incompatible_release
 from tests.host_harness import Harness, open_harness
 from tests.raw_queue import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process
@@ -25,19 +25,12 @@ from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import batch_key
 
-_MAIN = """
-try:
-    from toolcrew.orchestrator.command import main
-except ModuleNotFoundError:  # the earlier releases
-    from toolcrew.orchestrator.cli import main
-main()
-"""
-COMMAND = (sys.executable, "-c", _MAIN)
+COMMAND = (sys.executable, "-m", "toolcrew.orchestrator")
 """toolcrew, of the release in whose tree the command starts."""
 # Runs in the tree of the earlier release, and prints why no session was opened.
 EARLIER_ORCHESTRATOR = """
 import asyncio
-from orchestrator.client import ToolClient
+from toolcrew import ToolClient
 from toolcrew.orchestrator.settings import load_settings
 
 async def main():
@@ -56,7 +49,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpack_release(INCOMPATIBLE_COMMIT, tmp_path_factory.mktemp("earlier"))
+    return unpack_incompatible_release(tmp_path_factory.mktemp("earlier"))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +61,7 @@ def new_host(engine: APIClient) -> Iterator[Harness]:
 @pytest.fixture(scope="module")
 def old_host(engine: APIClient, earlier: Path) -> Iterator[Harness]:
     with open_harness(engine) as opened:
-        opened.start_host("old", earlier, pool_target="0")  # that release's name of TOOLCREW_POOL_SIZE
+        opened.start_host("old", earlier, pool_size="0")
         opened.wait_ready()
         yield opened
 
@@ -86,7 +79,7 @@ def assert_nothing_ran(harness: Harness) -> None:
 
 def test_an_earlier_orchestrator_refuses_hosts_of_this_release(new_host: Harness, earlier: Path) -> None:
     done = run_in(earlier, new_host, sys.executable, "-c", EARLIER_ORCHESTRATOR)
-    assert "run the same release on both sides" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "every host runs another release" in done.stdout, done.stdout + done.stderr[-2000:]
     assert_nothing_ran(new_host)
 
 
@@ -126,7 +119,7 @@ def test_no_orchestrator_executes_a_batch_on_hosts_of_the_other_release(
         submits,
         harness,
         *COMMAND,
-        "batches" if submits == ROOT else "batch",
+        "batches",
         "submit",
         str(tmp_path / "in.jsonl"),
         "--id",
@@ -136,44 +129,20 @@ def test_no_orchestrator_executes_a_batch_on_hosts_of_the_other_release(
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     log_file = tmp_path / "service.log"
     with log_file.open("wb") as log:
-        if works == ROOT:
-            argv = [sys.executable, "-m", "toolcrew.orchestrator", "serve", "batches", "--no-traces"]
-        else:
-            argv = [*COMMAND, "batch", "work", "--no-traces"]
+        argv = [*COMMAND, "serve", "batches", "--no-traces"]
         serving = subprocess.Popen(
             argv, cwd=works, env=harness.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
         )
     try:
-        # The service waits for hosts of its own release, or finds no batch that it can read. The earlier release has
-        # another name for the first event.
+        # The service waits for hosts of its own release.
         wait_until(
-            lambda: re.search("pool_not_(available|there)|serving", log_file.read_text()),
+            lambda: re.search("pool_not_available|serving", log_file.read_text()),
             UP_S,
             log_file.read_text,
         )
     finally:
         end_process(serving, UP_S)
-    key = (
-        f"toolcrew:{harness.deployment}:default:batch:upgrade"
-        if submits_earlier
-        else batch_key(harness.deployment, "default", "upgrade")
-    )
+    key = batch_key(harness.deployment, "default", "upgrade")
     with harness.open_redis() as store:
         assert store.hget(key, "state") == b"in_progress"
     assert_nothing_ran(harness)
-
-
-def test_a_tenant_of_an_earlier_release_has_no_rights_until_its_policy_is_set_again(
-    new_host: Harness, earlier: Path, tmp_path: Path
-) -> None:
-    added = run_in(earlier, new_host, *COMMAND, "tenants", "add", "acme", "--tools", "read_tool")
-    assert added.returncode == 0, added.stderr
-    try:
-        listed = run_in(ROOT, new_host, *COMMAND, "tenants", "list")
-        assert "policy of tenant acme cannot be verified, so its calls are refused" in listed.stdout
-        (tmp_path / "policy.json").write_text(json.dumps({"tools": ["read_tool"]}))
-        again = run_in(ROOT, new_host, *COMMAND, "tenants", "set", "acme", "--from", str(tmp_path / "policy.json"))
-        assert again.returncode == 0, again.stderr
-        assert "cannot be verified" not in run_in(ROOT, new_host, *COMMAND, "tenants", "list").stdout
-    finally:
-        run_in(ROOT, new_host, *COMMAND, "tenants", "remove", "acme")

@@ -25,7 +25,7 @@ from toolcrew.orchestrator.logs import configure_logging
 from toolcrew.telemetry.logs import get_logger
 from toolcrew.orchestrator.settings import load_settings
 configure_logging(load_settings(), "orchestrator")
-log = get_logger("orchestrator.x")
+log = get_logger("toolcrew.orchestrator.x")
 """
 SIDES = pytest.mark.parametrize("side", [WORKERS, ORCHESTRATOR], ids=["workers", "orchestrator"])
 
@@ -108,7 +108,7 @@ def test_sdk_does_not_change_the_logging_of_a_program() -> None:
     code = """
 import json, logging, orchestrator
 from toolcrew.telemetry.logs import get_logger
-log = get_logger("orchestrator.x")
+log = get_logger("toolcrew.orchestrator.x")
 log.info("unsaid"); log.warning("call_lost", call="c")
 print(json.dumps([logging.getLogger().handlers, logging.getLogger("toolcrew").handlers, logging.getLogger("toolcrew").level]))
 """
