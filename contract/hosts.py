@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from toolcrew.contract.calls import Record
-from toolcrew.contract.sandboxes import LargestOptions
+from toolcrew.contract.session_spec import LargestOptions
 
 RELEASE = "1"
 """Compatibility number of this release: releases with different numbers cannot work together. New sessions go only to

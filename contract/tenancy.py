@@ -9,8 +9,8 @@ from pydantic import Field
 from toolcrew.contract.calls import MAX_TIMEOUT_S, Record
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.image_names import ImagePatternText
-from toolcrew.contract.sandboxes import WorkspaceBytes
 from toolcrew.contract.secrets import MAX_SECRETS, SecretName
+from toolcrew.contract.session_spec import WorkspaceBytes
 from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys, readable
 from toolcrew.contract.specs import ToolSpec
 

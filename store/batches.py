@@ -15,7 +15,7 @@ from toolcrew.contract.calls import CallUsage, Record
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import tenant_key
 from toolcrew.contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.webhooks import parse_delivery

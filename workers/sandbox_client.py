@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolcrew.contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from toolcrew.contract.image_names import ImageNameText, ImagePatternText, RegistryText
 from toolcrew.contract.masking import SECRET_NAME
-from toolcrew.contract.sandboxes import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
+from toolcrew.contract.session_spec import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
 from toolcrew.contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from toolcrew.contract.tenancy import NetworkPolicy
 from toolcrew.telemetry.settings import LogSettings

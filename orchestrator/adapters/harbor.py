@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.sandboxes import MIB, SandboxOptions
+from toolcrew.contract.session_spec import MIB, SandboxOptions
 from toolcrew.orchestrator.adapters.inspect_users import OWN, read_as, run_as, write_as
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

@@ -6,7 +6,7 @@ import asyncio
 from weakref import WeakKeyDictionary
 
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.sandboxes import pick_options
+from toolcrew.contract.session_spec import pick_options
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

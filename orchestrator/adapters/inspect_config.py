@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import describe_invalid
-from toolcrew.contract.sandboxes import SandboxOptions
 from toolcrew.contract.session_locations import MAX_TTL_S
+from toolcrew.contract.session_spec import SandboxOptions
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
-from toolcrew.contract.sandboxes import pick_options
+from toolcrew.contract.session_spec import pick_options
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dialects.profiles import STANDARD
 from toolcrew.orchestrator.dispatch.sessions import Session

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.run_events import FailureKind
-from toolcrew.contract.sandboxes import SandboxOptions, pick_options
+from toolcrew.contract.session_spec import SandboxOptions, pick_options
 from toolcrew.contract.strict_json import InvalidJson, parse_object
 from toolcrew.contract.webhooks import MAX_URL_CHARS, Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller

@@ -13,8 +13,8 @@ from toolcrew.contract.calls import LONGEST_TIMEOUT_S, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.image_names import ImageText
 from toolcrew.contract.json_limits import is_deeper
-from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions
 from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import CheckpointId, SandboxOptions
 from toolcrew.contract.tool_configs import ToolConfig
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.image_names import ImageText
-from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions, pick_options
 from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.session_spec import CheckpointId, SandboxOptions, pick_options
 from toolcrew.contract.tool_configs import ToolConfig
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from

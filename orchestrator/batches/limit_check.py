@@ -10,7 +10,7 @@ from functools import cached_property
 from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.image_names import ImageNameError, is_allowed, parse_image_name
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions, pick_options
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions, pick_options
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy, largest_limit
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError

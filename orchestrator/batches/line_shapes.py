@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
 from toolcrew.contract.image_names import ImageText
-from toolcrew.contract.sandboxes import CheckpointId, SandboxOptions, pick_options
+from toolcrew.contract.session_spec import CheckpointId, SandboxOptions, pick_options
 from toolcrew.contract.tool_configs import ToolConfig
 from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.store.batches import (

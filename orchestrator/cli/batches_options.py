@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.run_events import FailureKind
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES

@@ -13,7 +13,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import find_invalid
-from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tool_configs import parse_tool_config
 
 

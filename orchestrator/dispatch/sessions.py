@@ -31,8 +31,8 @@ from toolcrew.contract.errors import (
 )
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_events import OnOutput, output_handler

@@ -11,8 +11,8 @@ from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.run_events import Failure
-from toolcrew.contract.sandboxes import LargestOptions
 from toolcrew.contract.secrets import SecretInfo
+from toolcrew.contract.session_spec import LargestOptions
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.api_keys import ApiKeyRecord
 from toolcrew.store.approvals import PendingQuestion

@@ -33,8 +33,8 @@ from toolcrew.contract.run_events import (
     Warned,
     pass_to,
 )
-from toolcrew.contract.sandboxes import pick_options
 from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.contract.session_spec import pick_options
 from toolcrew.orchestrator.admission import until_admitted
 from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.approvals.asking import QueueApprover

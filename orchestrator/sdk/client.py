@@ -13,8 +13,8 @@ from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.registry import Switch, ToolState, find_state, switch_field
 from toolcrew.contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.schema import find_nearest
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.contract.tool_configs import parse_tool_config

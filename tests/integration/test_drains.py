@@ -14,7 +14,7 @@ from tests.host_harness import Harness, open_harness
 from tests.stack import TOOLCREW, UP_S
 from tests.waiting import wait_until, wait_until_async
 from toolcrew.contract.hosts import HostReport
-from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.settings import OrchestratorSettings

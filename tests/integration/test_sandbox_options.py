@@ -11,7 +11,7 @@ from tests.containers import Watched, python, watch
 from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 
 pytestmark = [

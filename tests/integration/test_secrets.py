@@ -20,8 +20,8 @@ from tests.secret_harness import VALUE, Site, open_secret_site
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.sandboxes import SandboxOptions
 from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient

@@ -21,8 +21,8 @@ from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environ
 from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import SOON_S, wait_until
-from toolcrew.contract.sandboxes import SandboxOptions
 from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 

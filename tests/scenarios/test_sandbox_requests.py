@@ -15,7 +15,7 @@ from tests.command_server import run_toolcrew
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.sandboxes import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
 

@@ -10,7 +10,7 @@ import pytest
 from tests.builders import build_spec
 from toolcrew.contract.errors import ToolFailure
 from toolcrew.contract.hosts import RELEASE, HostReport
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions
 from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
 from toolcrew.orchestrator.batches.limit_check import TenantLimits, check_limits, find_sessions
 from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, read_lines

@@ -18,8 +18,8 @@ from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
 from tests.secret_harness import ask_proxy
 from tests.waiting import SOON_S
 from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.sandboxes import LargestOptions, SandboxOptions
 from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.session_spec import LargestOptions, SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.egress import secrets as module
 from toolcrew.workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Record
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.invalid_input import find_invalid
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.factory import SandboxdEnding
 from toolcrew.workers.sandboxd.frames import Frame, FrameError, WorkerLink

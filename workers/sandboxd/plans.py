@@ -15,8 +15,8 @@ from toolcrew.contract.image_names import (
     parse_image_name,
     parse_image_pattern,
 )
-from toolcrew.contract.sandboxes import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
 from toolcrew.contract.secrets import build_placeholder
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
 from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec

@@ -24,8 +24,8 @@ from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, Sand
 from toolcrew.contract.functions.call_context import CallContext, CoroutineRunner
 from toolcrew.contract.functions.session_state import NoState, SessionStates
 from toolcrew.contract.registry import Tool, ToolRegistry
-from toolcrew.contract.sandboxes import SandboxOptions
 from toolcrew.contract.secrets import check_session_values
+from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.store.secrets import TenantSecrets
 from toolcrew.workers.call_events import CallEvents

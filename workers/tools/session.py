@@ -11,8 +11,8 @@ from typing import Any
 from toolcrew.contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.image_names import MAX_IMAGE_CHARS
-from toolcrew.contract.sandboxes import CHECKPOINT_PATTERN, SandboxOptions
 from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, SandboxOptions
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
