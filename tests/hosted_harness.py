@@ -18,7 +18,7 @@ from tests.item_harness import ItemHarness
 from tests.waiting import SOON_S
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.orchestrator.runs.run_service import ServiceWork
+from toolcrew.orchestrator.runs.run_service import build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import ItemEnvironment, RunBody
 from toolcrew.store.run_events import EventBatch, RunEventStore
@@ -36,7 +36,7 @@ class HostedHarness(ItemHarness):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.publisher = RunEventPublisher(self.client, "d")
-        self.work = ServiceWork(self.pool, self.parts, self.work._models, None, self.publisher)
+        self.work = build_service_executor(self.pool, self.parts, self.work.models, None, self.publisher)
         self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:

@@ -27,7 +27,7 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, Calls, ScriptedModel, Turn
-from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_parts import RunParts
@@ -111,7 +111,7 @@ class ItemHarness(RunHarness):
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
         self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
         models = Models(settings, self.pool, ChosenModel(self.model, capabilities=ALL_CAPABILITIES))
-        self.work = ItemWork(self.pool, self.parts, models, None)
+        self.work = RunExecutor(self.pool, self.parts, models)
 
     def sent(self) -> list[str]:
         """Return verbs and tools, in the order in which the worker received them."""

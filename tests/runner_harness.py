@@ -71,7 +71,7 @@ class Worker:
     async def release_states(self, claim: RunClaim, journal: Journal) -> None:
         """Do nothing: no states are kept."""
 
-    def drop_spans(self, claim: RunClaim) -> None:
+    def forget(self, claim: RunClaim) -> None:
         """Do nothing: nothing is traced."""
 
 

@@ -25,8 +25,8 @@ from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
 from toolcrew.orchestrator.runs.endpoints import ModelNames, refuse_model
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.follower import ROWS_AT_ONCE, Follower
-from toolcrew.orchestrator.runs.item_work import ItemWork
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
@@ -183,7 +183,7 @@ class BatchRuns:
         items of every batch of every tenant.
         """
         async with Models(self._settings, self._pool, model) as models:
-            work = ItemWork(self._pool, self._parts, models, self._traces, self._publisher)
+            work = RunExecutor(self._pool, self._parts, models, self._traces, self._publisher)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(
                 self._pool.redis, self._settings.deployment, self.queue, work, self._publisher, concurrency, only

@@ -1,13 +1,19 @@
 """The models that runs of this process use. Each model is opened once and shared."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import LOCAL, ChosenModel, choose_model
 from toolcrew.orchestrator.runs.endpoints import EndpointClients, EndpointModel
 from toolcrew.orchestrator.settings import OrchestratorSettings
+
+MAX_IDLE_MODELS = 8
+"""Maximum number of open models of a service that no run uses now. Each model has its own connections, and tenants may
+name any number of models.
+"""
 
 
 class Models:
@@ -31,6 +37,8 @@ class Models:
         self._clients = EndpointClients(settings, pool.redis, pool.keys, pool.tenants)
         self._open: dict[str | None, tuple[ChosenModel, AsyncExitStack]] = {}
         self._opening = asyncio.Lock()
+        self._users: dict[str, int] = {}
+        """Number of runs that use each model, by name. The least recently used name is first."""
 
     async def get(self, tenant: str, name: str | None) -> ChosenModel:
         """Return the model that a run of the tenant uses for `name`: the configured endpoint of that name, or else the
@@ -71,6 +79,24 @@ class Models:
         model.
         """
         return set(self._open)
+
+    @asynccontextmanager
+    async def use(self, model: str | None) -> AsyncIterator[None]:
+        """Context manager around a run that uses the model of its line or batch. Afterwards it closes the least
+        recently used models that no run uses. None: the default model, which stays open.
+        """
+        if model is None:
+            yield
+            return
+        self._users[model] = self._users.pop(model, 0) + 1
+        try:
+            yield
+        finally:
+            self._users[model] -= 1
+            idle = [name for name, users in self._users.items() if users == 0]
+            for name in idle[: max(0, len(idle) - MAX_IDLE_MODELS)]:
+                del self._users[name]
+                await self.close(name)
 
     async def close(self, name: str | None) -> None:
         """Close a model that no run uses. A later `get` opens the model again."""

@@ -8,15 +8,13 @@ is never queued, and a failure ends the run instead of delaying it.
 import secrets
 
 from toolcrew.contract.run_events import OnEvent
-from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.orchestrator.runs.item_work import ItemWork
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.run_parts import RunParts
-from toolcrew.orchestrator.runs.run_slots import RunSlot
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.traces.recorder import Traces
@@ -31,16 +29,6 @@ class _NoWaiting(RunGate):
 
     def classify(self, error: Exception, own_model: str | None) -> None:
         """Return None: the error ends this run."""
-
-
-class _OwnWork(ItemWork):
-    """Executes the run of this program."""
-
-    priority = "interactive"
-
-    def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
-        """Return the approver of this program, which may ask at the terminal."""
-        return self._parts.approver
 
 
 class OwnRuns:
@@ -73,11 +61,20 @@ class OwnRuns:
         client, deployment = self._pool.redis, self._settings.deployment
         async with Models(self._settings, self._pool) as models:
             publisher = RunEventPublisher(client, deployment)
-            work = _OwnWork(self._pool, self._parts, models, self._traces, publisher, on_event)
-            work.gate = _NoWaiting()
-            await Runner(client, deployment, queue, work, publisher, 1, None, hosted_defaults=_DEFAULTS).run_claimed(
-                claim
+            executor = RunExecutor(
+                self._pool,
+                self._parts,
+                models,
+                self._traces,
+                publisher,
+                on_event,
+                # This program may ask at the terminal.
+                approver=self._parts.approver,
+                priority="interactive",
+                gate=_NoWaiting(),
             )
+            runner = Runner(client, deployment, queue, executor, publisher, 1, None, hosted_defaults=_DEFAULTS)
+            await runner.run_claimed(claim)
         # A process that was stopped for longer than its lease has lost the run: wait for its end elsewhere.
         async for _ in self._hosted.follow(tenant, run.id):
             pass

@@ -3,14 +3,12 @@ process of the API.
 """
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from toolcrew.contract.calls import ToolCall
-from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelDenied
-from toolcrew.contract.run_events import CallFinished, CallSent, Failure, FailureKind, OnEvent, RunEvent
+from toolcrew.contract.errors import ErrorCode, ModelDenied
+from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import load_policy
@@ -19,14 +17,13 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import LOCAL
 from toolcrew.orchestrator.runs.batch_runs import until_first
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.item_work import ItemWork
-from toolcrew.orchestrator.runs.journal import Journal
-from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_error
+from toolcrew.orchestrator.runs.outcomes import judge_error
 from toolcrew.orchestrator.runs.run_gate import RunDeferred
 from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
+from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.runs.webhooks import WebhookSender
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.traces.recorder import Traces
@@ -36,11 +33,6 @@ from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
-
-MAX_IDLE_MODELS = 8
-"""Maximum number of open models that no run uses now. Each model has its own connections, and tenants may name any
-number of models.
-"""
 
 
 @asynccontextmanager
@@ -67,12 +59,20 @@ async def open_runner(
     publisher = RunEventPublisher(pool.redis, settings.deployment)
     async with Models(settings, pool, is_service=True) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
-        work = ServiceWork(pool, parts, models, traces, publisher)
+        work = build_service_executor(pool, parts, models, traces, publisher)
         sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")
         try:
             yield Runner(pool.redis, settings.deployment, queue, work, publisher, concurrency, None, tenants)
         finally:
             await cancel_all((sending,))
+
+
+def build_service_executor(
+    pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None, publisher: RunEventPublisher | None
+) -> RunExecutor:
+    """Return an executor of items of any tenant."""
+    guard = ServiceGuard(models)
+    return RunExecutor(pool, parts, models, traces, publisher, guard=guard, sent_calls=SentCalls())
 
 
 @dataclass(frozen=True)
@@ -120,36 +120,31 @@ class RunService:
         log.info("runs_returned_to_queue", running=self.runner.running)
 
 
-class ServiceWork(ItemWork):
-    """Executes items of any tenant.
+@dataclass(frozen=True)
+class ServiceGuard:
+    """Guard of a process that executes items of any tenant.
 
     Invariant: the service never reads or writes a path of this machine that a record names. A run stops when its
     tenant is removed.
     """
 
-    def __init__(
-        self,
-        pool: PoolConnection,
-        parts: RunParts,
-        models: Models,
-        traces: Traces | None,
-        publisher: RunEventPublisher | None = None,
-    ) -> None:
-        super().__init__(pool, parts, models, traces, publisher)
-        self._users: dict[str, int] = {}
-        """Number of runs that use each model, by name. The least recently used name is first."""
-        self._sent: dict[tuple[str, str], set[str]] = {}
-        """(tenant, run) -> ids of its running calls, for runs in a session that existed before the run."""
+    models: Models
 
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
-        """Execute the item as `ItemWork.work` does, and log its start and end."""
+    async def __call__(
+        self,
+        claim: RunClaim,
+        defaults: BatchDefaults,
+        on_event: OnEvent,
+        execute: Callable[[OnEvent], Awaitable[ItemOutcome]],
+    ) -> ItemOutcome | Failure:
+        """Execute the item, or refuse it, and log its start and end."""
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
-            outcome = await self._check_item(claim, journal, defaults, on_event)
+            outcome = await self._check_item(claim, defaults, on_event, execute)
         except (asyncio.CancelledError, RunDeferred, ModelDenied) as reason:
             log.info("run_returned_to_queue", **_names(claim), reason=type(reason).__name__)
             raise
-        failure = outcome.failure
+        failure = outcome if isinstance(outcome, Failure) else outcome.failure
         log.info(
             "run_ended",
             **_names(claim),
@@ -159,116 +154,58 @@ class ServiceWork(ItemWork):
         return outcome
 
     async def _check_item(
-        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
-    ) -> ItemOutcome:
+        self,
+        claim: RunClaim,
+        defaults: BatchDefaults,
+        on_event: OnEvent,
+        execute: Callable[[OnEvent], Awaitable[ItemOutcome]],
+    ) -> ItemOutcome | Failure:
         """Refuse items that a service must not execute. Execute all other items."""
         work = claim.record.item.work
         model = (work.model or defaults.model) if isinstance(work, RunBody) else None
         refusal = _refuse(claim, defaults, model)
         if refusal is not None:
-            await self.abandon(claim, journal)
-            return build_outcome(
-                claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.PERMISSION_DENIED.value, message=refusal)
-            )
+            return Failure(kind=FailureKind.INPUT, code=ErrorCode.PERMISSION_DENIED.value, message=refusal)
         try:
-            async with self._using(model):
-                return await self._while_served(claim, journal, defaults, on_event)
+            async with self.models.use(model):
+                return await _execute_while_served(claim, on_event, execute)
         except ModelDenied as error:
             if model is None:
                 raise
             # The run's line names the model that the server refuses, so only this run ends. Runs with other models
             # continue.
-            await self.abandon(claim, journal)
-            return build_outcome(claim, judge_error(error))
+            return judge_error(error)
 
-    @asynccontextmanager
-    async def _using(self, model: str | None) -> AsyncIterator[None]:
-        """Context manager around a run that uses the model of its line or batch. Afterwards it closes the least
-        recently used models that no run uses.
-        """
-        if model is None:
-            yield
-            return
-        self._users[model] = self._users.pop(model, 0) + 1
-        try:
-            yield
-        finally:
-            self._users[model] -= 1
-            idle = [name for name, users in self._users.items() if users == 0]
-            for name in idle[: max(0, len(idle) - MAX_IDLE_MODELS)]:
-                del self._users[name]
-                await self._models.close(name)
 
-    async def _while_served(
-        self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
-    ) -> ItemOutcome:
-        """Execute the item as `ItemWork.work` does, but end the item when its tenant is removed.
+async def _execute_while_served(
+    claim: RunClaim, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
+) -> ItemOutcome | Failure:
+    """Execute the item, but end it when its tenant is removed.
 
-        Without this check, each call would fail and the model would be asked about the failures until a limit is
-        reached.
-        """
-        unserved = asyncio.Event()
+    Without this check, each call would fail and the model would be asked about the failures until a limit is reached.
+    """
+    unserved = asyncio.Event()
 
-        def watch(event: RunEvent) -> None:
-            on_event(event)
-            if isinstance(event, CallFinished) and event.result.error_code is ErrorCode.UNKNOWN_TENANT:
-                unserved.set()
+    def watch(event: RunEvent) -> None:
+        on_event(event)
+        if isinstance(event, CallFinished) and event.result.error_code is ErrorCode.UNKNOWN_TENANT:
+            unserved.set()
 
-        working = asyncio.ensure_future(super().work(claim, journal, defaults, watch))
-        watching = asyncio.ensure_future(unserved.wait())
-        try:
-            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # A cancelled item leaves its session open for the process that continues the item.
-            for task in (working, watching):
-                task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
-        if not unserved.is_set():
-            return working.result()
-        await self.abandon(claim, journal)
-        message = (
-            f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
-        )
-        return build_outcome(
-            claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message)
-        )
-
-    async def abandon(self, claim: RunClaim, journal: Journal) -> None:
-        """Abandon the run as `ItemWork.abandon` does. In a session that existed before the run, end only the run's
-        calls.
-        """
-        await super().abandon(claim, journal)
-        session = claim.record.item.environment.session
-        for call in self._sent.pop((claim.tenant, claim.run), ()):
-            order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
-            # If Redis does not answer, the call ends at its own time limit.
-            with suppress(BrokerUnavailable):
-                await self._pool.dispatcher.send_order(order, claim.tenant, session)
-
-    def drop_spans(self, claim: RunClaim) -> None:
-        """Forget the run: another process continues the run."""
-        super().drop_spans(claim)
-        self._sent.pop((claim.tenant, claim.run), None)
-
-    @asynccontextmanager
-    async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Listen as `ItemWork._listen` does. For a run in a session that existed before the run, also record its
-        running calls.
-        """
-        async with super()._listen(claim, on_event) as (listen, live):
-            if claim.record.item.environment.session is None:
-                yield listen, live
-                return
-            sent = self._sent[claim.tenant, claim.run] = set()
-
-            def record(event: RunEvent) -> None:
-                listen(event)
-                if isinstance(event, CallSent):
-                    sent.add(event.call.id)
-                elif isinstance(event, CallFinished):
-                    sent.discard(event.result.call_id)
-
-            yield record, live
+    working = asyncio.ensure_future(execute(watch))
+    watching = asyncio.ensure_future(unserved.wait())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # A cancelled item leaves its session open for the process that continues the item.
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not unserved.is_set():
+        return working.result()
+    message = (
+        f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
+    )
+    return Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message)
 
 
 def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:

@@ -25,7 +25,7 @@ from toolcrew.contract.run_events import (
     StepFinished,
 )
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
 from toolcrew.orchestrator.runs.run_forks import load_copied_steps
@@ -129,7 +129,7 @@ class Runner:
     client: RedisClient
     deployment: str
     queue: RunQueue
-    work: ItemWork
+    work: RunExecutor
     publisher: RunEventPublisher
     concurrency: int
     only: tuple[str, str] | None
@@ -251,7 +251,7 @@ class Runner:
         except Exception:  # an unexpected error ends one run here; another process continues it after its lease
             log.exception("run_interrupted", run=claim.run)
         finally:
-            self.work.drop_spans(claim)
+            self.work.forget(claim)
             # Remove only this claim: the entry may already belong to a later claim of the same run.
             if self._active.get(key) is active:
                 del self._active[key]

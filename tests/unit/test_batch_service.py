@@ -18,16 +18,16 @@ from tests.run_harness import RunHarness, build_outcome
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
-from toolcrew.contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent, SessionOpening
+from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent, SessionOpening
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.detached import check_detached
 from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
 from toolcrew.orchestrator.runs.batch_service import BatchService
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
-from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
+from toolcrew.orchestrator.runs.models import MAX_IDLE_MODELS, Models
+from toolcrew.orchestrator.runs.run_service import ServiceGuard, build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
@@ -119,8 +119,16 @@ async def claim_run(harness: RunHarness, /, **fields: Any) -> tuple[RunClaim, Jo
     return claim, Journal(run_log, lambda: None)
 
 
-def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
-    return ServiceWork(cast(Any, pool), cast(Any, None), models, None)
+class NoModels:
+    """Models of runs that need none."""
+
+    @asynccontextmanager
+    async def use(self, _: str | None) -> AsyncIterator[None]:
+        yield
+
+
+def service_of(pool: FakePool) -> RunExecutor:
+    return build_service_executor(cast(Any, pool), cast(Any, None), cast(Any, NoModels()), None, None)
 
 
 async def test_a_run_of_a_removed_tenant_fails_and_its_session_is_removed(harness: RunHarness) -> None:
@@ -133,26 +141,20 @@ async def test_a_run_of_a_removed_tenant_fails_and_its_session_is_removed(harnes
     assert pool.abandoned == [("acme", "s1")]
 
 
-class RunOfRemovedTenant(ItemWork):
-    """A run that never ends by itself. A call of the run gets the error that its tenant does not exist."""
-
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
-        call = ToolCall(id="c1", name="bash_tool")
-        refused = ToolResult.failed(call, ErrorCode.UNKNOWN_TENANT, "the tenant was removed")
-        on_event(CallFinished(run=claim.run, result=refused))
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("no code sets it")
-
-
-class ServiceOfRemovedTenant(ServiceWork, RunOfRemovedTenant):
-    """A service whose runs are `RunOfRemovedTenant`."""
-
-
 async def test_removing_the_tenant_during_a_run_fails_the_run(harness: RunHarness) -> None:
     claim, journal = await claim_run(harness)
     await journal.record(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
-    service = ServiceOfRemovedTenant(cast(Any, pool), cast(Any, None), cast(Any, None), None)
+    service = service_of(pool)
+    guard = service.guard
+
+    async def execute(on_event: OnEvent) -> ItemOutcome:
+        refused = ToolResult.failed(ToolCall(id="c1", name="bash_tool"), ErrorCode.UNKNOWN_TENANT, "it was removed")
+        on_event(CallFinished(run=claim.run, result=refused))
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("no code sets it")
+
+    service.guard = lambda claim, defaults, on_event, _: guard(claim, defaults, on_event, execute)
     async with asyncio.timeout(SOON_S):
         outcome = await service.work(claim, journal, BatchDefaults(), events.append)
     assert outcome.failure is not None
@@ -170,60 +172,51 @@ async def test_a_service_does_not_start_a_local_model(harness: RunHarness) -> No
     assert (outcome.failure.kind, "without --detach" in outcome.failure.message) == (FailureKind.INPUT, True)
 
 
-class ModelOpeningWork(ItemWork):
-    """Opens the model that its batch names, and ends. Opens the model `held` only when the test allows it."""
-
-    may_end: asyncio.Event
-
-    async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
-        await self._models.get(claim.tenant, defaults.model)
-        if defaults.model == "held":
-            await self.may_end.wait()
-        if defaults.model == "refused":
-            raise ModelDenied("the key is not good for it: give another")
-        return build_outcome(claim)
-
-
-class ModelOpeningService(ServiceWork, ModelOpeningWork):
-    """A service whose runs open their model."""
-
-
-def build_model_opening_service(harness: RunHarness) -> tuple[ModelOpeningService, Models]:
+def build_models(harness: RunHarness) -> Models:
     settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1", "deployment": "d"})
     pool: Any = FakePool(Tenants("acme"))
     pool.redis, pool.keys = harness.client, KEY
-    models = Models(settings, pool)
-    service = ModelOpeningService(pool, cast(Any, None), models, None)
-    service.may_end = asyncio.Event()
-    return service, models
+    return Models(settings, pool)
 
 
 async def test_idle_models_above_the_limit_are_closed(harness: RunHarness) -> None:
-    claim, journal = await claim_run(harness)
-    service, models = build_model_opening_service(harness)
-    async with models:
+    claim, _ = await claim_run(harness)
+    async with build_models(harness) as models:
 
-        async def work(model: str) -> ItemOutcome:
-            return await service.work(claim, journal, BatchDefaults(model=model), lambda _: None)
+        async def open_model(model: str, may_end: asyncio.Event | None = None) -> ItemOutcome | Failure:
+            async def execute(_: OnEvent) -> ItemOutcome:
+                await models.get(claim.tenant, model)
+                if may_end is not None:
+                    await may_end.wait()
+                return build_outcome(claim)
 
-        held_run = asyncio.create_task(work("held"))
+            return await ServiceGuard(models)(claim, BatchDefaults(model=model), lambda _: None, execute)
+
+        may_end = asyncio.Event()
+        held_run = asyncio.create_task(open_model("held", may_end))
         for number in range(MAX_IDLE_MODELS + 2):
-            await work(f"m{number}")
+            await open_model(f"m{number}")
         assert models.names == {"held", *(f"m{number}" for number in range(2, MAX_IDLE_MODELS + 2))}
-        service.may_end.set()
+        may_end.set()
         assert (await held_run).failure is None
 
 
 async def test_a_denied_model_fails_only_its_item(harness: RunHarness) -> None:
-    claim, journal = await claim_run(harness)
-    service, models = build_model_opening_service(harness)
-    async with models:
-        outcome = await service.work(claim, journal, BatchDefaults(model="refused"), lambda _: None)
-    assert outcome.failure is not None
-    assert outcome.failure.message == "the key is not good for it: give another"
+    claim, _ = await claim_run(harness)
+
+    async def execute(_: OnEvent) -> ItemOutcome:
+        raise ModelDenied("the key is not good for it: give another")
+
+    async with build_models(harness) as models:
+        guard, defaults = ServiceGuard(models), BatchDefaults(model="refused")
+        failure = await guard(claim, defaults, lambda _: None, execute)
+        with pytest.raises(ModelDenied):
+            await guard(claim, BatchDefaults(), lambda _: None, execute)
+    assert isinstance(failure, Failure)
+    assert failure.message == "the key is not good for it: give another"
 
 
-class EndlessWork(ItemWork):
+class EndlessWork(RunExecutor):
     """Never ends by itself. `begun`: set when a run starts."""
 
     has_started: asyncio.Event
@@ -242,7 +235,7 @@ class EndlessService(BatchService):
             OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s
         )
         self.harness = harness
-        self.work = EndlessWork(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
+        self.work = EndlessWork(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None))
         self.work.has_started = asyncio.Event()
 
     async def _pool(self, stack: AsyncExitStack) -> Any:

@@ -102,7 +102,7 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
 async def test_a_batch_warns_once_when_it_falls_back_to_the_shipped_model(make: HarnessFactory) -> None:
     harness = make([*echo_then("one"), *echo_then("two")])
     fallback = replace(ChosenModel(harness.model, capabilities=ALL_CAPABILITIES), is_fallback=True)
-    harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
+    harness.work.models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
     await harness.submit(2, work=build_run().work)
     for claim in await harness.queue.claim(2, ("acme", "b")):
         await harness.execute(claim)

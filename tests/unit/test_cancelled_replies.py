@@ -187,7 +187,7 @@ async def test_cancelled_run_costs_its_request(make: HarnessFactory) -> None:
 
     async with serving([stream(ROLE, HELLO, END)]) as server:
         server.gate.clear()
-        harness.work._models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
+        harness.work.models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
         claim = await harness.put(build_run(instruction="x" * 40_000))
         running = asyncio.create_task(harness.execute(claim))
         await wait_until_async(lambda: len(server.bodies) == 1, 30.0, "a request")

@@ -109,7 +109,7 @@ async def test_requests_that_are_denied_together_share_one_probe() -> None:
 async def test_flagged_run_fails_and_stops_no_other_run(make: HarnessFactory) -> None:
     harness = make()
     async with serving(deny(403)) as server:
-        harness.work._models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
+        harness.work.models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
         flagged = await harness.execute(await harness.put(build_run(instruction=FLAGGED)))
     assert flagged.failure is not None
     assert (flagged.failure.kind, flagged.failure.code) == (FailureKind.MODEL, MODEL_REFUSED)

@@ -74,7 +74,7 @@ def build_endpoint(server: Server | None, **fields: Any) -> ModelEndpoint:
 
 def use_endpoints(harness: ItemHarness) -> ModelEndpoints:
     """Let the runs of the process use configured endpoints. Return the endpoints."""
-    harness.work._models = build_models(harness.client)
+    harness.work.models = build_models(harness.client)
     return ModelEndpoints(harness.client, "d", KEY)
 
 
@@ -131,7 +131,7 @@ async def test_refused_or_broken_reply_does_not_use_the_fallback(client: "redis.
 async def test_unreachable_endpoint_defers_only_its_own_runs(make: HarnessFactory) -> None:
     harness = make()
     endpoints = use_endpoints(harness)
-    harness.work._models = build_models(harness.client, model_retries=0)
+    harness.work.models = build_models(harness.client, model_retries=0)
     await endpoints.set("fast", build_endpoint(None))
     claim = await harness.put(build_run(model="fast"))
     for _ in range(2):

@@ -189,7 +189,7 @@ async def test_durable_run_runs_no_call_before_a_lone_end(make: HarnessFactory, 
     text = f'{OBJECT} no\n</think>\n{{"tool": null, "reply": "Done."}}' if dialect == "json" else LONE
     # The capabilities of the model are probed first.
     async with serving([stream(*(chunk(part) for part in text), END)]) as server:
-        harness.work._models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
+        harness.work.models = build_models(harness.client, openai_base_url=server.url, model="m", model_retries=0)
         outcome = await harness.execute(await harness.put(build_run(dialect=dialect)))
     assert outcome.failure is None
     assert (outcome.body["answer"], outcome.body["steps"]) == ("Done.", 1)

@@ -239,7 +239,7 @@ async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) 
 async def test_fork_of_a_run_whose_model_was_removed_is_refused(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = harness.work._models
+    models = harness.work.models
     monkeypatch.setattr(models, "get", partial(lambda get, tenant, _: get(tenant, None), models.get))
     run = await harness.start(KEEP_STATES_BODY.model_copy(update={"model": "fast"}))
     await run_to_end(harness, run)

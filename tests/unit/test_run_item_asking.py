@@ -60,7 +60,7 @@ async def test_item_without_approval_requests_asks_nobody(
 ) -> None:
     harness = make(echo_then("done", "a"), policy=ASK_POLICY)
     settings = harness.parts._settings.model_copy(update={"approvals": approvals})
-    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASK_POLICY)
+    harness.work.parts = RunParts(settings, harness.pool, harness.parts.approver, ASK_POLICY)
     outcome = await wait_for_outcome(asyncio.create_task(harness.execute(await harness.put(build_run()), defaults)))
     assert outcome.body is not None
     assert find_arguments(harness) == calls

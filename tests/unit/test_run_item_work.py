@@ -26,7 +26,8 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelRefused,
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.models.scripted import ScriptedModel
-from toolcrew.orchestrator.runs import item_work
+from toolcrew.orchestrator.runs import executor
+from toolcrew.orchestrator.runs.item_artifacts import NOT_COPIED
 from toolcrew.store.batches import BatchDefaults, RunLimits
 
 
@@ -187,7 +188,7 @@ async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: 
 async def test_resumed_run_without_time_left_ends_with_its_logged_steps(
     make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
+    monkeypatch.setattr(executor, "LEAST_WALL_S", 0.5)
     reached = asyncio.Event()
     first, second = (
         make(echo_then("two", "a", "b"), answers={"echo": build_hanging_answer("b", reached)}),
@@ -235,7 +236,7 @@ async def test_artifact_with_a_non_utf8_name_is_copied(make: HarnessFactory, tmp
     assert await harness.queue.finish(claim, outcome)
 
 
-@pytest.mark.parametrize("code", sorted(item_work._NOT_COPIED))
+@pytest.mark.parametrize("code", sorted(NOT_COPIED))
 @pytest.mark.parametrize("is_local", [True, False])
 async def test_an_item_whose_artifacts_cannot_be_copied_keeps_its_result_and_names_the_reason(
     make: HarnessFactory, tmp_path: Path, code: ErrorCode, is_local: bool

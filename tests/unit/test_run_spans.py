@@ -25,7 +25,7 @@ from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.middleware import TracedCalls
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.dispatch.transport import CallLost
-from toolcrew.orchestrator.runs.item_work import ItemWork
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.calls import CallStore
@@ -51,7 +51,7 @@ def enable_tracing(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
         AutoApprover(),
         ApprovalPolicy(),
     )
-    harness.work = ItemWork(harness.pool, harness.parts, harness.work._models, None)
+    harness.work = RunExecutor(harness.pool, harness.parts, harness.work.models)
     return harness
 
 
@@ -109,7 +109,7 @@ async def test_resumed_run_stays_one_trace_without_repeated_spans(make: HarnessF
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)
     first_count = len(ended)
-    first.work.drop_spans(claim)
+    first.work.forget(claim)
     assert "invoke_agent toolcrew" not in [span.name for span in ended]
 
     second = enable_tracing(make(["two"]), ended)
@@ -155,7 +155,7 @@ async def test_approval_span_is_a_child_of_its_call_span(make: HarnessFactory) -
     ended: list[Span] = []
     harness = enable_tracing(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
-    harness.work._parts = RunParts(
+    harness.work.parts = RunParts(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _DenyingApprover(), policy
     )
     await harness.execute(await harness.put(build_run()))

@@ -1,14 +1,11 @@
 """Runs one claimed item to its outcome. A resumed run continues after the last entry of its log."""
 
 import asyncio
-import os
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import (
@@ -17,12 +14,10 @@ from toolcrew.contract.errors import (
     ErrorCode,
     ModelDenied,
     ModelRefused,
-    ToolFailure,
 )
 from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import (
-    ArtifactsCopied,
     BatchNotice,
     CallFinished,
     Failure,
@@ -38,7 +33,6 @@ from toolcrew.contract.session_spec import pick_options
 from toolcrew.orchestrator.admission import until_admitted
 from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.approvals.asking import QueueApprover
-from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifact_folder, choose_paths, copy_artifacts
 from toolcrew.orchestrator.batches.rows import build_answer_body, build_call_body
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.request import Request
@@ -49,6 +43,7 @@ from toolcrew.orchestrator.models.notices import report_notices
 from toolcrew.orchestrator.runs.billed_model import BilledModel
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
+from toolcrew.orchestrator.runs.item_artifacts import CopiedOut, copy_item_artifacts
 from toolcrew.orchestrator.runs.item_sessions import ItemSessions
 from toolcrew.orchestrator.runs.journal import Journal, LoggedModel
 from toolcrew.orchestrator.runs.live_text import LiveText
@@ -58,9 +53,9 @@ from toolcrew.orchestrator.runs.run_forks import name_attempt
 from toolcrew.orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
 from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
 from toolcrew.orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
+from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
-from toolcrew.store.archives.files import new_file_id
 from toolcrew.store.batches import (
     CHAT_URL,
     HOSTED_BATCH,
@@ -75,7 +70,6 @@ from toolcrew.store.batches import (
 from toolcrew.store.runs import RunClaim
 from toolcrew.store.slots import Priority
 from toolcrew.store.tasks import is_being_cancelled, retry_until_available
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 LEAST_WALL_S = 1.0
 """Minimum time, in seconds, that a resumed run gets even if its time limit has passed. The run replays its log in this
@@ -83,40 +77,52 @@ time, so that its result covers the whole log.
 """
 
 
-class ItemWork:
+Guard = Callable[
+    [RunClaim, BatchDefaults, OnEvent, Callable[[OnEvent], Awaitable[ItemOutcome]]], Awaitable[ItemOutcome | Failure]
+]
+"""Awaits the last argument, which executes the item and reports to the given listener, and returns its outcome.
+Returns a failure instead for an item that this process must not execute, or not any longer.
+"""
+
+
+async def allow_all(
+    claim: RunClaim, defaults: BatchDefaults, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
+) -> ItemOutcome | Failure:
+    """Execute every item: the guard of a process that executes only runs of its own user."""
+    return await execute(on_event)
+
+
+@dataclass
+class RunExecutor:
     """Executes items of any batch on one pool.
 
     `work` returns an outcome, or raises RunDeferred when the run has to wait. The caller cancels `work` when this
     process no longer owns the run.
+
+    `traces` None: write no traces. `publisher`: publishes the events of durable runs; None: publish none. `on_event`:
+    also receives every published event. `approver`: decides about the calls of every run; None: the defaults of the
+    batch choose between the client's approver and people. `sent_calls`: records the running calls of runs in sessions
+    that existed before them. `priority`: priority of the items' calls.
+
+    The gate makes runs wait while their endpoint is down; the slots limit the runs of this process. The code that
+    claims runs checks both first.
     """
 
+    pool: PoolConnection
+    parts: RunParts
+    models: Models
+    traces: Traces | None = None
+    publisher: RunEventPublisher | None = None
+    on_event: OnEvent = lambda _: None
+    guard: Guard = allow_all
+    approver: Approver | None = None
+    sent_calls: SentCalls | None = None
     priority: Priority = "batch"
-    """Priority of the items' calls."""
+    gate: RunGate = field(default_factory=RunGate)
+    slots: RunSlots = field(default_factory=RunSlots)
 
-    def __init__(
-        self,
-        pool: PoolConnection,
-        parts: RunParts,
-        models: Models,
-        traces: Traces | None,
-        publisher: RunEventPublisher | None = None,
-        on_event: OnEvent = lambda _: None,
-    ) -> None:
-        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of durable
-        runs; None: publish none. `on_event`: also receives every published event.
-        """
-        self._publisher = publisher
-        self._on_event = on_event
-        self._pool = pool
-        self._parts = parts
-        self._models = models
-        self._traces = traces
-        self.gate = RunGate()
-        self.slots = RunSlots()
-        """The gate makes runs wait while their endpoint is down; the slots limit the runs of this process. The code
-        that claims runs checks both first.
-        """
-        self._sessions = ItemSessions(pool, self.slots)
+    def __post_init__(self) -> None:
+        self._sessions = ItemSessions(self.pool, self.slots)
         self._grading = Grading(self._sessions)
         self._interrupted: dict[tuple[str, str], RunSpans] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -127,22 +133,34 @@ class ItemWork:
 
         Raises RunDeferred: the run has to wait. Raises ModelDenied: no run of this process can continue.
         """
-        with self._traced(claim, journal) as spans:
-            outcome = await self._run_item(claim, journal, defaults, on_event)
-            if spans is not None:
-                spans.finish(outcome.failure.code if outcome.failure is not None else None)
+
+        async def execute(on_event: OnEvent) -> ItemOutcome:
+            with self._traced(claim, journal) as spans:
+                outcome = await self._run_item(claim, journal, defaults, on_event)
+                if spans is not None:
+                    spans.finish(outcome.failure.code if outcome.failure is not None else None)
+            return outcome
+
+        outcome = await self.guard(claim, defaults, on_event, execute)
+        if isinstance(outcome, Failure):
+            await self.abandon(claim, journal)
+            return build_outcome(claim, outcome)
         return outcome
 
-    def drop_spans(self, claim: RunClaim) -> None:
-        """Forget the spans of an interrupted run. The process that continues the run reports its spans."""
+    def forget(self, claim: RunClaim) -> None:
+        """Forget what this process keeps about an interrupted run. The process that continues the run reports its
+        spans.
+        """
         self._interrupted.pop((claim.tenant, claim.run), None)
+        if self.sent_calls is not None:
+            self.sent_calls.forget(claim)
 
     @contextmanager
     def _traced(self, claim: RunClaim, journal: Journal) -> Iterator[RunSpans | None]:
         """Yield the spans of the run; None without a tracer. The caller finishes the spans. If the run is interrupted,
-        the spans are kept until `drop_spans` or `abandon`.
+        the spans are kept until `forget` or `abandon`.
         """
-        tracer, record, run = self._pool.tracer, claim.record, _run_name(claim)
+        tracer, record, run = self.pool.tracer, claim.record, _run_name(claim)
         if tracer is None:
             yield None
             return
@@ -177,11 +195,11 @@ class ItemWork:
         is_configured = False
         try:
             # Chats need this check too: a tenant without permissions may not run them.
-            await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
+            await retry_until_available(lambda: self.pool.tenants.policy(claim.tenant))
             if journal.submission is not None:
                 return await self._grade(claim, journal, journal.submission)
             if isinstance(item.work, RunBody):
-                chosen_model = await self._models.get(claim.tenant, own_model or defaults.model)
+                chosen_model = await self.models.get(claim.tenant, own_model or defaults.model)
                 is_configured = chosen_model.endpoint is not None
                 if not is_configured:
                     self.gate.check_model(own_model)
@@ -229,11 +247,15 @@ class ItemWork:
         return outcome.model_copy(update={"grade": graded.grade, "output": graded.output})
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
-        """Remove the session of a run that does not continue, if it can be reached, and finish the run's spans."""
+        """Remove the session of a run that does not continue, if it can be reached, and finish the run's spans. In a
+        session that existed before the run, end only the run's calls.
+        """
         spans = self._interrupted.pop((claim.tenant, claim.run), None)
         if spans is not None:
             spans.finish(ErrorCode.CANCELLED.value)
         await self._sessions.abandon_last(claim.tenant, journal)
+        if self.sent_calls is not None:
+            await self.sent_calls.cancel(claim, self.pool.dispatcher)
 
     async def release_states(self, claim: RunClaim, journal: Journal) -> None:
         """Close the kept states of a run that is cancelled or starts again."""
@@ -241,7 +263,7 @@ class ItemWork:
 
     async def _session(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults) -> Session:
         """Return the session of the item or of the run's log, or open a new session."""
-        environment, pool = claim.record.item.environment, self._pool
+        environment, pool = claim.record.item.environment, self.pool
         if environment.session is not None:
             return await Session.attach(pool.dispatcher, pool.blobs, tenant=claim.tenant, session=environment.session)
         if journal.session is not None:
@@ -274,7 +296,7 @@ class ItemWork:
                 return None, judge_error(error)
         assert session is not None
         result = await self._send_single_call(claim, journal, work, session, on_event)
-        artifacts = await self._artifacts(claim.record.item, journal, defaults, session, on_event)
+        artifacts = await copy_item_artifacts(claim.record.item, journal, defaults, session, on_event)
         return build_call_body(result, **artifacts), judge_call(result)
 
     async def _run_agent(
@@ -292,7 +314,7 @@ class ItemWork:
         def notify(message: str) -> None:
             on_event(Warned(run=agent_run, message=message))
 
-        chosen_model = await self._models.get(claim.tenant, work.model or defaults.model)
+        chosen_model = await self.models.get(claim.tenant, work.model or defaults.model)
         options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
@@ -307,14 +329,14 @@ class ItemWork:
         journal.bill(session_id, options.prices)
         billed = BilledModel(
             chosen_model.model,
-            lambda: self._pool.tenants.check_budgets(claim.tenant),
-            lambda spending: self._parts.usage.count_reply(claim.tenant, session_id, spending),
+            lambda: self.pool.tenants.check_budgets(claim.tenant),
+            lambda spending: self.parts.usage.count_reply(claim.tenant, session_id, spending),
             options.prices,
             journal.reserve_reply,
         )
         gate = self.gate.of(chosen_model.endpoint)
         model = GatedModel(billed, gate, claim.run)
-        spans = current_run() if self._pool.tracer is not None else None
+        spans = current_run() if self.pool.tracer is not None else None
         source = item.forked_from
 
         async def keep_state() -> None:
@@ -325,8 +347,8 @@ class ItemWork:
             stack.enter_context(report_notices(notify))
             slot = await stack.enter_async_context(self.slots.run())
             on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
-            if self._traces is not None:
-                trace = stack.enter_context(self._traces.open(claim.tenant, agent_run))
+            if self.traces is not None:
+                trace = stack.enter_context(self.traces.open(claim.tenant, agent_run))
                 on_event = pass_to(trace.on_event, on_event)
             if spans is not None:
                 spans.know_model(chosen_model.model)
@@ -341,7 +363,7 @@ class ItemWork:
                 shows_output=live is not None,
                 live=live,
                 priority=self.priority,
-                approver=self._approver(defaults, slot),
+                approver=self._choose_approver(defaults, slot),
                 before_send=slot.wait,
                 journal=journal,
                 wrap_model=lambda _: LoggedModel(
@@ -355,14 +377,16 @@ class ItemWork:
                 is_chat=item.url == CHAT_URL,
             )
             with gate.request(claim.run):
-                agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen_model, config))
+                agent = await retry_until_available(lambda: self.parts.build_agent(session, chosen_model, config))
             copied_steps = source.step if source is not None else 0
             agent = replace(agent, run_call=slot.wrap(agent.run_call), copied_steps=copied_steps)
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
                 model.check_answered()
         artifacts = (
-            await self._artifacts(item, journal, defaults, session, on_event) if session is not None else _CopiedOut()
+            await copy_item_artifacts(item, journal, defaults, session, on_event)
+            if session is not None
+            else CopiedOut()
         )
         name, began_at, is_standing = (
             chosen_model.model.name,
@@ -389,9 +413,9 @@ class ItemWork:
             self._warned.add(batch)
             on_event(BatchNotice(message=message, is_warning=True))
 
-    def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
+    def _choose_approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
         """Return the approver of the run. An approver that asks people releases the run's slot while the run waits."""
-        approver = self._parts.people if defaults.asks_people else self._parts.approver
+        approver = self.approver or (self.parts.people if defaults.asks_people else self.parts.approver)
         return SlotReleasingApprover(approver, slot) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
@@ -399,15 +423,17 @@ class ItemWork:
         """Yield the listener for a run's events, and the display of its partial replies; None for no display. Publish
         the events and partial replies of a durable run.
         """
-        if claim.record.batch != HOSTED_BATCH or self._publisher is None:
-            yield on_event, None
+        record_call = self.sent_calls.watch(claim) if self.sent_calls is not None else lambda _: None
+        if claim.record.batch != HOSTED_BATCH or self.publisher is None:
+            yield pass_to(on_event, record_call), None
             return
-        async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
-            live = LiveText(claim.run, pass_to(self._on_event, buffer.on_event))
+        async with self.publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
+            live = LiveText(claim.run, pass_to(self.on_event, buffer.on_event))
 
             def listen(event: RunEvent) -> None:
                 on_event(event)
                 live.pass_on(event)
+                record_call(event)
 
             yield listen, live
 
@@ -437,81 +463,9 @@ class ItemWork:
             )
             result = await until_admitted(lambda: session.send(request))
         await journal.record(CallFinished, result=result)
-        self._pool.dispatcher.settle(claim.tenant, call_id)
+        self.pool.dispatcher.settle(claim.tenant, call_id)
         on_event(CallFinished(run=claim.run, result=result, seconds=time.monotonic() - began))
         return result
-
-    async def _artifacts(
-        self, item: BatchItem, journal: Journal, defaults: BatchDefaults, session: Session, on_event: OnEvent
-    ) -> "_CopiedOut":
-        """Copy the artifacts that the item's line names to the folder of the batch; without a folder, to the store.
-
-        Returns the fields of the row about artifacts; no fields if the line names no artifacts.
-        """
-        if not item.environment.artifacts:
-            return {}
-        exported = journal.artifacts
-        try:
-            if exported is None and defaults.artifacts is None:
-                exported = await self._save(item, journal, session)
-            elif exported is None:
-                exported = await self._export(item, journal, str(defaults.artifacts), session)
-        except ToolFailure as failure:
-            # The result of the item is complete without its artifacts, which are named as missing.
-            if failure.code not in _NOT_COPIED:
-                raise
-            sentence = f"no artifact was copied ({failure.code}): {failure.message}"
-            exported = await journal.record(ArtifactsCopied, paths=(), missing=_printable([sentence]))
-        for sentence in exported.missing:
-            on_event(BatchNotice(message=f"{item.custom_id}: {sentence}"))
-        return {"artifacts": exported.paths, "missing": exported.missing, "file": exported.file}
-
-    async def _save(self, item: BatchItem, journal: Journal, session: Session) -> ArtifactsCopied:
-        """Ask the session's host to copy the artifacts to the store. Return the logged event."""
-        listing = await session.list_files()
-        found = [*listing.files, *listing.others]
-        matching, idle = await in_tenant_thread(session.tenant, choose_paths, found, item.environment.artifacts)
-        paths = [path for path in matching if path not in listing.others]
-        skipped = [(path, NO_FILE[listing.others[path]]) for path in matching if path in listing.others]
-        file = new_file_id("artifacts") if paths else ""
-        if paths:
-            await session.save_files(file, paths)
-        missing = CopiedFiles(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
-        return await journal.record(ArtifactsCopied, paths=_printable(paths), missing=_printable(missing), file=file)
-
-    async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
-        """Copy the artifacts to the item's folder on this machine. Return the logged event."""
-        target = artifact_folder(Path(folder_of_all), item.custom_id)
-        with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
-            listing = await session.list_files(only_others=True)
-            await session.export(folder)
-            patterns, others = (
-                item.environment.artifacts,
-                {path: NO_FILE[kind] for path, kind in listing.others.items()},
-            )
-            copied = await in_tenant_thread(session.tenant, copy_artifacts, Path(folder), patterns, target, others)
-        return await journal.record(
-            ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing())
-        )
-
-
-_NOT_COPIED = frozenset(
-    {ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE, ErrorCode.PERMISSION_DENIED}
-)
-"""Codes of artifacts that exceed a limit or cannot be read."""
-
-
-class _CopiedOut(TypedDict, total=False):
-    """The fields about artifacts in the row of an item."""
-
-    artifacts: tuple[str, ...]
-    missing: tuple[str, ...]
-    file: str
-
-
-def _printable(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the texts as valid UTF-8 for a row. A file name can contain any bytes."""
-    return tuple(os.fsencode(text).decode(errors="backslashreplace") for text in texts)
 
 
 def keeps_states(item: BatchItem) -> bool:
