@@ -11,9 +11,7 @@ from langchain_core.messages import AIMessage
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from toolcrew import ToolClient
-from toolcrew.orchestrator.adapters.langchain import as_langchain_tools
-from toolcrew.orchestrator.approvals import AutoApprover
+from toolcrew import AutoApprover, ToolClient, as_langchain_tools
 
 SCRIPT = [
     AIMessage("", tool_calls=[{"id": "call_1", "name": "read_tool", "args": {"file_path": "/workspace/numbers.txt"}}]),

@@ -8,8 +8,7 @@ import os
 from agents import Agent, RunConfig, Runner
 from agents.testing import ScriptedModel, assistant_message, function_call
 
-from toolcrew import ToolClient
-from toolcrew.orchestrator.adapters.openai_agents import as_agents_tools
+from toolcrew import ToolClient, as_agents_tools
 
 MODEL = ScriptedModel(
     [

@@ -4,6 +4,6 @@ TOOLCREW_REDIS_URL names.
 Run it in this folder: PYTHONPATH=. vf-eval verifiers_tasks --env.taskset.file graded/batch.jsonl -m MODEL
 """
 
-from toolcrew.orchestrator.adapters.verifiers import ToolcrewEnv, ToolcrewHarness, ToolcrewTaskset
+from toolcrew import ToolcrewEnv, ToolcrewHarness, ToolcrewTaskset
 
 __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]

@@ -13,12 +13,23 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
-from toolcrew import ContextEngine, create_output_controller, create_tool_registry, run_tool_loop
-from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent, StepStarted
-from toolcrew.orchestrator.dialects.model import Message, Model
-from toolcrew.orchestrator.models.choice import choose_model
-from toolcrew.orchestrator.sdk.tool_loop import Chat, ToolLoopRegistry, ToolLoopResult
-from toolcrew.orchestrator.settings import load_settings
+from toolcrew import (
+    CallFinished,
+    CallStarted,
+    Chat,
+    ContextEngine,
+    Message,
+    Model,
+    RunEvent,
+    StepStarted,
+    ToolLoopRegistry,
+    ToolLoopResult,
+    choose_model,
+    create_output_controller,
+    create_tool_registry,
+    load_settings,
+    run_tool_loop,
+)
 
 QUESTION = "What's the weather in Beijing?"
 WEATHER = {"Beijing": 22, "London": 11, "Nairobi": 25}

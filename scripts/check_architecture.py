@@ -36,7 +36,7 @@ PACKAGES = {
 
 # Package -> other packages of this repository that it may import. All dependencies lead to contract.
 ARROWS: dict[str, frozenset[str]] = {
-    "toolcrew": frozenset({"toolcrew.contract", "toolcrew.orchestrator"}),
+    "toolcrew": frozenset({"toolcrew.contract", "toolcrew.store", "toolcrew.orchestrator", "toolcrew.workers"}),
     "toolcrew.contract": frozenset(),
     "toolcrew.telemetry": frozenset({"toolcrew.contract"}),
     "toolcrew.store": frozenset({"toolcrew.contract", "toolcrew.telemetry"}),

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from toolcrew.contract.functions import CallContext, ErrorCode, ToolFailure, tool
+from toolcrew import CallContext, ErrorCode, ToolFailure, tool
 
 PRICES = {"chair": 90.0, "lamp": 40.0}
 

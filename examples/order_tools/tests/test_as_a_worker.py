@@ -2,8 +2,7 @@
 
 import order_tools
 
-from toolcrew.contract.functions import ErrorCode
-from toolcrew.workers.custom.testing import LocalWorker
+from toolcrew import ErrorCode, LocalWorker
 
 WORKER = LocalWorker(order_tools, config={"currency": "JPY"})
 

@@ -6,10 +6,7 @@ from typing import Any
 
 import order_tools
 
-from toolcrew import LocalTools
-from toolcrew.contract.calls import ToolCall, ToolResult
-from toolcrew.orchestrator.approvals import AutoApprover
-from toolcrew.orchestrator.models.scripted import ScriptedModel
+from toolcrew import AutoApprover, LocalTools, ScriptedModel, ToolCall, ToolResult
 
 TOOLS = (order_tools.add_to_basket, order_tools.quote_basket, order_tools.place_order, order_tools.word_thanks)
 ADDRESS = {"street": "Hauptstr. 1", "city": "Bonn"}
