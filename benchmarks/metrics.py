@@ -123,11 +123,11 @@ async def _fill_tenants(client: "redis.asyncio.Redis") -> None:
             pipe.hset(tenants_key(DEPLOYMENT), f"tenant-{number}", TenantPolicy().model_dump_json())
             pipe.hset(f"{admission}tenant:tenant-{number}", mapping={"held": number % 7, "weight": 1})
         await pipe.execute()
-    step = client.register_script(load_script())
+    step = load_script()
     for begin in range(0, WAITING, ASKED_AT_ONCE):
         operations = [_ask(number) for number in range(begin, begin + ASKED_AT_ONCE)]
         # The host is unknown, so it has few slots. All of them are in use, and every message waits.
-        await step(args=script_arguments(DEPLOYMENT, "o", operations, now=now - WAITING + begin))
+        await step.run(client, **script_arguments(DEPLOYMENT, "o", operations, now=now - WAITING + begin))
 
 
 def _ask(number: int) -> Operation:

@@ -6,12 +6,12 @@ expire during a round trip that takes real time.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from redis.asyncio.connection import BlockingConnectionPool, Connection
 
-from toolcrew.store.connection import LuaScript, ScriptConnection
+from toolcrew.store.scripts import Script, ScriptConnection, Value
 
 T = TypeVar("T")
 
@@ -132,10 +132,8 @@ class _CountingConnection(Connection):
 class CountingScripts(ScriptConnection):
     """Script connection that reports the number of pending responses to the loop."""
 
-    def run(
-        self, script: LuaScript, keys: Sequence[str], arguments: Sequence[str | int | float]
-    ) -> "asyncio.Future[Any]":
-        answer = super().run(script, keys, arguments)
+    def run(self, script: Script, /, **values: Value) -> "asyncio.Future[Any]":
+        answer = super().run(script, **values)
         loop = asyncio.get_running_loop()
         if isinstance(loop, JumpingLoop):
             loop.selector.awaited += 1

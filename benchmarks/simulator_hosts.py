@@ -19,8 +19,9 @@ from toolcrew.contract.envelope import decode_call, encode_result
 from toolcrew.contract.hosts import HEARTBEAT_S, HOST_TTL_S, HostReport, holder_name
 from toolcrew.contract.names import host_key, hosts_key, slots_key, tombstone_key
 from toolcrew.contract.signing import ResultSeal, SigningKeys
-from toolcrew.store.calls import RESULT_TTL_S, CallClaim, FinishedCalls, WorkerCallStore
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import RESULT_TTL_S, CallClaim
+from toolcrew.store.calls import FinishedCalls, WorkerCallStore
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.usage import CallEnding
 
 DEPLOYMENT = "simulator"

@@ -31,7 +31,7 @@ from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionL
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from toolcrew.store.call_messages import NotSent, Publisher, ResultHub
 from toolcrew.store.calls import CallStore
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import FRESH_S, HostStore
 from toolcrew.store.sessions import SessionAddress, SessionStore
 

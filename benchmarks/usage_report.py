@@ -13,8 +13,10 @@ from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
 from toolcrew.contract.calls import SessionUsage
 from toolcrew.orchestrator.settings import load_settings
-from toolcrew.store.calls import _FINISH, FinishedCalls
-from toolcrew.store.connection import SyncRedis, WorkerScript, connect, open_redis
+from toolcrew.store.call_scripts import FINISH
+from toolcrew.store.calls import FinishedCalls
+from toolcrew.store.connection import SyncRedis, connect, open_redis
+from toolcrew.store.scripts import Script, WorkerScript
 from toolcrew.store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, pack_amounts, sum_rows, usage_prefix
 from toolcrew.workers.sandboxd.metering import SandboxMeter, UsageReader, UsageTotals
 
@@ -99,7 +101,8 @@ def _measure(reader: UsageReader) -> float:
 def _store(client: SyncRedis, deployment: str) -> tuple[float, float]:
     """Return the medians of storing a result without and with counting its usage, from interleaved rounds."""
     finished, quiet = FinishedCalls(client), FinishedCalls(client)
-    quiet._finish = WorkerScript(client, _FINISH.replace(USAGE_LUA, _COUNT_NOTHING))
+    source = FINISH.source.replace(USAGE_LUA, _COUNT_NOTHING)
+    quiet._finish = WorkerScript(client, Script(source, keys=FINISH.keys, args=FINISH.args))
     plain, counted = list[float](), list[float]()
     for number in range(MEASURED):
         usage = SessionUsage(meter="m", cpu_s=number / 100, sandbox_s=number / 10, written_bytes=number * 4096)

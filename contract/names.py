@@ -96,7 +96,7 @@ def pool_worker(host: str, boot: str) -> str:
 
 
 def call_key(deployment: str, tenant: str, call_id: str) -> str:
-    """Return the key of the hash with a call's state (store/calls.py)."""
+    """Return the key of the hash with a call's state (store/call_records.py)."""
     return tenant_key(deployment, tenant, f"call.{call_id}")
 
 

@@ -23,7 +23,8 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError
 from toolcrew.contract.plurals import count, plural
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.terminal.commands import build_command
-from toolcrew.store.connection import RedisClient, ScriptConnection
+from toolcrew.store.connection import RedisClient
+from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.slots import (
     LEASE_S,
     Clock,

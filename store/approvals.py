@@ -22,7 +22,8 @@ from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.names import audit_key, deployment_key, tenant_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.audit import AUDIT_LUA, Actor, build_entry, entry_text
-from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.clock import read_clock
+from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
 from toolcrew.telemetry.logs import get_logger
 

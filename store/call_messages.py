@@ -25,18 +25,11 @@ from toolcrew.contract.names import (
     tenant_calls_key,
     tenant_sessions_key,
 )
-from toolcrew.store.calls import PUBLISH
-from toolcrew.store.connection import (
-    CLOSED,
-    LuaScript,
-    RedisClient,
-    ReplyMissing,
-    ScriptConnection,
-    SharedClock,
-    broker_error,
-    broker_errors,
-)
+from toolcrew.store.call_scripts import PUBLISH
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import RedisClient, broker_error, broker_errors
 from toolcrew.store.memory import account_key
+from toolcrew.store.scripts import CLOSED, ReplyMissing, ScriptConnection, Value
 from toolcrew.store.slots import held_slots_key
 from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
@@ -50,8 +43,6 @@ CLOCK_ROUND_TRIP_S = 0.5
 """Longest round trip, in seconds, after which the clock is set from the time in Redis's reply. After a longer round
 trip that time is out of date.
 """
-
-_PUBLISH = LuaScript(PUBLISH)
 
 
 class NotSent(Exception):
@@ -69,8 +60,8 @@ class NotSent(Exception):
 class CallMessage:
     """A call in its published form. `text`: the message of its Celery task. `start_by`: latest start, in Unix seconds
     of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
-    (store/calls.py). `session`, `fence`: the session and its fence, if the call must reach the host of the session;
-    None if any worker of the queue may run the call. `slot`: the id of the slot that the call must hold
+    (store/call_scripts.py). `session`, `fence`: the session and its fence, if the call must reach the host of the
+    session; None if any worker of the queue may run the call. `slot`: the id of the slot that the call must hold
     (store/slots.py); "" if the slot is already confirmed. `extra_s`: number of seconds by which the limit of the call
     exceeds MAX_TIMEOUT_S.
     """
@@ -109,12 +100,12 @@ class Publisher:
         Redis refuses the call, or does not answer for SEND_WAIT_S. If the call may have been sent, the method waits
         for certainty, or until the deadline of the call. Until then, the call may still start.
         """
-        keys, arguments = self._invocation(call)
+        values = self._values(call)
         began = asyncio.get_running_loop().time()
         attempt, may_be_sent = 0, False
         while True:
             try:
-                outcome = await self._post(keys, arguments)
+                outcome = await self._post(values)
                 break
             except ReplyMissing as unanswered:
                 may_be_sent = may_be_sent or unanswered.may_have_run
@@ -148,32 +139,43 @@ class Publisher:
         if outcome != "sent":
             raise NotSent(outcome)
 
-    def _invocation(self, call: CallMessage) -> tuple[list[str], list[str | int]]:
+    def _values(self, call: CallMessage) -> dict[str, Value]:
         """Return the keys and arguments of the script."""
-        keys = [
-            call_key(self._deployment, call.tenant, call.call_id),
-            call.queue,
-            held_slots_key(self._deployment),
-            tenant_calls_key(self._deployment, call.tenant),
-            account_key(self._deployment, call.tenant),
-        ]
-        # The nonce must be unique, but need not be unpredictable.
-        nonce = f"{call.attempt}:{random.getrandbits(64):x}"
-        arguments: list[str | int] = [
-            *(call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot, call.call_id),
-        ]
+        place, session, fence = list[str](), "", ""
         if call.session is not None and call.fence is not None:
-            keys += [location_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
-            keys.append(tenant_sessions_key(self._deployment, call.tenant))
-            arguments += [call.session, call.fence, call.extra_s]
-        return keys, arguments
+            place = [
+                location_key(self._deployment, call.tenant, call.session),
+                host_key(self._deployment, call.queue),
+                tenant_sessions_key(self._deployment, call.tenant),
+            ]
+            session, fence = call.session, str(call.fence)
+        return {
+            "call": call_key(self._deployment, call.tenant, call.call_id),
+            "queue": call.queue,
+            "slots": held_slots_key(self._deployment),
+            "calls": tenant_calls_key(self._deployment, call.tenant),
+            "account": account_key(self._deployment, call.tenant),
+            "place": place,
+            "attempt": call.attempt,
+            # The nonce must be unique, but need not be unpredictable.
+            "nonce": f"{call.attempt}:{random.getrandbits(64):x}",
+            "tool": call.tool,
+            "message": call.text,
+            "task": call.task_id,
+            "ticket": call.ticket,
+            "slot": call.slot,
+            "call_id": call.call_id,
+            "session": session,
+            "fence": fence,
+            "extra_s": call.extra_s,
+        }
 
-    async def _post(self, keys: list[str], arguments: list[str | int]) -> str:
+    async def _post(self, values: dict[str, Value]) -> str:
         """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises ReplyMissing:
         the call may have been sent.
         """
         began = asyncio.get_running_loop().time()
-        answer: bytes = await self._connection.run(_PUBLISH, keys, arguments)
+        answer: bytes = await self._connection.run(PUBLISH, **values)
         outcome, seconds, micros = answer.decode().split()
         if asyncio.get_running_loop().time() - began < CLOCK_ROUND_TRIP_S:
             self._clock.learn(int(seconds) + int(micros) / 1e6)

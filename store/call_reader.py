@@ -2,7 +2,7 @@
 record, its queue, its worker, its session and its result.
 
 Invariant: this module only reads, and shows one tenant's call to that tenant alone. A call of another tenant looks like
-a call that never existed. The scripts that change a call are in store/calls.py.
+a call that never existed. The scripts that change a call are in store/call_scripts.py.
 
 Admission, which divides the workers' slots among the tenants, lists the calls that wait for a slot and the calls that
 have one (store/slots.py). An index lists the calls that have ended. The publish script writes the index, with the
@@ -40,7 +40,8 @@ from toolcrew.contract.names import (
 from toolcrew.contract.session_locations import SessionLocation, show_checkpoint
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
-from toolcrew.store.calls import CALLS_LISTED, CallRecord, CallState, CallStore, parse_record
+from toolcrew.store.call_records import CALLS_LISTED, CallRecord, CallState, parse_record
+from toolcrew.store.calls import CallStore
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.run_log import run_key
 from toolcrew.store.sessions import parse_session_location

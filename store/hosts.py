@@ -29,7 +29,8 @@ from toolcrew.contract.names import (
 )
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.audit import NewAuditEntry, add_entry
-from toolcrew.store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
+from toolcrew.store.clock import SharedClock, read_clock
+from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -21,7 +21,8 @@ from toolcrew.contract.model_endpoints import (
     RequestLease,
 )
 from toolcrew.contract.names import model_limits_key
-from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.clock import read_clock
+from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.telemetry.logs import get_logger
 

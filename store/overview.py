@@ -16,7 +16,8 @@ from toolcrew.contract.names import POOL_QUEUES, admission_prefix, deployment_ke
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.batches import HOSTED_BATCH
-from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.clock import read_clock
+from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.hosts import HostStore
 from toolcrew.store.slots import count_slots_in_use
 from toolcrew.store.tenants import RedisTenants

@@ -10,7 +10,8 @@ from typing import Any
 
 from toolcrew.contract.calls import Record
 from toolcrew.contract.names import admission_prefix, slots_key
-from toolcrew.store.connection import RedisClient, broker_errors, read_clock
+from toolcrew.store.clock import read_clock
+from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.hosts import HostStore
 
 FRESH_S = 3.0

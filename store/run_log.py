@@ -40,7 +40,8 @@ from toolcrew.contract.run_events import (
 )
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.batches import RUN_TTL_S
-from toolcrew.store.connection import SharedClock, broker_errors
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
 from toolcrew.store.sessions import SessionStore, open_sessions_key
 from toolcrew.store.tenant_threads import in_tenant_thread

@@ -15,7 +15,7 @@ from toolcrew.contract.session_locations import LOCATION_MARGIN_S, SessionLocati
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.sessions import (
-    REMOVE_ENDED_LUA,
+    REMOVE_ENDED,
     open_sessions_key,
     parse_session_location,
     session_facts_key,
@@ -70,7 +70,6 @@ class SessionList:
         self._client = client
         self._deployment = deployment
         self._keys = keys
-        self._remove_ended = client.register_script(REMOVE_ENDED_LUA)
 
     async def read(self, tenant: str | None, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Return sessions of a tenant, or of all tenants (None). `cursor`: the cursor of the previous page.
@@ -144,11 +143,13 @@ class SessionList:
             return set()
         pipe = self._client.pipeline(transaction=False)
         for row in rows:
-            keys = [
-                location_key(self._deployment, row.tenant, row.session),
-                tenant_sessions_key(self._deployment, row.tenant),
-            ]
-            await self._remove_ended(keys=keys, args=[deployment_key(self._deployment, ""), row.session], client=pipe)
+            REMOVE_ENDED.add_to(
+                pipe,
+                location=location_key(self._deployment, row.tenant, row.session),
+                sessions=tenant_sessions_key(self._deployment, row.tenant),
+                prefix=deployment_key(self._deployment, ""),
+                session=row.session,
+            )
         with broker_errors(_LIST):
             return {row for row, has_ended in zip(rows, await pipe.execute(), strict=True) if has_ended}
 

@@ -57,7 +57,8 @@ from toolcrew.contract.session_locations import (
 )
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
-from toolcrew.store.usage import CHANGE_STORED_LUA, USAGE_LUA, StoredChange, usage_prefix
+from toolcrew.store.scripts import Script
+from toolcrew.store.usage import CHANGE_STORED, USAGE_LUA, StoredChange
 
 HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
@@ -164,190 +165,210 @@ end
 """.replace("SMALL_START_BYTES", str(SMALL_START_BYTES)).replace("STARTS_BYTES", str(STARTS_BYTES))
 )
 
-# KEYS: location, the tenant's sessions. ARGV: prefix of the deployment's keys, session. Returns 1 if the session has
-# ended.
-REMOVE_ENDED_LUA = (
+# Returns 1 if the session has ended. `prefix`, here and below: of the deployment's keys. `sessions`: of the tenant.
+REMOVE_ENDED = Script(
     _HAS_ENDED
     + """
-if not has_ended(ARGV[1], KEYS[1]) then return 0 end
-redis.call('SREM', KEYS[2], ARGV[2])
+if not has_ended(prefix, location) then return 0 end
+redis.call('SREM', sessions, session)
 return 1
-"""
+""",
+    keys=("location", "sessions"),
+    args=("prefix", "session"),
 )
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, known tenants. ARGV: session,
-# queue, start, ttl_s, margin_s, maximum sessions of the tenant, tenant, maximum of listed tenants, prefix of the
-# deployment's keys.
-_OPEN = (
+_OPEN = Script(
     _HAS_ROOM
     + """
-local state = redis.call('HGET', KEYS[1], 'state')
+local state = redis.call('HGET', location, 'state')
 if state then return state == 'closed' and 'closed' or 'exists' end
-if not has_room(KEYS[2], ARGV[9], ARGV[7], 1, tonumber(ARGV[6])) then return 'full' end
-if not has_room_for_starts(KEYS[2], ARGV[9], ARGV[7], #ARGV[3], #ARGV[3]) then return 'large' end
-local life = math.ceil(tonumber(ARGV[4])) + tonumber(ARGV[5])
+if not has_room(sessions, prefix, tenant, 1, tonumber(limit)) then return 'full' end
+if not has_room_for_starts(sessions, prefix, tenant, #start, #start) then return 'large' end
+local life = math.ceil(tonumber(ttl_s)) + tonumber(margin_s)
 local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[2], 'fence', 1, 'start', ARGV[3],
-  'ttl_s', ARGV[4], 'opened_at', time[1])
-redis.call('EXPIRE', KEYS[1], life)
-redis.call('SADD', KEYS[2], ARGV[1])
-if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+redis.call('HSET', location, 'state', 'open', 'queue', queue, 'fence', 1, 'start', start,
+  'ttl_s', ttl_s, 'opened_at', time[1])
+redis.call('EXPIRE', location, life)
+redis.call('SADD', sessions, session)
+if redis.call('TTL', sessions) < life then redis.call('EXPIRE', sessions, life) end
 -- No process removes expired sessions from the lists. Each open checks three entries, so that expired ones stay few.
-for _, member in ipairs(redis.call('ZRANDMEMBER', KEYS[3], 3)) do
-  local tenant, session = string.match(member, '^(.-)|(.*)$')
-  local key = session_key(ARGV[9], tenant, session)
+for _, member in ipairs(redis.call('ZRANDMEMBER', open_sessions, 3)) do
+  local owner, name = string.match(member, '^(.-)|(.*)$')
+  local key = session_key(prefix, owner, name)
   if redis.call('EXISTS', key .. ':place') == 0 then
-    redis.call('ZREM', KEYS[3], member)
-    redis.call('ZREM', ARGV[9] .. 't:' .. tenant .. ':open-sessions', session)
+    redis.call('ZREM', open_sessions, member)
+    redis.call('ZREM', prefix .. 't:' .. owner .. ':open-sessions', name)
     redis.call('DEL', key .. ':facts')
   end
 end
 local at = time[1] .. string.format('%06d', time[2])
-redis.call('ZADD', KEYS[3], at, ARGV[7] .. '|' .. ARGV[1])
-redis.call('ZADD', KEYS[4], at, ARGV[1])
-redis.call('ZADD', KEYS[5], time[1], ARGV[7])
-redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -1 - ARGV[8])
+redis.call('ZADD', open_sessions, at, tenant .. '|' .. session)
+redis.call('ZADD', tenant_open_sessions, at, session)
+redis.call('ZADD', tenants, time[1], tenant)
+redis.call('ZREMRANGEBYRANK', tenants, 0, -1 - max_tenants)
 return 'open'
-"""
+""",
+    keys=("location", "sessions", "open_sessions", "tenant_open_sessions", "tenants"),
+    args=("session", "queue", "start", "ttl_s", "margin_s", "limit", "tenant", "max_tenants", "prefix"),
 )
 
-# KEYS: location of the parent, the tenant's sessions, all open sessions, the tenant's open sessions, then location and
-# facts of each new session. ARGV: the queue that made the fork, facts, maximum sessions of the tenant, tenant, prefix
-# of the deployment's keys, margin_s, additional lifetime of the facts, then name and start of each new session.
-_FORK = (
+# `new_keys`: location and facts of each new session. `starts`: name and start of each new session.
+_FORK = Script(
     _HAS_ROOM
     + """
-local parent = redis.call('HMGET', KEYS[1], 'state', 'queue', 'ttl_s', 'folder')
-if parent[1] ~= 'open' or parent[2] ~= ARGV[1] then return 'moved' end
-local count = (#KEYS - 4) / 2
-if not has_room(KEYS[2], ARGV[5], ARGV[4], count, tonumber(ARGV[3])) then return 'full' end
+local parent = redis.call('HMGET', parent_location, 'state', 'queue', 'ttl_s', 'folder')
+if parent[1] ~= 'open' or parent[2] ~= queue then return 'moved' end
+local count = #starts / 2
+if not has_room(sessions, prefix, tenant, count, tonumber(limit)) then return 'full' end
 local bytes, largest = 0, 0
-for i = 1, count do bytes, largest = bytes + #ARGV[7 + 2 * i], math.max(largest, #ARGV[7 + 2 * i]) end
-if not has_room_for_starts(KEYS[2], ARGV[5], ARGV[4], bytes, largest) then return 'large' end
-local life = math.ceil(tonumber(parent[3])) + tonumber(ARGV[6])
+for i = 1, count do bytes, largest = bytes + #starts[2 * i], math.max(largest, #starts[2 * i]) end
+if not has_room_for_starts(sessions, prefix, tenant, bytes, largest) then return 'large' end
+local life = math.ceil(tonumber(parent[3])) + tonumber(margin_s)
 local time = redis.call('TIME')
 local at = time[1] .. string.format('%06d', time[2])
 for i = 1, count do
-  local location, name = KEYS[3 + 2 * i], ARGV[6 + 2 * i]
-  redis.call('HSET', location, 'state', 'open', 'queue', ARGV[1], 'fence', 1, 'start', ARGV[7 + 2 * i],
+  local location, name = new_keys[2 * i - 1], starts[2 * i - 1]
+  redis.call('HSET', location, 'state', 'open', 'queue', queue, 'fence', 1, 'start', starts[2 * i],
     'ttl_s', parent[3], 'opened_at', time[1], 'folder', parent[4] or '')
   redis.call('EXPIRE', location, life)
-  redis.call('SET', KEYS[4 + 2 * i], ARGV[2], 'EX', life + ARGV[7])
-  redis.call('SADD', KEYS[2], name)
-  redis.call('ZADD', KEYS[3], at, ARGV[4] .. '|' .. name)
-  redis.call('ZADD', KEYS[4], at, name)
+  redis.call('SET', new_keys[2 * i], facts, 'EX', life + facts_margin_s)
+  redis.call('SADD', sessions, name)
+  redis.call('ZADD', open_sessions, at, tenant .. '|' .. name)
+  redis.call('ZADD', tenant_open_sessions, at, name)
 end
-if redis.call('TTL', KEYS[2]) < life then redis.call('EXPIRE', KEYS[2], life) end
+if redis.call('TTL', sessions) < life then redis.call('EXPIRE', sessions, life) end
 return 'open'
-"""
+""",
+    keys=("parent_location", "sessions", "open_sessions", "tenant_open_sessions", "new_keys..."),
+    args=("queue", "facts", "limit", "tenant", "prefix", "margin_s", "facts_margin_s", "starts..."),
 )
 
-# KEYS: location. ARGV: the expected fence, the new queue, the time for the move in seconds, the expected state. The
-# state is compared too, because the end of a move does not change the fence. Returns the new fence, or 0 if another
-# process was first.
-_MOVE = """
-local location = redis.call('HMGET', KEYS[1], 'fence', 'state', 'moving_until')
-if location[1] ~= ARGV[1] or location[2] ~= ARGV[4] then return 0 end
+# Returns the new fence, or 0 if another process was first: `fence` and `state` are the expected ones. The state is
+# compared too, because the end of a move does not change the fence.
+_MOVE = Script(
+    """
+local present = redis.call('HMGET', location, 'fence', 'state', 'moving_until')
+if present[1] ~= fence or present[2] ~= state then return 0 end
 local now = tonumber(redis.call('TIME')[1])
-if location[2] == 'moving' and tonumber(location[3] or '0') > now then return 0 end
-redis.call('HSET', KEYS[1], 'state', 'moving', 'queue', ARGV[2], 'moving_until', now + tonumber(ARGV[3]))
-return redis.call('HINCRBY', KEYS[1], 'fence', 1)
-"""
+if present[2] == 'moving' and tonumber(present[3] or '0') > now then return 0 end
+redis.call('HSET', location, 'state', 'moving', 'queue', queue, 'moving_until', now + tonumber(move_s))
+return redis.call('HINCRBY', location, 'fence', 1)
+""",
+    keys=("location",),
+    args=("fence", "queue", "move_s", "state"),
+)
 
-# KEYS: location, facts. ARGV: fence, state, new facts or '', additional lifetime of the facts. Returns 1 if the
-# location still had that fence.
-_SETTLE = """
-if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'state', ARGV[2], 'moving_until', 0)
-if ARGV[3] ~= '' then redis.call('SET', KEYS[2], ARGV[3], 'EX', math.max(0, redis.call('TTL', KEYS[1])) + ARGV[4]) end
+# Returns 1 if the location still had that fence. `facts` '': keep the present ones.
+_SETTLE = Script(
+    """
+if redis.call('HGET', location, 'fence') ~= fence then return 0 end
+redis.call('HSET', location, 'state', state, 'moving_until', 0)
+if facts ~= '' then redis.call('SET', facts_key, facts, 'EX', math.max(0, redis.call('TTL', location)) + margin_s) end
 return 1
-"""
+""",
+    keys=("location", "facts_key"),
+    args=("fence", "state", "facts", "margin_s"),
+)
 
-# KEYS: location, the tenant's sessions, all open sessions, the tenant's open sessions, facts, MCP sessions. ARGV:
-# session, the state "closed", margin_s, the time to live for a session without a location, tenant. Returns 1 if the
-# session has MCP sessions.
-_CLOSE = """
-local ttl_s = redis.call('HGET', KEYS[1], 'ttl_s') or ARGV[4]
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'state', ARGV[2], 'ttl_s', ttl_s)
-redis.call('EXPIRE', KEYS[1], math.ceil(tonumber(ttl_s)) + tonumber(ARGV[3]))
-redis.call('SREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[5] .. '|' .. ARGV[1])
-redis.call('ZREM', KEYS[4], ARGV[1])
-redis.call('DEL', KEYS[5])
-return redis.call('EXISTS', KEYS[6])
-"""
+# Returns 1 if the session has MCP sessions. `default_ttl_s`: the time to live for a session without a location.
+_CLOSE = Script(
+    """
+local ttl_s = redis.call('HGET', location, 'ttl_s') or default_ttl_s
+redis.call('DEL', location)
+redis.call('HSET', location, 'state', state, 'ttl_s', ttl_s)
+redis.call('EXPIRE', location, math.ceil(tonumber(ttl_s)) + tonumber(margin_s))
+redis.call('SREM', sessions, session)
+redis.call('ZREM', open_sessions, tenant .. '|' .. session)
+redis.call('ZREM', tenant_open_sessions, session)
+redis.call('DEL', facts)
+return redis.call('EXISTS', server_sessions)
+""",
+    keys=("location", "sessions", "open_sessions", "tenant_open_sessions", "facts", "server_sessions"),
+    args=("session", "state", "margin_s", "default_ttl_s", "tenant"),
+)
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
 
-# KEYS: location. ARGV: this worker's queue, prefix of this host's queues, prefix of the keys of reports, then the
-# queues whose workers have ended.
-_ADOPT = """
-local location = redis.call('HMGET', KEYS[1], 'state', 'queue', 'fence', 'held')
-if not location[1] then return 'none' end
-if location[1] == 'closed' then return 'closed' end
-if location[2] == ARGV[1] then return 'ours' end
-if string.sub(location[2], 1, #ARGV[2]) ~= ARGV[2] then return 'elsewhere' end
-local has_ended = redis.call('EXISTS', ARGV[3] .. location[2]) == 0
-for i = 4, #ARGV do has_ended = has_ended or location[2] == ARGV[i] end
+# `queue`, here and below: of this worker. `ended`: the queues whose workers have ended.
+_ADOPT = Script(
+    """
+local present = redis.call('HMGET', location, 'state', 'queue', 'fence', 'held')
+if not present[1] then return 'none' end
+if present[1] == 'closed' then return 'closed' end
+if present[2] == queue then return 'ours' end
+if string.sub(present[2], 1, #host_prefix) ~= host_prefix then return 'elsewhere' end
+local has_ended = redis.call('EXISTS', report_prefix .. present[2]) == 0
+for _, ended_queue in ipairs(ended) do has_ended = has_ended or present[2] == ended_queue end
 -- A killed drain has not moved the session.
-if location[1] ~= 'open' and location[4] ~= location[3] or not has_ended then return 'held' end
-redis.call('HSET', KEYS[1], 'state', 'open', 'queue', ARGV[1], 'moving_until', 0)
-redis.call('HINCRBY', KEYS[1], 'fence', 1)
+if present[1] ~= 'open' and present[4] ~= present[3] or not has_ended then return 'held' end
+redis.call('HSET', location, 'state', 'open', 'queue', queue, 'moving_until', 0)
+redis.call('HINCRBY', location, 'fence', 1)
 return 'adopted'
-"""
-
-# KEYS: location, records of stored files. ARGV: this worker's queue, the fence (also of a hold) or '' for any fence,
-# checkpoint, its time, 1 for an automatic checkpoint, prefix of the tenant's days of usage; of an automatic checkpoint:
-# lifetime of its record, id, bytes. Returns 0 if the session does not belong to this worker; otherwise the previous
-# automatic checkpoint, or 1.
-_RECORD_CHECKPOINT = (
-    USAGE_LUA
-    + """
-local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
-if location[1] ~= ARGV[1] then return 0 end
-if ARGV[2] == '' and location[2] ~= 'open' or ARGV[2] ~= '' and location[3] ~= ARGV[2] then return 0 end
--- A slow checkpoint may be older than one that started later.
-if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then
-  redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4])
-end
-if ARGV[5] == '0' then return 1 end
--- If the client sends the command twice, the second one finds its own checkpoint.
-if location[4] == ARGV[3] then return 1 end
-redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
-count_usage(ARGV[6], '', '', '', 0, change_stored(KEYS[2], ARGV[7], ARGV[8], ARGV[9]))
-return location[4] and location[4] ~= '' and location[4] or 1
-"""
+""",
+    keys=("location",),
+    args=("queue", "host_prefix", "report_prefix", "ended..."),
 )
 
-# KEYS: location. ARGV: this worker's queue, fence, seconds. Returns the new fence, or 0 if the session does not belong
-# to this worker.
-_HOLD = """
-local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
-if location[1] ~= ARGV[1] or location[2] ~= 'open' or location[3] ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'state', 'moving', 'moving_until', redis.call('TIME')[1] + ARGV[3])
-local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
-redis.call('HSET', KEYS[1], 'held', fence)
-return fence
-"""
+# Returns 0 if the session does not belong to this worker; otherwise the previous automatic checkpoint, or 1. `fence`:
+# also of a hold; '' for any fence. `prefix`: of the tenant's days of usage.
+_RECORD_CHECKPOINT = Script(
+    USAGE_LUA
+    + """
+local present = redis.call('HMGET', location, 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
+if present[1] ~= queue then return 0 end
+if fence == '' and present[2] ~= 'open' or fence ~= '' and present[3] ~= fence then return 0 end
+-- A slow checkpoint may be older than one that started later.
+if tonumber(at) >= tonumber(present[5] or '0') then
+  redis.call('HSET', location, 'checkpoint', checkpoint, 'checkpoint_at', at)
+end
+if is_automatic == '0' then return 1 end
+-- If the client sends the command twice, the second one finds its own checkpoint.
+if present[4] == checkpoint then return 1 end
+redis.call('HSET', location, 'automatic', checkpoint)
+count_usage(prefix, '', '', '', 0, change_stored(stored, file_ttl_s, file, file_bytes))
+return present[4] and present[4] ~= '' and present[4] or 1
+""",
+    keys=("location", "stored"),
+    args=("queue", "fence", "checkpoint", "at", "is_automatic", "prefix", "file_ttl_s", "file", "file_bytes"),
+)
 
-# KEYS: location. ARGV: this worker's queue, the fence of the hold, the next state, the next queue. Returns 1 if the
-# session was still held.
-_END_HOLD = """
-local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence')
-if location[1] ~= ARGV[1] or location[2] ~= 'moving' or location[3] ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], 'state', ARGV[3], 'queue', ARGV[4], 'moving_until', 0)
+# Returns the new fence, or 0 if the session does not belong to this worker.
+_HOLD = Script(
+    """
+local present = redis.call('HMGET', location, 'queue', 'state', 'fence')
+if present[1] ~= queue or present[2] ~= 'open' or present[3] ~= fence then return 0 end
+redis.call('HSET', location, 'state', 'moving', 'moving_until', redis.call('TIME')[1] + hold_s)
+local new_fence = redis.call('HINCRBY', location, 'fence', 1)
+redis.call('HSET', location, 'held', new_fence)
+return new_fence
+""",
+    keys=("location",),
+    args=("queue", "fence", "hold_s"),
+)
+
+# Returns 1 if the session was still held. `fence`: of the hold.
+_END_HOLD = Script(
+    """
+local present = redis.call('HMGET', location, 'queue', 'state', 'fence')
+if present[1] ~= queue or present[2] ~= 'moving' or present[3] ~= fence then return 0 end
+redis.call('HSET', location, 'state', state, 'queue', next_queue, 'moving_until', 0)
 return 1
-"""
+""",
+    keys=("location",),
+    args=("queue", "fence", "state", "next_queue"),
+)
 
-# KEYS: location, the tenant's sessions. ARGV: this worker's queue, session. Returns 1 if the session belonged to this
-# worker and its location was removed.
-_FORGET = """
-local location = redis.call('HMGET', KEYS[1], 'queue', 'state')
-if location[1] ~= ARGV[1] or location[2] ~= 'open' then return 0 end
-redis.call('SREM', KEYS[2], ARGV[2])
-return redis.call('DEL', KEYS[1])
-"""
+# Returns 1 if the session belonged to this worker and its location was removed.
+_FORGET = Script(
+    """
+local present = redis.call('HMGET', location, 'queue', 'state')
+if present[1] ~= queue or present[2] ~= 'open' then return 0 end
+redis.call('SREM', sessions, session)
+return redis.call('DEL', location)
+""",
+    keys=("location", "sessions"),
+    args=("queue", "session"),
+)
 
 
 # --- Orchestrators ----------------------------------------------------------------------------------------------------
@@ -369,11 +390,6 @@ class SessionStore:
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._open = client.register_script(_OPEN)
-        self._fork = client.register_script(_FORK)
-        self._move = client.register_script(_MOVE)
-        self._settle = client.register_script(_SETTLE)
-        self._close = client.register_script(_CLOSE)
 
     async def open(
         self, tenant: str, session: str, queue: str, *, start: str, ttl_s: float, limit: int
@@ -382,20 +398,23 @@ class SessionStore:
         or their arguments reach STARTS_BYTES, SESSION_NOT_FOUND if the session was closed before it was opened. Raises
         ValueError: a session with that name exists.
         """
-        keys = [*self._listed_keys(tenant, session), active_tenants_key(self._deployment)]
-        arguments: list[str | float] = [
-            session,
-            queue,
-            start,
-            ttl_s,
-            LOCATION_MARGIN_S,
-            limit,
-            tenant,
-            MAX_SEEN_TENANTS,
-        ]
-        arguments.append(deployment_key(self._deployment, ""))
         with broker_errors(_WHAT):
-            result = _text(await self._open(keys=keys, args=arguments))
+            reply = await _OPEN.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                tenants=active_tenants_key(self._deployment),
+                session=session,
+                queue=queue,
+                start=start,
+                ttl_s=ttl_s,
+                margin_s=LOCATION_MARGIN_S,
+                limit=limit,
+                tenant=tenant,
+                max_tenants=MAX_SEEN_TENANTS,
+                prefix=deployment_key(self._deployment, ""),
+                **self._lists(tenant),
+            )
+        result = _text(reply)
         if result == "full":
             raise _full(tenant, limit)
         if result == "large":
@@ -417,14 +436,23 @@ class SessionStore:
 
         Raises ToolFailure: QUOTA_EXCEEDED as in `open`. Raises SandboxUnavailable: the parent was moved or closed.
         """
-        keys = self._listed_keys(tenant, parent)
-        arguments: list[str | int] = [queue, facts, limit, tenant, deployment_key(self._deployment, "")]
-        arguments += [LOCATION_MARGIN_S, FACTS_MARGIN_S]
-        for name, start in starts.items():
-            keys += [location_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
-            arguments += [name, start]
+        new_keys = [key(self._deployment, tenant, name) for name in starts for key in (location_key, session_facts_key)]
         with broker_errors(_WHAT):
-            result = _text(await self._fork(keys=keys, args=arguments))
+            reply = await _FORK.run(
+                self._client,
+                parent_location=location_key(self._deployment, tenant, parent),
+                new_keys=new_keys,
+                queue=queue,
+                facts=facts,
+                limit=limit,
+                tenant=tenant,
+                prefix=deployment_key(self._deployment, ""),
+                margin_s=LOCATION_MARGIN_S,
+                facts_margin_s=FACTS_MARGIN_S,
+                starts=[text for pair in starts.items() for text in pair],
+                **self._lists(tenant),
+            )
+        result = _text(reply)
         if result == "full":
             raise _full(tenant, limit)
         if result == "large":
@@ -449,19 +477,33 @@ class SessionStore:
         """Begin to move a session to the host of `queue`. Return None if the location has changed, or if another
         process is moving the session.
         """
-        keys = [location_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
-            fence = int(await self._move(keys=keys, args=[expected_fence, queue, MOVE_S, expected_state.value]))
-        return SessionAddress(queue, fence) if fence else None
+            fence = await _MOVE.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                fence=expected_fence,
+                queue=queue,
+                move_s=MOVE_S,
+                state=expected_state.value,
+            )
+        return SessionAddress(queue, int(fence)) if fence else None
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
         """End a move: the session is open on the new host, or (MOVING) any process may try again. `facts`: the report
         of the new host about the session, for programs that attach to the session later. Return False if the session
         has been moved again.
         """
-        keys = [location_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
-            return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
+            is_settled = await _SETTLE.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                facts_key=session_facts_key(self._deployment, tenant, session),
+                fence=fence,
+                state=state.value,
+                facts=facts,
+                margin_s=FACTS_MARGIN_S,
+            )
+        return bool(is_settled)
 
     async def facts(self, tenant: str, session: str) -> str | None:
         """Return what the host reported about the session when the host opened it; None if no report is stored."""
@@ -488,19 +530,28 @@ class SessionStore:
         """Record the end of a session, even if it is still being opened. A host that has a sandbox of the session
         removes it (workers/host_duties.py). Return whether the session has MCP sessions, which a worker must end.
         """
-        keys = [*self._listed_keys(tenant, session), session_facts_key(self._deployment, tenant, session)]
-        keys.append(server_sessions_key(self._deployment, tenant, session))
         with broker_errors(_WHAT):
-            return bool(await self._close(keys=keys, args=[session, CLOSED, CLOSED_MARGIN_S, DEFAULT_TTL_S, tenant]))
+            has_server_sessions = await _CLOSE.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                facts=session_facts_key(self._deployment, tenant, session),
+                server_sessions=server_sessions_key(self._deployment, tenant, session),
+                session=session,
+                state=CLOSED,
+                margin_s=CLOSED_MARGIN_S,
+                default_ttl_s=DEFAULT_TTL_S,
+                tenant=tenant,
+                **self._lists(tenant),
+            )
+        return bool(has_server_sessions)
 
-    def _listed_keys(self, tenant: str, session: str) -> list[str]:
-        """Return the keys of a session's location and of all lists that contain the session."""
-        return [
-            location_key(self._deployment, tenant, session),
-            tenant_sessions_key(self._deployment, tenant),
-            open_sessions_key(self._deployment),
-            tenant_open_sessions_key(self._deployment, tenant),
-        ]
+    def _lists(self, tenant: str) -> dict[str, str]:
+        """Return the keys of the lists that contain a session of the tenant, by their names in the scripts."""
+        return {
+            "sessions": tenant_sessions_key(self._deployment, tenant),
+            "open_sessions": open_sessions_key(self._deployment),
+            "tenant_open_sessions": tenant_open_sessions_key(self._deployment, tenant),
+        }
 
 
 def _too_large(tenant: str) -> ToolFailure:
@@ -566,12 +617,6 @@ class WorkerSessionStore:
         self._client = client
         self._deployment = deployment
         self._prefix = host_prefix(host)
-        self._adopt = client.register_script(_ADOPT)
-        self._record = client.register_script(_RECORD_CHECKPOINT)
-        self._change_stored = client.register_script(CHANGE_STORED_LUA)
-        self._hold = client.register_script(_HOLD)
-        self._end_hold = client.register_script(_END_HOLD)
-        self._forget = client.register_script(_FORGET)
 
     def adopt(self, names: Sequence[str], ended: Sequence[str] = ()) -> dict[str, AdoptionResult]:
         """Take over the sessions that earlier workers of this host served. `ended`: queues of the workers that have
@@ -579,10 +624,13 @@ class WorkerSessionStore:
         """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                self._adopt(
-                    keys=[self._key(name)],
-                    args=[self.queue, self._prefix, host_key(self._deployment, ""), *ended],
-                    client=pipe,
+                _ADOPT.add_to(
+                    pipe,
+                    location=self._key(name),
+                    queue=self.queue,
+                    host_prefix=self._prefix,
+                    report_prefix=host_key(self._deployment, ""),
+                    ended=ended,
                 )
             return {name: AdoptionResult(result.decode()) for name, result in zip(names, pipe.execute(), strict=True)}
 
@@ -631,17 +679,19 @@ class WorkerSessionStore:
 
     def count_deleted(self, name: str, checkpoint: str) -> None:
         """Subtract the bytes of a deleted automatic checkpoint from the usage of the tenant, once."""
-        change = StoredChange(checkpoint, None)
-        key = change.key(self._deployment, name.partition(":")[0])
+        arguments = StoredChange(checkpoint, None).arguments(self._deployment, name.partition(":")[0])
         with broker_errors(_WHAT):
-            self._change_stored(keys=[key], args=[self._usage_prefix(name), *change.amounts()])
+            CHANGE_STORED.run_blocking(self._client, **arguments)
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
         """Prevent new calls of the session for `seconds`, while a drain moves it; callers wait. Return the fence of the
         session after this; None if the session no longer belongs to this worker.
         """
         with broker_errors(_WHAT):
-            return int(self._hold(keys=[self._key(name)], args=[self.queue, fence, int(seconds)])) or None
+            new_fence = _HOLD.run_blocking(
+                self._client, location=self._key(name), queue=self.queue, fence=fence, hold_s=int(seconds)
+            )
+        return int(new_fence) or None
 
     def unhold(self, name: str, fence: int) -> bool:
         """End the effect of `hold` and continue to serve the session on this host. Return False if it had already
@@ -660,8 +710,13 @@ class WorkerSessionStore:
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 tenant, _, session = name.partition(":")
-                keys = [self._key(name), tenant_sessions_key(self._deployment, tenant)]
-                self._forget(keys=keys, args=[self.queue, session], client=pipe)
+                _FORGET.add_to(
+                    pipe,
+                    location=self._key(name),
+                    sessions=tenant_sessions_key(self._deployment, tenant),
+                    queue=self.queue,
+                    session=session,
+                )
             return sum(pipe.execute())
 
     def _is_elsewhere(self, queue: str | None) -> bool:
@@ -672,17 +727,29 @@ class WorkerSessionStore:
     ) -> Any:
         tenant, _, session = name.partition(":")
         sealed = seal_checkpoint(self._keys, tenant, session, checkpoint)
-        change, is_automatic = StoredChange(checkpoint, automatic_bytes), int(automatic_bytes is not None)
-        args = [self.queue, fence, sealed, checkpoint_at, is_automatic, self._usage_prefix(name), *change.amounts()]
         with broker_errors(_WHAT):
-            return self._record(keys=[self._key(name), change.key(self._deployment, tenant)], args=args)
+            return _RECORD_CHECKPOINT.run_blocking(
+                self._client,
+                location=self._key(name),
+                queue=self.queue,
+                fence=fence,
+                checkpoint=sealed,
+                at=checkpoint_at,
+                is_automatic=int(automatic_bytes is not None),
+                **StoredChange(checkpoint, automatic_bytes).arguments(self._deployment, tenant),
+            )
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
         with broker_errors(_WHAT):
-            return bool(self._end_hold(keys=[self._key(name)], args=[self.queue, fence, state.value, queue]))
-
-    def _usage_prefix(self, name: str) -> str:
-        return usage_prefix(self._deployment, name.partition(":")[0])
+            was_held = _END_HOLD.run_blocking(
+                self._client,
+                location=self._key(name),
+                queue=self.queue,
+                fence=fence,
+                state=state.value,
+                next_queue=queue,
+            )
+        return bool(was_held)
 
     def _key(self, name: str) -> str:
         tenant, _, session = name.partition(":")

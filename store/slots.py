@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from importlib import resources
 from typing import Any, Literal
 
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import admission_prefix, slots_key
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, broker_errors
+from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.scripts import CLOSED, ReplyMissing, Script, ScriptConnection
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -76,10 +76,11 @@ _FILES = ("slots_state.lua", "slots_operations.lua")
 Operation = Sequence[object]
 
 
-def load_script() -> str:
-    """Return the source of the Lua script that divides the slots."""
-    folder = resources.files("toolcrew.store")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+def load_script() -> Script:
+    """Return the Lua script that divides the slots."""
+    return Script.load(
+        *_FILES, args=("prefix", "slots_prefix", "this_orchestrator", "lease_s", "at", "operations_json")
+    )
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
@@ -101,18 +102,17 @@ def script_arguments(
     *,
     lease_s: float = LEASE_S,
     now: float | None = None,
-) -> list[str]:
-    """Return ARGV of one step. `now`: Unix seconds; None: the clock of Redis."""
-    # One text for all operations: Lua limits the number of arguments.
-    text = json.dumps(list(operations), separators=(",", ":"))
-    return [
-        admission_prefix(deployment),
-        slots_key(deployment, ""),
-        orchestrator,
-        repr(lease_s),
-        "" if now is None else repr(now),
-        text,
-    ]
+) -> dict[str, str]:
+    """Return the arguments of one step, by their names. `now`: Unix seconds; None: the clock of Redis."""
+    return {
+        "prefix": admission_prefix(deployment),
+        "slots_prefix": slots_key(deployment, ""),
+        "this_orchestrator": orchestrator,
+        "lease_s": repr(lease_s),
+        "at": "" if now is None else repr(now),
+        # One text for all operations: Lua limits the number of arguments.
+        "operations_json": json.dumps(list(operations), separators=(",", ":")),
+    }
 
 
 def enqueue(call: str, request: SlotRequest) -> Operation:
@@ -215,7 +215,7 @@ class _Step:
     operations.
     """
 
-    arguments: list[str]
+    arguments: dict[str, str]
     releases: frozenset[str]
     requests: frozenset[str]
     size: int
@@ -239,7 +239,7 @@ class SlotStore:
         clock: Clock | None,
     ) -> None:
         self._connection = connection
-        self._script = LuaScript(load_script())
+        self._script = load_script()
         self._deployment = deployment
         self._orchestrator = orchestrator
         self._lease_s = lease_s
@@ -348,7 +348,7 @@ class SlotStore:
         self._run(_Step(arguments, frozenset(releases), frozenset(requests), len(operations)))
 
     def _run(self, step: "_Step") -> None:
-        self._connection.run(self._script, (), step.arguments).add_done_callback(
+        self._connection.run(self._script, **step.arguments).add_done_callback(
             partial(self._take_answer, step), context=self._context
         )
 

@@ -310,7 +310,7 @@ for _, name in ipairs(wake and tonumber(wake) <= now and redis.call('ZRANGEBYSCO
   wakes_changed = true
   unblock(tenant_of({tenant = name}))
 end
-for _, operation in ipairs(cjson.decode(ARGV[6])) do
+for _, operation in ipairs(cjson.decode(operations_json)) do
   operations[operation[1]](unpack(operation, 2))
 end
 

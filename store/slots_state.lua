@@ -1,6 +1,6 @@
 -- One atomic step of admission: processes the operations of one orchestrator and grants the slots that become free. docs/design.md explains the state.
 --
--- ARGV: prefix of the keys, prefix of the keys of slots, this orchestrator, seconds of a lease, time ("" for Redis's clock), operations (JSON):
+-- `at`: the present time; "" for Redis's clock. `operations_json`: a list of
 --   ["enqueue", id, call, policy]   requests a slot for a call; repeatable, returns the state of the call
 --   ["restore", id, call, policy]   restores the slot of a call after Redis has lost its data
 --   ["release", id, used]           returns a slot after `used` seconds of run time (0: the call did not run), or stops waiting
@@ -10,8 +10,8 @@
 -- calls that this step has queued (reasons: WaitReason in slots.py); unknown: ids that Redis does not have; wake: seconds until the rate limit of a tenant
 -- allows its next call. The script publishes the grants of other orchestrators by pub/sub.
 
-local prefix, slots_prefix, this_orchestrator, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local now = tonumber(ARGV[5])
+local lease = tonumber(lease_s)
+local now = tonumber(at)
 if not now then
   local time = redis.call('TIME')
   now = tonumber(time[1]) + tonumber(time[2]) / 1000000

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import tenant_key
 from toolcrew.store.connection import RedisClient, broker_errors
-from toolcrew.store.usage import CHANGE_STORED_LUA, DAY_S, STORED_TTL_S, TOTAL, StoredChange, usage_prefix
+from toolcrew.store.scripts import Script
+from toolcrew.store.usage import CHANGE_STORED, DAY_S, STORED_TTL_S, TOTAL, StoredChange
 
 RESERVED_S = 300
 """Lifetime of a reservation, in seconds. A running upload renews it, however slowly its bytes arrive."""
@@ -20,25 +21,28 @@ REPAIR_EVERY_S = 3600
 _WHAT = "the stored bytes were not counted"
 _DAYS = STORED_TTL_S // DAY_S
 
-# KEYS: reservations of the tenant's uploads. ARGV: prefix of the records of a day, limit, lifetime, id, bytes, and 1 to
-# reserve them. Returns {1 if they fit, the bytes of the other files and uploads}.
-_RESERVE = f"""
+# Returns {1 if `size` bytes fit, the bytes of the other files and uploads}. `prefix`: of the records of a day.
+_RESERVE = Script(
+    f"""
 local now = tonumber(redis.call('TIME')[1])
 local total, today = 0, math.floor(now / {DAY_S})
-for day = today - {_DAYS}, today do total = total + (redis.call('HGET', ARGV[1] .. day, '{TOTAL}') or 0) end
-local fields = redis.call('HGETALL', KEYS[1])
+for day = today - {_DAYS}, today do total = total + (redis.call('HGET', prefix .. day, '{TOTAL}') or 0) end
+local fields = redis.call('HGETALL', reservations)
 for at = 1, #fields, 2 do
   local ends_at, bytes = string.match(fields[at + 1], '^(%d+) (%d+)$')
-  if not ends_at or tonumber(ends_at) <= now then redis.call('HDEL', KEYS[1], fields[at])
-  elseif fields[at] ~= ARGV[4] then total = total + bytes end
+  if not ends_at or tonumber(ends_at) <= now then redis.call('HDEL', reservations, fields[at])
+  elseif fields[at] ~= id then total = total + bytes end
 end
-if total + ARGV[5] > tonumber(ARGV[2]) then return {{0, total}} end
-if ARGV[6] == '1' then
-  redis.call('HSET', KEYS[1], ARGV[4], string.format('%d %d', now + ARGV[3], ARGV[5]))
-  redis.call('EXPIRE', KEYS[1], ARGV[3])
+if total + size > tonumber(limit) then return {{0, total}} end
+if is_reserving == '1' then
+  redis.call('HSET', reservations, id, string.format('%d %d', now + ttl_s, size))
+  redis.call('EXPIRE', reservations, ttl_s)
 end
 return {{1, total}}
-"""
+""",
+    keys=("reservations",),
+    args=("prefix", "limit", "ttl_s", "id", "size", "is_reserving"),
+)
 
 
 class StoredBytes:
@@ -50,8 +54,6 @@ class StoredBytes:
         self._client = client
         self._deployment = deployment
         self._find_limit = find_limit
-        self._change = client.register_script(CHANGE_STORED_LUA)
-        self._reserve = client.register_script(_RESERVE)
 
     async def reserve(self, tenant: str, file: str, size: int) -> None:
         """Reserve `size` bytes in total for an upload, for RESERVED_S seconds. Raises ToolFailure(QUOTA_EXCEEDED): the
@@ -86,9 +88,8 @@ class StoredBytes:
         """Record a stored file, or remove the record of a deleted one, and change the tenant's usage in the same step.
         Return False if nothing changed, because an earlier call has done the same.
         """
-        args: list[str | int] = [usage_prefix(self._deployment, tenant), *change.amounts()]
         with broker_errors(_WHAT):
-            return bool(await self._change(keys=[change.key(self._deployment, tenant)], args=args))
+            return bool(await CHANGE_STORED.run(self._client, **change.arguments(self._deployment, tenant)))
 
     async def begin_repair(self, tenant: str) -> bool:
         """Return True at most once per REPAIR_EVERY_S for a tenant: the caller then compares records and files."""
@@ -109,9 +110,17 @@ class StoredBytes:
 
     async def _check(self, tenant: str, file: str, size: int, *, is_reserved: bool) -> None:
         limit = await self._find_limit(tenant)
-        args: list[str | int] = [self._prefix(tenant), limit, RESERVED_S, file, size, int(is_reserved)]
         with broker_errors(_WHAT):
-            fits, others = await self._reserve(keys=[self._reservations(tenant)], args=args)
+            fits, others = await _RESERVE.run(
+                self._client,
+                reservations=self._reservations(tenant),
+                prefix=self._prefix(tenant),
+                limit=limit,
+                ttl_s=RESERVED_S,
+                id=file,
+                size=size,
+                is_reserving=int(is_reserved),
+            )
         if not fits:
             raise ToolFailure(
                 ErrorCode.QUOTA_EXCEEDED,

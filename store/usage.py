@@ -22,6 +22,7 @@ from toolcrew.contract.names import location_key, tenant_key
 from toolcrew.contract.session_locations import MAX_TTL_S
 from toolcrew.store.archives.files import KEEP_S
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.store.scripts import Script
 
 DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
@@ -126,21 +127,29 @@ local function change_stored(key, lifetime, id, bytes)
 end
 """
 
-# KEYS: the session's usage. ARGV: prefix of the tenant's days, whether there is a session, amounts of the reply, time.
-_COUNT_REPLY = USAGE_LUA + "return count_reply(ARGV[1], ARGV[2] == '1' and KEYS[1], unpack(ARGV, 3, 7))"
+# `prefix`, here and below: of the tenant's days.
+_COUNT_REPLY = Script(
+    USAGE_LUA + "return count_reply(prefix, has_session == '1' and session, prompt, completion, cached, cost, at)",
+    keys=("session",),
+    args=("prefix", "has_session", "prompt", "completion", "cached", "cost", "at"),
+)
 
-# KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
-_COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
+_COUNT = Script(
+    USAGE_LUA + "count_usage(prefix, session, meter, totals, 0, 0)",
+    keys=("session",),
+    args=("prefix", "meter", "totals"),
+)
 
-# KEYS: records of stored files. ARGV: prefix of the tenant's days, lifetime of the records, id, bytes ('' to remove the
-# record). Returns 1 if the stored bytes have changed.
-CHANGE_STORED_LUA = (
+# Returns 1 if the stored bytes have changed. `file_bytes` '': remove the record.
+CHANGE_STORED = Script(
     USAGE_LUA
     + """
-local added = change_stored(KEYS[1], ARGV[2], ARGV[3], ARGV[4])
-if added ~= 0 then count_usage(ARGV[1], '', '', '', 0, added) end
+local added = change_stored(stored, file_ttl_s, file, file_bytes)
+if added ~= 0 then count_usage(prefix, '', '', '', 0, added) end
 return added ~= 0 and 1 or 0
-"""
+""",
+    keys=("stored",),
+    args=("prefix", "file_ttl_s", "file", "file_bytes"),
 )
 
 
@@ -183,14 +192,15 @@ class StoredChange:
     id: str
     bytes: int | None
 
-    def key(self, deployment: str, tenant: str) -> str:
-        """Return the Redis key of the record."""
-        return stored_key(deployment, tenant, self.id)
-
-    def amounts(self) -> list[str | int]:
-        """Return the lifetime of the record, the id and the size as arguments of the scripts."""
-        lifetime_s = STORED_TTL_S if _TIMED_ID.match(self.id) is not None else USAGE_TTL_S
-        return [lifetime_s, self.id, "" if self.bytes is None else self.bytes]
+    def arguments(self, deployment: str, tenant: str) -> dict[str, str | int]:
+        """Return the keys and arguments of the scripts for this change, by their names."""
+        return {
+            "prefix": usage_prefix(deployment, tenant),
+            "stored": stored_key(deployment, tenant, self.id),
+            "file_ttl_s": STORED_TTL_S if _TIMED_ID.match(self.id) is not None else USAGE_TTL_S,
+            "file": self.id,
+            "file_bytes": "" if self.bytes is None else self.bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -224,17 +234,6 @@ class CallEnding:
         """
         return location_key(self.deployment, self.tenant, self.session) if self.session and self.folder else ""
 
-    @property
-    def stored_key(self) -> str:
-        """Return the key of the record of the stored file."""
-        return stored_key(self.deployment, self.tenant, self.stored.id if self.stored is not None else "")
-
-    def amounts(self) -> list[str | int]:
-        """Return the used amounts as arguments of the script."""
-        metered = [self.usage.meter, totals_of(self.usage)] if self.usage is not None else ["", ""]
-        stored = self.stored.amounts() if self.stored is not None else [0, "", ""]
-        return [usage_prefix(self.deployment, self.tenant), *metered, *stored]
-
 
 @dataclass(frozen=True)
 class ReplySpending:
@@ -248,13 +247,17 @@ class ReplySpending:
     counted: tuple[int, ...] = (0, 0, 0, 0)
 
     def amounts(self) -> list[int]:
-        """Return the amounts in the order and the units of the scripts. They are negative if less was used than was
-        counted.
+        """Return the prompt, completion and cached tokens and the cost, in the units of the scripts. They are negative
+        if less was used than was counted.
         """
         usage = self.usage
         amounts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, round((self.cost or 0.0) * 1e6))
         limited = [max(0, min(amount, MAX_AMOUNT)) for amount in amounts]
         return [amount - counted for amount, counted in zip(limited, self.counted, strict=True)]
+
+    def arguments(self) -> dict[str, int]:
+        """Return the amounts and their time as arguments of the scripts, by their names."""
+        return {**dict(zip(("prompt", "completion", "cached", "cost"), self.amounts(), strict=True)), "at": self.at}
 
     def minus(self, counted: "ReplySpending", at: int) -> "ReplySpending":
         """Return what remains to count after the amounts of `counted`, which count at that time."""
@@ -307,24 +310,20 @@ class UsageStore:
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._count_reply = client.register_script(_COUNT_REPLY)
 
     async def count_reply(self, tenant: str, session: str | None, spending: ReplySpending) -> int:
         """Count tokens of a reply that are not in the log of a run. `session` None: count them for no session. Return
         the time at which they count, in Unix seconds.
         """
         with broker_errors("the tokens of a reply were not counted"):
-            return int(
-                await self._count_reply(
-                    keys=[session_usage_key(self._deployment, tenant, session or "")],
-                    args=[
-                        usage_prefix(self._deployment, tenant),
-                        "1" if session else "0",
-                        *spending.amounts(),
-                        spending.at,
-                    ],
-                )
+            counted_at = await _COUNT_REPLY.run(
+                self._client,
+                session=session_usage_key(self._deployment, tenant, session or ""),
+                prefix=usage_prefix(self._deployment, tenant),
+                has_session=int(bool(session)),
+                **spending.arguments(),
             )
+        return int(counted_at)
 
     async def read(self, tenant: str, start: float, end: float, by: By = "day") -> list[UsageRow]:
         """Return what a tenant used from `start` until before `end`, in Unix seconds. `start` is rounded down to a
@@ -397,7 +396,6 @@ class WorkerUsageStore:
     def __init__(self, client: SyncRedis, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._count = client.register_script(_COUNT)
 
     def count(self, usages: Iterable[tuple[str, SessionUsage]]) -> None:
         """Add to the usage by how much the totals of sessions have grown. `usages`: pairs of the name
@@ -406,9 +404,11 @@ class WorkerUsageStore:
         with broker_errors("the usage of sessions was not counted"), self._client.pipeline(transaction=False) as pipe:
             for name, usage in usages:
                 tenant, _, session = name.partition(":")
-                self._count(
-                    keys=[session_usage_key(self._deployment, tenant, session)],
-                    args=[usage_prefix(self._deployment, tenant), usage.meter, totals_of(usage)],
-                    client=pipe,
+                _COUNT.add_to(
+                    pipe,
+                    session=session_usage_key(self._deployment, tenant, session),
+                    prefix=usage_prefix(self._deployment, tenant),
+                    meter=usage.meter,
+                    totals=totals_of(usage),
                 )
             pipe.execute()

@@ -52,12 +52,12 @@ class Harness:
         self.now = now
         self.held: list[str] = []
         """The ids of held calls, in the order of their grants."""
-        self._script = client.register_script(load_script())
+        self._script = load_script()
         self._numbers = itertools.count(1)
 
     def step(self, *operations: Operation, by: str = "o1", lease_s: float = 20.0) -> SlotReply:
         arguments = script_arguments(DEPLOYMENT, by, operations, lease_s=lease_s, now=self.now)
-        answer = parse_reply(self._script(args=arguments))
+        answer = parse_reply(self._script.run_blocking(self.client, **arguments))
         self.held += answer.granted
         return answer
 

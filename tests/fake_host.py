@@ -12,7 +12,7 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import location_key
 from toolcrew.contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import WorkerHostStore
 from toolcrew.store.sessions import WorkerSessionStore, parse_session_location
 from toolcrew.store.usage import sum_packed, usage_prefix

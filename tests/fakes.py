@@ -14,7 +14,7 @@ from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.store.call_messages import ResultHub
-from toolcrew.store.calls import CallClaim
+from toolcrew.store.call_records import CallClaim
 from toolcrew.workers.executor import CallPolicy, Executor
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources

@@ -20,7 +20,8 @@ from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.settings import BrokerSettings
 from toolcrew.store.blobs import WorkerBlobs
 from toolcrew.store.calls import WorkerCallStore
-from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import connect, connect_once
 from toolcrew.store.metrics import RefusalCounter
 from toolcrew.workers.celery_edge.app import Pool, build_app, run_celery_worker
 from toolcrew.workers.celery_edge.tasks import register_tasks

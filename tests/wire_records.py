@@ -18,7 +18,7 @@ from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.contract.specs import Catalog, ToolSpec, seal_catalog
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
-from toolcrew.store.calls import CallRecord, CallState
+from toolcrew.store.call_records import CallRecord, CallState
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")
 CALL = ToolCall(id="call-1", name="bash_tool", arguments={"command": "echo 'a\u4e2d'", "timeout": 5})

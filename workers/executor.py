@@ -34,7 +34,8 @@ from toolcrew.contract.registry import RELEASING, Switch, check_call, check_swit
 from toolcrew.contract.schema import prepare_arguments
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL, SandboxPolicy
-from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.call_records import CallClaim
+from toolcrew.store.calls import WorkerCallStore
 from toolcrew.store.tenants import WorkerTenants
 from toolcrew.store.tools import WorkerSwitches
 from toolcrew.workers.sandbox_client import SandboxdUnreachable

@@ -17,7 +17,8 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.hosts import HEARTBEAT_S, HostReport
 from toolcrew.contract.names import pool_worker
 from toolcrew.store.audit import SecretAudit
-from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import connect, connect_once
 from toolcrew.store.hosts import WorkerHostStore
 from toolcrew.store.metrics import WorkerMetricsStore
 from toolcrew.store.secrets import WorkerSecrets

@@ -17,7 +17,7 @@ import structlog
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError
 from toolcrew.contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_PROBLEM_CHARS, HostReport
 from toolcrew.contract.names import host_queue
-from toolcrew.store.connection import SKEW_WARNING_S, SharedClock
+from toolcrew.store.clock import SKEW_WARNING_S, SharedClock
 from toolcrew.store.hosts import Departure, ReportResult, WorkerHostStore
 
 log = structlog.get_logger(__name__)

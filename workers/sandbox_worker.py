@@ -4,7 +4,8 @@ from functools import partial
 
 from toolcrew.contract.hosts import holder_name
 from toolcrew.contract.specs import Catalog
-from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import connect, connect_once
 from toolcrew.store.secrets import WorkerSecrets
 from toolcrew.store.tool_state import StateStore
 from toolcrew.workers.call_events import open_call_events

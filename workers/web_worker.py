@@ -14,7 +14,8 @@ from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.specs import Catalog, ToolSpec
-from toolcrew.store.connection import SharedClock, connect_once, drop_connections
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import connect_once, drop_connections
 from toolcrew.store.tool_state import StateStore
 from toolcrew.workers.call_events import open_call_events
 from toolcrew.workers.control import PoolOrders, process_holder

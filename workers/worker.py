@@ -11,7 +11,8 @@ import structlog
 from toolcrew.contract.specs import Catalog
 from toolcrew.store.blobs import WorkerBlobs
 from toolcrew.store.calls import WorkerCallStore
-from toolcrew.store.connection import SharedClock, connect, connect_once
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import connect, connect_once
 from toolcrew.store.hosts import WorkerControlStore
 from toolcrew.store.metrics import RefusalCounter
 from toolcrew.store.tenants import WorkerTenants

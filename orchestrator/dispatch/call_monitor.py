@@ -15,7 +15,8 @@ from toolcrew.contract.hosts import HOST_TTL_S, HostReport, parse_holder
 from toolcrew.orchestrator.dispatch.celery_transport import FAILED_EVENTS, build_failed_event
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
-from toolcrew.store.calls import CallRecord, CallState, CallStore
+from toolcrew.store.call_records import CallRecord, CallState
+from toolcrew.store.calls import CallStore
 from toolcrew.store.hosts import HostStore
 from toolcrew.store.tasks import begin_shared, cancel_all
 from toolcrew.telemetry.logs import get_logger
@@ -235,7 +236,7 @@ class CallMonitor:
     ) -> None:
         attempt = sent.attempt
         if record.attempt < attempt.number and record.state not in (CallState.QUEUED, CallState.LOST):
-            # No worker starts this attempt (store/calls.py), and no caller waits for the result of the earlier
+            # No worker starts this attempt (store/call_scripts.py), and no caller waits for the result of the earlier
             # attempt.
             reason = "Redis lost its most recent writes, and with them the record that the call was sent again"
             self._report(task_id, CallLost(reason, has_started=True))

@@ -30,8 +30,10 @@ from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from toolcrew.store.call_messages import CallMessage, Publisher, ResultHub, read_result_record
 from toolcrew.store.calls import CallStore
-from toolcrew.store.connection import ScriptConnection, SharedClock, open_redis
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import send_order
+from toolcrew.store.scripts import ScriptConnection
 
 START_GRACE_S = 2.0
 """Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs

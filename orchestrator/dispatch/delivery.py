@@ -2,8 +2,8 @@
 
 Invariant: a call never runs twice at the same time, and never runs again after it may have acted, unless its tool is
 idempotent. Each attempt has a number. A worker can claim a call only if the call's record has the same number
-(store/calls.py). Before a call is sent again, its record gets the next number. An earlier attempt that was only slow
-is then refused.
+(store/call_scripts.py). Before a call is sent again, its record gets the next number. An earlier attempt that was only
+slow is then refused.
 
 - Wait for a slot, publish the attempt, await its result.
 - No worker took the attempt (the session has moved, or its host restarts): send it again, for RESEND_S.
@@ -40,8 +40,9 @@ from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, Deli
 from toolcrew.orchestrator.tracing import CURRENT_CALL
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import NotSent
-from toolcrew.store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, CallStore, has_ticket, seal_ticket
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, has_ticket, seal_ticket
+from toolcrew.store.calls import CallStore
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.sessions import SessionAddress, SessionStore
 from toolcrew.store.slots import SlotRequest
 from toolcrew.store.tasks import Backoff

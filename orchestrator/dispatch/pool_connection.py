@@ -25,8 +25,10 @@ from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import ResultHub
 from toolcrew.store.call_reader import CallReader
 from toolcrew.store.calls import CallStore
-from toolcrew.store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.connection import RedisClient, check_redis, open_redis
 from toolcrew.store.hosts import HostStore
+from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.skills import SkillStore
 from toolcrew.store.tenants import RedisTenants

@@ -103,7 +103,7 @@ class Attempt:
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""
     ticket: str = ""
-    """Signed text in the call's record. The worker removes it when it begins the call (store/calls.py)."""
+    """Signed text in the call's record. The worker removes it when it begins the call (store/call_scripts.py)."""
     slot: str = ""
     """Id of the slot request that Redis must have granted when it publishes the attempt (orchestrator/admission.py);
     "": the attempt already has its slot.

@@ -15,7 +15,7 @@ from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
 from toolcrew.orchestrator.operations.findings import Report
-from toolcrew.store.connection import SKEW_WARNING_S, read_clock
+from toolcrew.store.clock import SKEW_WARNING_S, read_clock
 
 HOST_S = 90.0
 """Time limit for one host, in seconds. The host may have to create a sandbox, and it may be busy."""

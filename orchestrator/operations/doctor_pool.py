@@ -15,7 +15,8 @@ from toolcrew.orchestrator.dispatch.placement import LOW_MEMORY_BYTES
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.store.api_keys import ApiKeyRecord, ApiKeys
 from toolcrew.store.audit import Audit
-from toolcrew.store.connection import RedisClient, read_clock
+from toolcrew.store.clock import read_clock
+from toolcrew.store.connection import RedisClient
 from toolcrew.store.hosts import HostStore
 from toolcrew.store.overview import Overview, OverviewReader
 from toolcrew.store.tenants import RedisTenants

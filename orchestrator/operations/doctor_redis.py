@@ -9,15 +9,8 @@ from toolcrew.contract.errors import BrokerUnavailable, ConfigError
 from toolcrew.contract.plurals import count
 from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.operations.findings import Report
-from toolcrew.store.connection import (
-    SKEW_WARNING_S,
-    RedisAccessDenied,
-    RedisClient,
-    SharedClock,
-    check_redis,
-    read_clock,
-    read_server_info,
-)
+from toolcrew.store.clock import SKEW_WARNING_S, SharedClock, read_clock
+from toolcrew.store.connection import RedisAccessDenied, RedisClient, check_redis, read_server_info
 from toolcrew.store.metrics import MetricsStore
 
 OLDEST_VERSION = (6, 2)

@@ -14,7 +14,8 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.call_reader import unknown_call
-from toolcrew.store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
+from toolcrew.store.call_records import MAX_REASON_CHARS, CallRecord, CallState, KillOrder
+from toolcrew.store.calls import CallStore
 
 LOOKUP_S = 5.0
 """Seconds to search for a call that has no record yet, because its program has not sent it. Each program reads the

@@ -23,7 +23,7 @@ from toolcrew.orchestrator.api.idempotency import STORE_WAIT_S
 from toolcrew.orchestrator.api.service import ApiService
 from toolcrew.orchestrator.http import body_limits, server
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import WorkerHostStore
 from toolcrew.store.idempotency import IdempotencyStore, SlotClaim
 

@@ -41,7 +41,7 @@ from toolcrew.contract.tenancy import TenantPolicy, seal_policy
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.pool_connection import open_pool
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.store.calls import seal_ticket
+from toolcrew.store.call_records import seal_ticket
 
 KEYS = SigningKeys.of(SECRET, deployment="default")
 WRONG_KEYS = SigningKeys.of("a guess")

@@ -14,7 +14,8 @@ from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import slots_key
 from toolcrew.orchestrator.admission import SharedAdmission
 from toolcrew.store.call_messages import CallMessage, NotSent, Publisher
-from toolcrew.store.connection import ScriptConnection, SharedClock
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.scripts import ScriptConnection
 
 
 class Orchestrator:

@@ -17,7 +17,7 @@ from toolcrew.contract.names import call_key, location_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.calls import CALL_TTL_S
+from toolcrew.store.call_records import CALL_TTL_S
 
 pytestmark = pytest.mark.stack
 

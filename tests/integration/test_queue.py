@@ -26,7 +26,7 @@ from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.calls import CallState, parse_record
+from toolcrew.store.call_records import CallState, parse_record
 
 pytestmark = pytest.mark.stack
 

@@ -21,7 +21,8 @@ from toolcrew.orchestrator.dispatch.transport import DeliveryFailed
 from toolcrew.orchestrator.sdk import call_control as control_module
 from toolcrew.orchestrator.sdk.call_control import CallControl
 from toolcrew.store.audit import Actor
-from toolcrew.store.calls import CallState, CallStore, KillOrder
+from toolcrew.store.call_records import CallState, KillOrder
+from toolcrew.store.calls import CallStore
 from toolcrew.store.hosts import HostStore
 
 ANNE = Actor(key="k1", role="operator", name="anne")

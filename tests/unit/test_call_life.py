@@ -52,7 +52,7 @@ class Harness:
     async def wait_for_slot(self, call: str, tenant: str = "acme") -> None:
         """Make a call wait in admission. The first four calls of an unknown queue have slots."""
         request = SlotRequest(tenant, TenantPolicy(), "host.a.b1", call, "bash_tool", "interactive", 60.0, 30.0)
-        await self.client.eval(load_script(), 0, *script_arguments("d", "o1", [enqueue(f"o1.{call}", request)]))
+        await load_script().run(self.client, **script_arguments("d", "o1", [enqueue(f"o1.{call}", request)]))
 
     async def store_result(
         self, result: ToolResult, keys: SigningKeys = KEY, tenant: str = "acme", **stored: Any

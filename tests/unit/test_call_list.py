@@ -16,7 +16,8 @@ from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
 from toolcrew.store import call_reader
 from toolcrew.store.call_messages import Publisher
 from toolcrew.store.call_reader import CallReader
-from toolcrew.store.connection import ScriptConnection, SharedClock
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
 
 QUEUE = "pool.web"
@@ -34,9 +35,7 @@ class Calls:
         self, call: str, policy: TenantPolicy, tenant: str = "acme", tool: str = "bash_tool"
     ) -> None:
         request = SlotRequest(tenant, policy, QUEUE, call, tool, "interactive", 60.0, 30.0)
-        await self.client.eval(
-            load_script(), 0, *script_arguments("d", "o1", [enqueue(f"o1.{tenant}-{call}", request)])
-        )
+        await load_script().run(self.client, **script_arguments("d", "o1", [enqueue(f"o1.{tenant}-{call}", request)]))
 
     async def publish(self, call: str, tool: str = "bash_tool", **record: Any) -> None:
         """Publish a call, and give its record these fields afterwards."""

@@ -16,7 +16,8 @@ from toolcrew.orchestrator.dispatch import call_monitor
 from toolcrew.orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
 from toolcrew.orchestrator.dispatch.celery_transport import describe_sender
 from toolcrew.orchestrator.dispatch.transport import CallLost
-from toolcrew.store.calls import CallState, CallStore
+from toolcrew.store.call_records import CallState
+from toolcrew.store.calls import CallStore
 from toolcrew.store.hosts import HostStore
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")

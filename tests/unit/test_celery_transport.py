@@ -26,8 +26,8 @@ from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from toolcrew.store.call_messages import ResultHub
-from toolcrew.store.calls import CallState
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CallState
+from toolcrew.store.clock import SharedClock
 
 QUEUE = "pool.web"
 

@@ -20,7 +20,7 @@ from toolcrew.contract.specs import Catalog
 from toolcrew.contract.tenancy import Budgets, CommandRule, SandboxPolicy, TenantPolicy
 from toolcrew.orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from toolcrew.orchestrator.command import app
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import WorkerHostStore
 from toolcrew.store.usage import WorkerUsageStore
 

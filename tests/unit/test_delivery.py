@@ -28,7 +28,8 @@ from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from toolcrew.store.call_messages import NotSent
-from toolcrew.store.calls import CallState, CallStore, seal_ticket
+from toolcrew.store.call_records import CallState, seal_ticket
+from toolcrew.store.calls import CallStore
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.slots import SlotRequest
 

@@ -8,7 +8,7 @@ from tests.builders import build_call, build_context
 from tests.unit.test_worker_executor import Harness
 from toolcrew.contract.calls import RunFailure
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
-from toolcrew.store.calls import CallClaim
+from toolcrew.store.call_records import CallClaim
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from tests.conftest import RedisProcess
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import call_key
-from toolcrew.store.calls import CallClaim, CallState, WorkerCallStore, parse_record
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CallClaim, CallState, parse_record
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.clock import SharedClock
 from toolcrew.workers import executor
 from toolcrew.workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
 

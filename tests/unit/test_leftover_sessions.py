@@ -19,7 +19,8 @@ from tests.waiting import until
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.names import location_key, tenant_sessions_key
-from toolcrew.store.calls import CallClaim, WorkerCallStore
+from toolcrew.store.call_records import CallClaim
+from toolcrew.store.calls import WorkerCallStore
 from toolcrew.store.sessions import CLOSED_MARGIN_S, SessionStore
 from toolcrew.workers.duties import Duty
 from toolcrew.workers.host_duties import LeftoverMonitor

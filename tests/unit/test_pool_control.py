@@ -20,8 +20,9 @@ from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.envelope import encode_call
 from toolcrew.contract.names import POOL_WEB, call_key, control_queue, pool_worker
 from toolcrew.contract.signing import SigningKeys
-from toolcrew.store.calls import CallClaim, WorkerCallStore
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CallClaim
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import WorkerControlStore
 from toolcrew.workers.control import ControlListener, PoolOrders, _interrupt_child, process_holder
 from toolcrew.workers.interrupts import CancelBoard

@@ -25,8 +25,10 @@ from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.store import call_messages as publishing
 from toolcrew.store.call_messages import NotSent, Publisher
-from toolcrew.store.calls import CALL_TTL_S, CallState, CallStore, parse_record
-from toolcrew.store.connection import ReplyMissing, ScriptConnection, SharedClock
+from toolcrew.store.call_records import CALL_TTL_S, CallState, parse_record
+from toolcrew.store.calls import CallStore
+from toolcrew.store.clock import SharedClock
+from toolcrew.store.scripts import ReplyMissing, ScriptConnection, Value
 
 QUEUE = "host.a.b00t"
 LOCATION = location_key("d", "acme", "s1")
@@ -305,8 +307,8 @@ async def test_uncertain_publish_is_repeated_and_not_reported_as_unsent(
         ResponseError("BUSY Redis is busy running a script"),
     ]
 
-    async def lose_a_reply(keys: list[str], arguments: list[str | int]) -> str:
-        verdict = await post(keys, arguments) if not errors or (has_run and len(errors) == 2) else ""
+    async def lose_a_reply(values: dict[str, Value]) -> str:
+        verdict = await post(values) if not errors or (has_run and len(errors) == 2) else ""
         if errors:
             raise errors.pop(0)
         return verdict

@@ -34,7 +34,7 @@ from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy, with_tenant_rules
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.metrics import RefusalCounter
 from toolcrew.store.tenants import StoredPolicy, WorkerTenants
 from toolcrew.workers.executor import CallPolicy

@@ -22,7 +22,7 @@ from toolcrew.contract.signing import ResultSeal
 from toolcrew.contract.specs import open_catalog
 from toolcrew.contract.tenancy import TenantPolicy, parse_policy
 from toolcrew.store.batches import BatchRecord, open_item
-from toolcrew.store.calls import CallRecord
+from toolcrew.store.call_records import CallRecord
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
 DECODERS: dict[str, Callable[[str], Any]] = {

@@ -22,7 +22,8 @@ from tests.stack import ROOT
 from toolcrew.contract.envelope import find_encoded_result
 from toolcrew.contract.names import call_key, result_key
 from toolcrew.contract.settings import BrokerSettings
-from toolcrew.store.calls import CallRecord, CallState, FinishedCalls, parse_record
+from toolcrew.store.call_records import CallRecord, CallState, parse_record
+from toolcrew.store.calls import FinishedCalls
 from toolcrew.store.usage import CallEnding
 from toolcrew.workers.celery_edge.app import build_app, reserve_node_name
 from toolcrew.workers.celery_edge.tasks import CallNotServed, TaskResult

@@ -18,7 +18,7 @@ from toolcrew.contract.envelope import encode_call
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.names import control_queue
 from toolcrew.contract.signing import SigningKeys
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.clock import SharedClock
 from toolcrew.store.hosts import WorkerControlStore
 from toolcrew.workers import control as control_module
 from toolcrew.workers.control import ControlListener, SandboxOrders

@@ -15,8 +15,9 @@ from toolcrew.contract.calls import KillReport, SandboxInfo, ToolCall, ToolConte
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.store.blobs import WorkerBlobs
-from toolcrew.store.calls import CallClaim, WorkerCallStore
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CallClaim
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.clock import SharedClock
 from toolcrew.workers.executor import CallRepeated
 from toolcrew.workers.sandbox_client import GuestResponse
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool

@@ -16,8 +16,9 @@ from tests.conftest import RedisProcess
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import call_key, location_key
-from toolcrew.store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
-from toolcrew.store.connection import SharedClock
+from toolcrew.store.call_records import CALL_TTL_S, CallClaim, CallRecord, CallState, parse_record
+from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.clock import SharedClock
 
 HOLDER = "host.h1.b00t/w1"
 CALL = build_call("echo", call_id="c1")

@@ -16,7 +16,7 @@ from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError
 from toolcrew.contract.hosts import HOST_TTL_S, RESTART_GRACE_S
 from toolcrew.contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_key
-from toolcrew.store.connection import SKEW_WARNING_S, SharedClock
+from toolcrew.store.clock import SKEW_WARNING_S, SharedClock
 from toolcrew.store.hosts import Departure, ReportResult, worker_slots_key
 from toolcrew.workers import reports
 from toolcrew.workers.duties import Duty
