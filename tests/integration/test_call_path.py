@@ -12,12 +12,12 @@ from tests.stack import ROOT, Footprint
 
 pytestmark = [pytest.mark.stack, needs_namespace]
 
-# A ratchet: measured 58 files of 14,359 lines of code, of which 4,826 are in functions that run. Scripts in memory
+# A ratchet: measured 61 files of 14,347 lines of code, of which 4,876 are in functions that run. Scripts in memory
 # files, the account of stored bytes and the check of bytes that are not UTF-8 take 3 files. Lower the limits when the
 # path gets shorter.
-MAX_FILES = 58
-MAX_LINES = 14_420
-MAX_RUN = 4_870
+MAX_FILES = 61
+MAX_LINES = 14_410
+MAX_RUN = 4_920
 
 
 def test_one_bash_call_executes_the_known_files_and_stays_below_the_limits(footprint: Footprint) -> None:
