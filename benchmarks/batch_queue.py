@@ -42,6 +42,7 @@ from toolcrew.store.batches import (
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_events import BatchEventReader
 from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.usage import ReplySpending
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
 ROUNDS = size(3, 1)
@@ -181,7 +182,7 @@ class _PlayedWork:
         on_event(RunReady(run=claim.run))
         journal.begin()
         for step in range(STEPS):
-            await journal.record_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
+            await journal.record_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}], ReplySpending())
             result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
             on_event(CallFinished(run=claim.run, result=result))
             on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=TokenUsage()))

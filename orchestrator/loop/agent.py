@@ -46,14 +46,14 @@ from toolcrew.orchestrator.dialects.base import (
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.orchestrator.dialects.fences import find_command
 from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, explain_ending
-from toolcrew.orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
+from toolcrew.orchestrator.dialects.model import Chunk, Message, Model, ModelRequest, TokenUsage
 from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from toolcrew.orchestrator.dialects.thinking import strip_thinking
 from toolcrew.orchestrator.dialects.tokens import TokenCollector
 from toolcrew.orchestrator.loop.call_runner import CallRunner, Observed, Requested, RunCall, build_interrupted_results
 from toolcrew.orchestrator.loop.context_window import ContextWindow
 from toolcrew.orchestrator.loop.limits import ReActOptions, Spending, StopReason
-from toolcrew.orchestrator.loop.reply_stream import DisplayedText, ReadAhead
+from toolcrew.orchestrator.loop.reply_stream import DisplayedText, ReadAhead, ReplyChanged
 from toolcrew.orchestrator.loop.transcript import Transcript
 from toolcrew.telemetry.logs import get_logger
 
@@ -101,7 +101,9 @@ class Agent:
     instructions. `profile`: decides how replies without a call are repaired. `files`: list of the files in the working
     directory, which is added to a request that names no absolute path; "": no list. `copied_steps`: the first steps of
     a run that was forked from another run. They count for `max_iterations`, and for no other limit or sum: the other
-    run has counted them.
+    run has counted them. `is_logged`: the model writes each reply to a log before its stream ends. Then no call starts
+    before the end of its reply, and a reply that breaks off is withdrawn and counts for no limit: a process that
+    resumes the run does not know it.
 
     Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
     first run's.
@@ -121,6 +123,7 @@ class Agent:
     profile: ModelProfile = STANDARD
     files: str = ""
     copied_steps: int = 0
+    is_logged: bool = False
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -153,13 +156,14 @@ ReActStrategy = Agent
 
 @dataclass
 class _Reply:
-    """One reply that is being processed. `end` is set after its last chunk. `requested`: the calls that were started so
-    far.
+    """One reply that is being processed. `end` is set after its last chunk. `waiting`: calls that must not start before
+    the end of the reply. `requested`: the calls that were started so far.
     """
 
     request: ModelRequest
     reader: ReplyReader
     end: ReplyEnd | None = None
+    waiting: list[Requested] = field(default_factory=list)
     requested: list[Requested] = field(default_factory=list)
     observed: list[Observed] = field(default_factory=list)
     malformed: int = 0
@@ -456,28 +460,12 @@ class _Run:
 
         Raises ModelInterrupted or ContextWindowExceeded if the reply broke off before its first call.
         """
-        reader = self._agent.dialect.open_reader(
-            self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
-        )
-        reply = self._current = _Reply(request, reader)
+        reply = self._current = _Reply(request, self._open_reader())
         self._emit(build_model_asked(self._id, self._spending.steps, request, self._last_request))
         self._last_request = request
-        is_broken = False
-        async with ReadAhead(self._agent.model.stream(request)) as chunks:
-            try:
-                async for chunk in chunks:
-                    reply.has_begun = True
-                    reply.tokens.feed(chunk)
-                    if events := reader.feed(chunk):
-                        await self._handle(events, reply, displayed)
-            except (ModelInterrupted, ContextWindowExceeded) as error:
-                if not reply.observed:
-                    raise
-                # Calls of this reply have run and must not run again, so do not repeat the request. Drop the rest of
-                # the reply.
-                self._warn(f"{error}; its calls up to there have run")
-                is_broken = True
-        events, reply.end = reader.finish(is_broken=is_broken)
+        is_broken = await self._read_chunks(reply, displayed)
+        await self._run_calls(reply.waiting, reply)
+        events, reply.end = reply.reader.finish(is_broken=is_broken)
         self._emit_answer(reply, reply.end)
         await self._handle(events, reply, displayed)
         if reply.requested:
@@ -485,6 +473,52 @@ class _Run:
         elif self._repairs_replies():
             await self._run_calls(self._find_calls_in_code(reply.end), reply)
         return reply
+
+    async def _read_chunks(self, reply: _Reply, displayed: DisplayedText) -> bool:
+        """Read the chunks of the reply. Return whether it broke off after its first call."""
+        is_logged, is_whole = self._agent.is_logged, False
+        async with ReadAhead(self._agent.model.stream(reply.request)) as chunks:
+            try:
+                async for chunk in chunks:
+                    reply.has_begun = not is_logged
+                    reply.tokens.feed(chunk)
+                    await self._read_chunk(chunk, reply, displayed)
+                is_whole = True
+            except ReplyChanged as changed:
+                is_whole = True
+                displayed.restart()
+                reply.reader = self._open_reader()
+                reply.waiting.clear()
+                for chunk in changed.chunks:
+                    await self._read_chunk(chunk, reply, displayed)
+            except (ModelInterrupted, ContextWindowExceeded) as error:
+                if not reply.observed:
+                    raise
+                # Calls of this reply have run and must not run again, so do not repeat the request. Drop the rest of
+                # the reply.
+                self._warn(f"{error}; its calls up to there have run")
+                return True
+            finally:
+                if is_logged and not is_whole:
+                    self._emit_withdrawal(displayed.withdraw())
+        reply.has_begun = reply.has_begun or is_logged
+        return False
+
+    async def _read_chunk(self, chunk: Chunk, reply: _Reply, displayed: DisplayedText) -> None:
+        events = reply.reader.feed(chunk)
+        if events and not self._agent.is_logged:
+            await self._handle(events, reply, displayed)
+            return
+        for event in events:
+            if isinstance(event, Text):
+                self._show(event, displayed)
+            else:
+                reply.waiting.append(event)
+
+    def _open_reader(self) -> ReplyReader:
+        return self._agent.dialect.open_reader(
+            self._id, self._spending.steps, reads_tags=self._agent.options.enable_tool_action_parsing
+        )
 
     def _repairs_replies(self) -> bool:
         return self._agent.profile.repairs_replies and not self._calls_itself
@@ -511,11 +545,14 @@ class _Run:
                 continue
             await self._run_calls(calls, reply)
             calls = []
-            withdrawn, text = displayed.show(event.text)
-            self._emit_withdrawal(withdrawn)
-            if text:
-                self._emit(TextArrived(run=self._id, text=text))
+            self._show(event, displayed)
         await self._run_calls(calls, reply)
+
+    def _show(self, event: Text, displayed: DisplayedText) -> None:
+        withdrawn, text = displayed.show(event.text)
+        self._emit_withdrawal(withdrawn)
+        if text:
+            self._emit(TextArrived(run=self._id, text=text))
 
     async def _run_calls(self, calls: Sequence[Requested], reply: _Reply) -> None:
         if not calls:

@@ -3,7 +3,7 @@ text after an interrupted reply.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from toolcrew.contract.errors import ModelInterrupted
 from toolcrew.orchestrator.dialects.model import Chunk
@@ -12,6 +12,16 @@ MAX_CHUNKS = 64 * 1024
 """Number of chunks of a reply that may wait in memory until the agent loop takes them. At the limit, reading from the
 server pauses. No normal reply has that many tokens, so only a broken server reaches the limit.
 """
+
+
+class ReplyChanged(Exception):
+    """Raised at the end of a reply that was logged in another form. The run must read this form, because a process that
+    resumes the run reads it.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__("the reply was logged in another form")
+        self.chunks = chunks
 
 
 class ReadAhead:
@@ -80,6 +90,12 @@ class DisplayedText:
     def restart(self) -> None:
         """Record that the reply starts again from its beginning."""
         self._earlier_text, self._pieces, self._matched = self._displayed_text(), [], 0
+
+    def withdraw(self) -> int:
+        """Forget the text. Return how many characters to withdraw."""
+        withdrawn = len(self._displayed_text())
+        self._earlier_text, self._pieces, self._matched = "", [], 0
+        return withdrawn
 
     def show(self, text: str) -> tuple[int, str]:
         """Return (number of earlier characters to withdraw, text to show now)."""

@@ -22,7 +22,6 @@ from toolcrew.contract.run_events import (
     CallFinished,
     Failure,
     OnEvent,
-    RunEvent,
     RunReady,
     SubmissionTaken,
     Warned,
@@ -40,17 +39,15 @@ from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart, build
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING
 from toolcrew.orchestrator.models.notices import report_notices
-from toolcrew.orchestrator.runs.billed_model import BilledModel
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
 from toolcrew.orchestrator.runs.item_artifacts import CopiedOut, copy_item_artifacts
 from toolcrew.orchestrator.runs.item_sessions import ItemSessions
-from toolcrew.orchestrator.runs.journal import Journal, LoggedModel
-from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
 from toolcrew.orchestrator.runs.run_forks import name_attempt
-from toolcrew.orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
+from toolcrew.orchestrator.runs.run_gate import GatedRun, RunDeferred, RunGate
 from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
 from toolcrew.orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
@@ -325,28 +322,26 @@ class RunExecutor:
             )
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
-        session_id = session.id if session is not None else None
-        journal.bill(session_id, options.prices)
-        billed = BilledModel(
-            chosen_model.model,
-            lambda: self.pool.tenants.check_budgets(claim.tenant),
-            lambda spending: self.parts.usage.count_reply(claim.tenant, session_id, spending),
-            options.prices,
-            journal.reserve_reply,
-        )
-        gate = self.gate.of(chosen_model.endpoint)
-        model = GatedModel(billed, gate, claim.run)
+        journal.bill(session.id if session is not None else None)
+        endpoint_gate = self.gate.of(chosen_model.endpoint)
+        gate = GatedRun(endpoint_gate, claim.run)
         spans = current_run() if self.pool.tracer is not None else None
         source = item.forked_from
 
-        async def keep_state() -> None:
-            if session is not None and (problem := await self._sessions.keep_state(session, journal)):
+        async def prepare_request() -> None:
+            if is_over:
+                # Wait until the time limit cancels the run. A new reply would cost money and would not be used.
+                await asyncio.get_running_loop().create_future()
+            if session is None or not work.keep_states:
+                return
+            journal.check_session()
+            if problem := await self._sessions.keep_state(session, journal):
                 notify(f"the state of the session after {count(journal.steps, 'step')} was not stored: {problem}")
 
         async with AsyncExitStack() as stack:
             stack.enter_context(report_notices(notify))
             slot = await stack.enter_async_context(self.slots.run())
-            on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
+            on_event = await stack.enter_async_context(self._listen(claim, on_event))
             if self.traces is not None:
                 trace = stack.enter_context(self.traces.open(claim.tenant, agent_run))
                 on_event = pass_to(trace.on_event, on_event)
@@ -355,34 +350,29 @@ class RunExecutor:
                 on_event = pass_to(spans.on_event, on_event)
             config = RunConfig(
                 run=agent_run,
+                tenant=claim.tenant,
                 dialect=work.dialect or defaults.dialect,
                 profile=work.profile or defaults.profile,
                 options=options,
                 tools=work.tools,
                 on_event=on_event,
-                shows_output=live is not None,
-                live=live,
+                shows_output=self.publisher is not None and claim.record.batch == HOSTED_BATCH,
                 priority=self.priority,
                 approver=self._choose_approver(defaults, slot),
                 before_send=slot.wait,
                 journal=journal,
-                wrap_model=lambda _: LoggedModel(
-                    model,
-                    journal,
-                    work.sampling,
-                    is_over=is_over,
-                    live=live,
-                    before_request=keep_state if work.keep_states else None,
-                ),
+                gate=gate,
+                sampling=work.sampling,
+                before_request=prepare_request,
                 is_chat=item.url == CHAT_URL,
             )
-            with gate.request(claim.run):
+            with endpoint_gate.request(claim.run):
                 agent = await retry_until_available(lambda: self.parts.build_agent(session, chosen_model, config))
             copied_steps = source.step if source is not None else 0
             agent = replace(agent, run_call=slot.wrap(agent.run_call), copied_steps=copied_steps)
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
-                model.check_answered()
+                gate.check_answered()
         artifacts = (
             await copy_item_artifacts(item, journal, defaults, session, on_event)
             if session is not None
@@ -419,23 +409,15 @@ class RunExecutor:
         return SlotReleasingApprover(approver, slot) if isinstance(approver, QueueApprover) else approver
 
     @asynccontextmanager
-    async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[tuple[OnEvent, LiveText | None]]:
-        """Yield the listener for a run's events, and the display of its partial replies; None for no display. Publish
-        the events and partial replies of a durable run.
-        """
-        record_call = self.sent_calls.watch(claim) if self.sent_calls is not None else lambda _: None
+    async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[OnEvent]:
+        """Yield the listener for a run's events. Publish the events of a durable run."""
+        if self.sent_calls is not None:
+            on_event = pass_to(on_event, self.sent_calls.watch(claim))
         if claim.record.batch != HOSTED_BATCH or self.publisher is None:
-            yield pass_to(on_event, record_call), None
+            yield on_event
             return
         async with self.publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
-            live = LiveText(claim.run, pass_to(self.on_event, buffer.on_event))
-
-            def listen(event: RunEvent) -> None:
-                on_event(event)
-                live.pass_on(event)
-                record_call(event)
-
-            yield listen, live
+            yield pass_to(on_event, self.on_event, buffer.on_event)
 
     async def _send_single_call(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent

@@ -1,4 +1,5 @@
-"""Journal of a run: it writes the events of a running run to the log of the run, and replays the log of a resumed one.
+"""Journals of runs. That of a durable run writes the events of the run to its log in Redis, and replays the log of a
+resumed run.
 
 Invariant: an event is in the log before the event takes effect. A process that resumes the run replays the logged
 events. The process asks the model and the pool only for what the log does not contain.
@@ -7,13 +8,11 @@ events. The process asks the model and the pool only for what the log does not c
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
-from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
@@ -26,12 +25,11 @@ from toolcrew.contract.run_events import (
     StateKept,
     SubmissionTaken,
 )
-from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.dialects.model import Chunk
 from toolcrew.orchestrator.dialects.thinking import mark_reasoning
 from toolcrew.orchestrator.models.chunks import join_content
-from toolcrew.orchestrator.runs.billed_model import Reservation
 from toolcrew.orchestrator.runs.chunks import join_chunks
-from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.model_account import Count
 from toolcrew.store.run_log import RunLog, RunTaken
 from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.usage import ReplySpending
@@ -39,8 +37,106 @@ from toolcrew.store.usage import ReplySpending
 E = TypeVar("E", bound=RunEvent)
 
 
+class RunJournal(Protocol):
+    """Journal of a run: what the run may use again, and what it writes down."""
+
+    is_durable: bool
+    """True if another process can continue the run from the journal."""
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Return whether the current reply comes from the journal. An earlier process may have sent the calls of such a
+        reply.
+        """
+        ...
+
+    def next_reply(self) -> tuple[Chunk, ...] | None:
+        """Return the next reply of the journal; None if there are no more replies and the model must be asked."""
+        ...
+
+    def check_session(self) -> None:
+        """Raise SandboxUnavailable if a call found that the run's session no longer exists. Later replies of the model
+        would rely on lost files.
+        """
+        ...
+
+    async def record_reply(self, chunks: list[Chunk], spending: ReplySpending) -> tuple[Chunk, ...] | None:
+        """Log a complete reply of the model, and count `spending` in the same step. Return the logged reply if it is
+        not read in the same way as these chunks; None otherwise.
+        """
+        ...
+
+    def review_of(self, call: str) -> ToolCall | ToolResult | None:
+        """Return the logged decision about a call: the approved call, or the result that refuses the call. None if
+        there is no decision. `call`: the id of the call.
+        """
+        ...
+
+    async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
+        """Log the decision about a call: the approved call, or the result that refuses the call."""
+        ...
+
+    def result_of(self, call: str) -> ToolResult | None:
+        """Return the logged result of a call; None if the call has not finished."""
+        ...
+
+    async def record_result(self, result: ToolResult) -> None:
+        """Log the result of a call."""
+        ...
+
+    def sent_since(self, call: str) -> float | None:
+        """Return the earliest time at which an earlier process may have sent the call, in Unix seconds.
+
+        Returns None if no earlier process can have sent the call.
+        """
+        ...
+
+    def now(self) -> float:
+        """Return the current time in Unix seconds, from the same clock as `sent_since`."""
+        ...
+
+
+class MemoryJournal:
+    """Journal of a run that ends with its process. It keeps nothing, because nothing is replayed. `count`: adds to the
+    usage of the run's tenant.
+    """
+
+    is_durable = is_catching_up = False
+
+    def __init__(self, count: Count) -> None:
+        self._count = count
+
+    def next_reply(self) -> tuple[Chunk, ...] | None:
+        return None
+
+    def check_session(self) -> None:
+        """Do nothing: the run has its session for as long as its process."""
+
+    async def record_reply(self, chunks: list[Chunk], spending: ReplySpending) -> tuple[Chunk, ...] | None:
+        await retry_until_available(lambda: self._count(spending))
+        return None
+
+    def review_of(self, call: str) -> ToolCall | ToolResult | None:
+        return None
+
+    async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
+        """Do nothing."""
+
+    def result_of(self, call: str) -> ToolResult | None:
+        return None
+
+    async def record_result(self, result: ToolResult) -> None:
+        """Do nothing."""
+
+    def sent_since(self, call: str) -> float | None:
+        return None
+
+    def now(self) -> float:
+        return time.time()
+
+
 class Journal:
-    """Journal of one run, for as long as this process executes the run.
+    """Journal of one run in Redis, for as long as this process executes the run.
 
     `on_taken` is called when another process owns the run. The callback must cancel the task that executes the run
     here.
@@ -48,6 +144,8 @@ class Journal:
     A resumed run uses the ordinary agent loop. The loop makes the same requests in the same order and receives the
     logged results. Only requests after the end of the log go to the model and the pool.
     """
+
+    is_durable = True
 
     def __init__(
         self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None
@@ -67,8 +165,6 @@ class Journal:
         # reply is new.
         self._replayed = 0
         self._begun_at: float | None = None
-        self._reservation: Reservation | None = None
-        self._prices: Prices | None = None
         self.spent_wall_s = max((event.wall_s for event in logged), default=0.0)
         """Working time of the run at the end of its log, in seconds."""
 
@@ -94,13 +190,13 @@ class Journal:
         """Return whether this process has added entries to the log."""
         return self._log.has_grown
 
-    @property
-    def has_lost_session(self) -> bool:
-        """Return whether a call found that the run's session no longer exists. Later replies of the model would rely on
-        lost files.
-        """
+    def check_session(self) -> None:
+        """Raise SandboxUnavailable if a call found that the run's session no longer exists."""
         results = (event.result for event in self._log.entries if isinstance(event, CallFinished))
-        return any(result.error_code is ErrorCode.SESSION_NOT_FOUND for result in results)
+        if any(result.error_code is ErrorCode.SESSION_NOT_FOUND for result in results):
+            raise SandboxUnavailable(
+                "the run's sandbox was closed or has expired while no process executed the run: retry the item"
+            )
 
     @property
     def artifacts(self) -> ArtifactsCopied | None:
@@ -142,11 +238,9 @@ class Journal:
         """
         return [event.session for event in self._log.entries if isinstance(event, StateForking)]
 
-    def bill(self, session: str | None, prices: Prices | None) -> None:
-        """Charge all later replies of the model to this session at these prices. `session` None: count them for no
-        session. `prices` None: the cost is unknown and not counted.
-        """
-        self._log.session, self._prices = session, prices
+    def bill(self, session: str | None) -> None:
+        """Charge all later replies of the model to this session. None: count them for no session."""
+        self._log.session = session
 
     def begin(self) -> None:
         """Start to count the working time of the run. Called when the sandbox is ready."""
@@ -194,15 +288,14 @@ class Journal:
             await self._stop()
         return event
 
-    def reserve_reply(self, reservation: Reservation) -> None:
-        """Set the reservation of the next reply: the amounts of its request that are counted already."""
-        self._reservation = reservation
+    async def record_reply(self, chunks: list[Chunk], spending: ReplySpending) -> tuple[Chunk, ...] | None:
+        """Log a complete reply, as `RunJournal.record_reply` describes."""
+        reply, is_changed = build_logged_reply(chunks)
+        await self.record(ModelReplied, spending, chunks=reply)
+        return reply if is_changed else None
 
-    async def record_reply(self, chunks: Iterable[Chunk]) -> None:
-        """Log a reply of the model, and count its tokens in the same step. The reply must be complete."""
-        reply, reservation = tuple(chunks), self._reservation or Reservation(0, self._prices)
-        self._reservation = None
-        await self.record(ModelReplied, reservation.complete(reply), chunks=reply)
+    async def record_result(self, result: ToolResult) -> None:
+        await self.record(CallFinished, result=result)
 
     async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         """Log the decision about a call: the approved call, or the result that refuses the call."""
@@ -251,6 +344,15 @@ class Journal:
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
 
 
+def build_logged_reply(chunks: list[Chunk]) -> tuple[tuple[Chunk, ...], bool]:
+    """Return the form in which a reply is logged, and whether a dialect may read this form differently."""
+    joined = join_chunks(chunks)
+    # Redis stores UTF-8. The reply as a whole also shows where its reasoning ends.
+    parts = [_as_text(chunk) for chunk in joined]
+    mark_reasoning(parts, join_content(parts))
+    return tuple(parts), parts != joined
+
+
 def _as_text(value: Any) -> Any:
     """Return the value without lone surrogates, which UTF-8 cannot encode.
 
@@ -265,85 +367,3 @@ def _as_text(value: Any) -> Any:
             return [_as_text(inner) for inner in value]
         case _:
             return value
-
-
-class LoggedModel:
-    """Model that logs each reply before the caller receives the reply.
-
-    A reply arrives as a whole: its calls run only after the complete reply is in the log.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        journal: Journal,
-        extra: Mapping[str, object],
-        *,
-        is_over: bool = False,
-        live: LiveText | None = None,
-        before_request: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """Wrap `model`. `extra`: fields that every request contains. `is_over`: the run has already used its time, so
-        no new request is sent. `live`: shows replies while they arrive. `before_request`: is awaited before each new
-        request.
-        """
-        self._model = model
-        self._journal = journal
-        self._extra = dict(extra)
-        self._is_over = is_over
-        self._live = live
-        self._before_request = before_request
-
-    @property
-    def name(self) -> str:
-        return self._model.name
-
-    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the next reply of the log, or the reply of the model if the log has no more replies.
-
-        Raises the exceptions of the model. An incomplete reply is not logged and the caller receives no part of it.
-        Raises SandboxUnavailable: the run's session no longer exists.
-        """
-        chunks = self._journal.next_reply()
-        if chunks is None and self._is_over:
-            # Wait until the time limit cancels the run. A new reply would cost money and would not be used.
-            await asyncio.get_running_loop().create_future()
-        if chunks is None and self._journal.has_lost_session:
-            raise SandboxUnavailable(
-                "the run's sandbox was closed or has expired while no process executed the run: retry the item"
-            )
-        if chunks is None:
-            if self._before_request is not None:
-                await self._before_request()
-            # Logging comes before the first yield: a process that resumes the run must see the same reply.
-            sent_request = replace(request, extra={**request.extra, **self._extra})
-            received = [chunk async for chunk in self._shown(sent_request)]
-            parts = [_as_text(chunk) for chunk in join_chunks(received)]
-            mark_reasoning(parts, join_content(parts))
-            chunks = tuple(parts)
-            await self._journal.record_reply(chunks)
-        for chunk in chunks:
-            yield chunk
-
-    async def _shown(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the model's reply. Show each chunk on `live` when the chunk arrives."""
-        live = self._live
-        if live is None:
-            async for chunk in self._model.stream(request):
-                yield chunk
-            return
-        live.begin()
-        is_whole = False
-        try:
-            async for chunk in self._model.stream(request):
-                live.feed(chunk)
-                yield chunk
-            is_whole = True
-        finally:
-            # The reply was interrupted, so the log will never contain it, but clients have seen a part of its text.
-            # Withdraw that text.
-            if not is_whole:
-                live.withdraw()
-
-    async def aclose(self) -> None:
-        """Do nothing: the code that opened the model closes the model."""

@@ -10,7 +10,7 @@ that use it return to the queue.
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -23,7 +23,6 @@ from toolcrew.contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
 """Pauses between the runs that try an endpoint that is down, in seconds. The last pause repeats."""
@@ -234,28 +233,26 @@ class RunGate(EndpointGate):
                 return None
 
 
-class GatedModel:
-    """Model of one run that reports to the gate whether the endpoint answers."""
+class GatedRun:
+    """Reports the requests of one run to the gate of its endpoint."""
 
-    def __init__(self, model: Model, gate: EndpointGate, run: str) -> None:
-        self._model = model
+    def __init__(self, gate: EndpointGate, run: str) -> None:
         self._gate = gate
         self._run = run
         self._requested_at: float | None = None
 
-    @property
-    def name(self) -> str:
-        return self._model.name
-
-    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the chunks of the reply. Raises the exceptions of the model, and EndpointDown."""
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Context manager around a request. Raises EndpointDown: the request failed and the run may wait."""
         self._requested_at = self._gate.now()
         with self._gate.request(self._run):
-            async for chunk in self._model.stream(request):
-                if self._requested_at is not None:
-                    self._gate.record_answer(self._run)
-                    self._requested_at = None
-                yield chunk
+            yield
+
+    def record_answer(self) -> None:
+        """Note that a part of the reply has arrived."""
+        if self._requested_at is not None:
+            self._gate.record_answer(self._run)
+            self._requested_at = None
 
     def check_answered(self) -> None:
         """Raise ModelUnavailable if the endpoint has answered neither this run nor other runs since the run's last
@@ -269,5 +266,13 @@ class GatedModel:
                 "model server runs, or raise the limit"
             )
 
-    async def aclose(self) -> None:
-        """Do nothing: the code that opened the model closes the model."""
+
+class UngatedRun:
+    """Replacement of GatedRun for a run that never waits: each failed request raises its own error."""
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        yield
+
+    def record_answer(self) -> None:
+        """Do nothing."""

@@ -17,7 +17,6 @@ from toolcrew.contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
-from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.registry import Switch, filter_specs, switches_for
 from toolcrew.contract.run_events import (
     ApprovalAsked,
@@ -37,7 +36,6 @@ from toolcrew.orchestrator.approvals import Approver, review
 from toolcrew.orchestrator.approvals.asking import choose_people_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
 from toolcrew.orchestrator.dialects.base import Dialect
-from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dialects.plain import PlainDialect
 from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from toolcrew.orchestrator.dispatch.call_events import OnOutput
@@ -51,10 +49,11 @@ from toolcrew.orchestrator.loop.agent import Agent, RunCall
 from toolcrew.orchestrator.loop.limits import ReActOptions, with_window
 from toolcrew.orchestrator.models.capabilities import CapabilityCache
 from toolcrew.orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
-from toolcrew.orchestrator.runs.billed_model import BilledModel
 from toolcrew.orchestrator.runs.file_list import list_files
-from toolcrew.orchestrator.runs.journal import Journal
-from toolcrew.orchestrator.runs.live_text import LiveText
+from toolcrew.orchestrator.runs.journal import Journal, MemoryJournal
+from toolcrew.orchestrator.runs.model_account import ModelAccount
+from toolcrew.orchestrator.runs.run_gate import GatedRun, UngatedRun
+from toolcrew.orchestrator.runs.run_model import RunModel, send_at_once
 from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.skills import SkillUses
 from toolcrew.store.slots import Priority
@@ -168,11 +167,13 @@ async def _do_not_wait(_: str) -> None:
 class RunConfig:
     """Configuration of one run.
 
-    `tools` None: the tools that suit the model. `journal` None: the run is not durable. `live`: shows replies while
-    they arrive. `wrap_model`: returns a model that logs and counts its replies; None: they are only counted.
+    `tenant`: pays for the run. `tools` None: the tools that suit the model. `journal` None: the run ends with this
+    process. `gate`: receives the failures of the model. `sampling`: fields of every request to the model.
+    `before_request`: is awaited before each new request.
     """
 
     run: str
+    tenant: str
     dialect: str | None = None
     profile: str | None = None
     options: ReActOptions = field(default_factory=ReActOptions)
@@ -188,8 +189,9 @@ class RunConfig:
     released the slot while people decided about the call.
     """
     journal: Journal | None = None
-    wrap_model: Callable[[Model], Model] | None = None
-    live: LiveText | None = None
+    gate: GatedRun | UngatedRun = field(default_factory=UngatedRun)
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    before_request: Callable[[], Awaitable[None]] = send_at_once
     is_chat: bool = False
     """True: the model receives only the run's own messages and no system prompt."""
 
@@ -228,12 +230,15 @@ class RunParts:
         specs: list[ToolSpec] = []
         skills: Sequence[SkillSummary] = ()
         switches: Mapping[str, Switch] = {}
-        counted = chosen_model.model
-        if session is not None:
-            counted = self._bill(counted, session, options.prices)
-        # The journal of a durable run counts its replies but not the answers to model requests of tools, so these are
-        # counted here.
-        questions = ModelRequests(counted)
+        session_id = session.id if session is not None else None
+        account = ModelAccount(
+            lambda: self._pool.tenants.check_budgets(config.tenant),
+            lambda spending: self.usage.count_reply(config.tenant, session_id, spending),
+            options.prices,
+        )
+        unlogged = MemoryJournal(account.count)
+        # The journal of a durable run does not contain the answers to model requests of tools.
+        questions = ModelRequests(RunModel(chosen_model.model, account, unlogged, UngatedRun(), {}))
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
@@ -262,10 +267,16 @@ class RunParts:
         dialect: Dialect = (
             PlainDialect() if config.is_chat else choose_dialect(name, capabilities, profile, has_shell=has_shell)
         )
-        if config.live is not None:
-            config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
+        model = RunModel(
+            chosen_model.model,
+            account,
+            config.journal or unlogged,
+            config.gate,
+            config.sampling,
+            config.before_request,
+        )
         return Agent(
-            counted if config.wrap_model is None else config.wrap_model(chosen_model.model),
+            model,
             dialect,
             specs,
             run_call,
@@ -278,16 +289,7 @@ class RunParts:
             usage_by_tools=questions.usage,
             switched_off=switches,
             skills=[skill.name for skill in skills],
-        )
-
-    def _bill(self, model: Model, session: Session, prices: Prices | None) -> Model:
-        """Wrap the model: check the tenant's budgets before each request, and count the tokens of each reply."""
-
-        return BilledModel(
-            model,
-            lambda: self._pool.tenants.check_budgets(session.tenant),
-            lambda spending: self.usage.count_reply(session.tenant, session.id, spending),
-            prices,
+            is_logged=config.journal is not None,
         )
 
     async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> ModelProfile:

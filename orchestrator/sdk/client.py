@@ -532,6 +532,7 @@ class ToolClient:
             shows_output = on_event is not None and shows_output
             config = RunConfig(
                 run=run,
+                tenant=tenant,
                 dialect=dialect,
                 profile=profile,
                 options=options or ReActOptions(),

@@ -19,8 +19,11 @@ from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules
 from toolcrew.orchestrator.loop.agent import Agent
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
-from toolcrew.orchestrator.runs.billed_model import BilledModel
+from toolcrew.orchestrator.runs.journal import MemoryJournal
+from toolcrew.orchestrator.runs.model_account import ModelAccount
 from toolcrew.orchestrator.runs.outcomes import judge_run
+from toolcrew.orchestrator.runs.run_gate import UngatedRun
+from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.store.audit import Audit
 from toolcrew.store.budgets import BudgetStore
 from toolcrew.store.tenants import RedisTenants
@@ -129,11 +132,11 @@ async def test_a_higher_limit_applies_at_once_and_elsewhere_after_the_cache_expi
 
 async def test_a_run_over_budget_ends_at_its_next_step(harness: Harness) -> None:
     model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
-    billed = BilledModel(
-        model,
+    account = ModelAccount(
         lambda: harness.tenants.check_budgets("acme"),
         lambda spending: harness.usage.count_reply("acme", "s1", spending),
     )
+    billed = RunModel(model, account, MemoryJournal(account.count), UngatedRun(), {})
 
     async def run_call(call: ToolCall) -> ToolResult:
         harness.use_cpu(10.0)

@@ -18,7 +18,10 @@ from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.tenancy import Budgets, TenantPolicy
 from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 from toolcrew.orchestrator.models.openai import OpenAIModel
-from toolcrew.orchestrator.runs.billed_model import BilledModel, price_reply
+from toolcrew.orchestrator.runs.journal import MemoryJournal
+from toolcrew.orchestrator.runs.model_account import ModelAccount, ReplyBill
+from toolcrew.orchestrator.runs.run_gate import UngatedRun
+from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.usage import ReplySpending, UsageStore, sum_rows
 
@@ -37,14 +40,18 @@ async def used(client: "redis.asyncio.Redis", tenant: str = "acme") -> dict[str,
     return {name: sums[name] for name in ("prompt_tokens", "completion_tokens")}
 
 
-def bill(client: "redis.asyncio.Redis", model: Model) -> BilledModel:
+def build_account(client: "redis.asyncio.Redis") -> ModelAccount:
     usage, tenants = UsageStore(client, "d"), RedisTenants(client, "d", KEY)
-    return BilledModel(
-        model,
+    return ModelAccount(
         lambda: tenants.check_budgets("acme"),
         lambda spending: usage.count_reply("acme", "s1", spending),
         PRICES,
     )
+
+
+def bill(client: "redis.asyncio.Redis", model: Model) -> RunModel:
+    account = build_account(client)
+    return RunModel(model, account, MemoryJournal(account.count), UngatedRun(), {})
 
 
 async def ask(model: Model, request: ModelRequest = LONG) -> list[Chunk]:
@@ -155,9 +162,11 @@ async def test_repeated_request_is_reserved_once(client: "redis.asyncio.Redis") 
     assert (await used(client))["prompt_tokens"] == PROMPT_TOKENS
 
 
-async def test_counts_during_the_reply_are_sums() -> None:
-    chunks = [{**HELLO, "usage": {"prompt_tokens": 10, "completion_tokens": number}} for number in range(1, 4)]
-    spending = price_reply(chunks, PRICES)
+async def test_counts_during_the_reply_are_sums(client: "redis.asyncio.Redis") -> None:
+    reply_bill = ReplyBill(build_account(client), LONG)
+    for number in range(1, 4):
+        reply_bill.add({**HELLO, "usage": {"prompt_tokens": 10, "completion_tokens": number}})
+    spending = reply_bill.remainder()
     assert (spending.usage.prompt_tokens, spending.usage.completion_tokens) == (10, 3)
 
 

@@ -2,8 +2,6 @@
 in time.
 """
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from toolcrew.contract.errors import (
@@ -15,19 +13,16 @@ from toolcrew.contract.errors import (
     ModelUnavailable,
     ToolFailure,
 )
-from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.runs.run_gate import (
     MAX_DEFERRALS,
     MAX_LONE_DEFERRALS,
     PAUSES_S,
     QUOTA_RETRY_S,
     EndpointDown,
-    GatedModel,
+    GatedRun,
     RunDeferred,
     RunGate,
 )
-
-REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
 
 
 class Clock:
@@ -36,24 +31,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Replies:
-    """A model that replies with these in order: a chunk, or an error."""
-
-    name = "m"
-
-    def __init__(self, *replies: Exception | Chunk) -> None:
-        self._replies = list(replies)
-
-    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        reply = self._replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        yield reply
-
-    async def aclose(self) -> None:
-        """Close nothing."""
 
 
 @pytest.fixture
@@ -128,16 +105,16 @@ def test_permanent_failure_is_not_deferred(gate: RunGate, error: ModelUnavailabl
     assert gate.down_s is None
 
 
-async def test_first_chunk_marks_the_model_as_reachable(gate: RunGate) -> None:
-    chunk: Chunk = {"choices": []}
-    model = GatedModel(Replies(ModelUnavailable("down"), chunk), gate, "a")
-    with pytest.raises(EndpointDown):
-        _ = [event async for event in model.stream(REQUEST)]
+def test_first_chunk_marks_the_model_as_reachable(gate: RunGate) -> None:
+    run = GatedRun(gate, "a")
+    with pytest.raises(EndpointDown), run.request():
+        raise ModelUnavailable("down")
     with pytest.raises(ModelUnavailable, match="had not begun to answer"):
-        model.check_answered()
-    assert [event async for event in model.stream(REQUEST)] == [chunk]
+        run.check_answered()
+    with run.request():
+        run.record_answer()
     assert gate.down_s is None
-    model.check_answered()
+    run.check_answered()
 
 
 def test_after_a_quota_error_runs_are_admitted_one_at_a_time(gate: RunGate, clock: Clock) -> None:

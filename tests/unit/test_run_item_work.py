@@ -305,3 +305,27 @@ async def test_tags_in_replies_are_calls_unless_the_run_says_no(
     outcome = await harness.execute(await harness.put(build_run(dialect=dialect, limits=limits)))
     assert outcome.failure is None
     assert outcome.body["answer"] == (tag if reads_tags is False else "done")
+
+
+async def test_call_in_the_middle_of_a_reply_starts_after_the_reply_is_logged(make: HarnessFactory) -> None:
+    shown, may_continue = asyncio.Event(), asyncio.Event()
+
+    async def reply(request: ModelRequest) -> AsyncIterator[Chunk]:
+        is_first = len(request.messages) < 3
+        text = '<tool_action name="echo" text="a"></tool_action> then' if is_first else "done"
+        yield {"choices": [{"index": 0, "delta": {"content": text}}]}
+        if is_first:
+            shown.set()
+            await may_continue.wait()
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+
+    harness = make(StreamModel(reply))
+    claim = await harness.put(build_run(dialect="tags"))
+    working = asyncio.create_task(harness.execute(claim))
+    async with asyncio.timeout(SOON_S):
+        await shown.wait()
+        await asyncio.sleep(0.05)
+        assert (harness.sent(), (await harness.journal(claim)).steps) == (["open"], 0)
+        may_continue.set()
+        assert (await working).failure is None
+    assert harness.sent() == ["open", "echo", "close"]

@@ -16,12 +16,16 @@ from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
 from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.run_events import ArtifactsCopied, CallFinished, SessionOpening
-from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
+from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
+from toolcrew.orchestrator.loop.reply_stream import ReplyChanged
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
-from toolcrew.orchestrator.runs.journal import Journal, LoggedModel
+from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.runs.model_account import ModelAccount
+from toolcrew.orchestrator.runs.run_gate import UngatedRun
+from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.store.run_log import RunLog
 from toolcrew.store.runs import RunClaim
-from toolcrew.store.usage import DAY_S, UsageStore
+from toolcrew.store.usage import DAY_S, ReplySpending, UsageStore
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
 
@@ -42,7 +46,17 @@ async def journal_of(harness: RunHarness, claim: RunClaim, on_taken: Any = lambd
     return Journal(await RunLog.load(harness.client, "d", KEY, claim.attempt), on_taken, clock=lambda: 1.0)
 
 
-async def read(model: LoggedModel) -> str:
+def build_model(model: Model, journal: Journal, **sampling: object) -> RunModel:
+    async def allow() -> None:
+        """Every budget has room."""
+
+    async def count(_: ReplySpending) -> int:
+        return 0
+
+    return RunModel(model, ModelAccount(allow, count, Prices(1.0, 10.0)), journal, UngatedRun(), sampling)
+
+
+async def read(model: RunModel) -> str:
     """Return the text of the model's next reply."""
     chunks = [chunk async for chunk in model.stream(REQUEST)]
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
@@ -56,9 +70,9 @@ async def test_replayed_reply_is_requested_and_billed_once(claim: RunClaim, harn
     requests: list[ModelRequest] = []
     for _ in range(3):
         journal = await journal_of(harness, claim)
-        journal.bill("s1", Prices(1.0, 10.0))
+        journal.bill("s1")
         model_script = ScriptedModel(["one"])
-        assert await read(LoggedModel(model_script, journal, {"temperature": 0.5})) == "one"
+        assert await read(build_model(model_script, journal, temperature=0.5)) == "one"
         requests += model_script.requests
     assert [request.extra for request in requests] == [{"temperature": 0.5}]
     usage = UsageStore(harness.client, "d")
@@ -67,21 +81,23 @@ async def test_replayed_reply_is_requested_and_billed_once(claim: RunClaim, harn
     assert await usage.read_session("acme", "s1") == row.amounts
 
 
-async def test_reply_is_logged_before_it_is_published(claim: RunClaim, harness: RunHarness) -> None:
-    stream = LoggedModel(ScriptedModel(["a long answer"]), await journal_of(harness, claim), {}).stream(REQUEST)
-    await anext(stream)
+async def test_stream_ends_after_its_reply_is_logged(claim: RunClaim, harness: RunHarness) -> None:
+    chunks = build_model(ScriptedModel(["a long answer"]), await journal_of(harness, claim)).stream(REQUEST)
+    await anext(chunks)
+    assert (await journal_of(harness, claim)).next_reply() is None
+    async for _ in chunks:
+        pass
     assert (await journal_of(harness, claim)).next_reply() is not None
-    await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_only_calls_of_the_last_logged_reply_count_as_sent(claim: RunClaim, harness: RunHarness) -> None:
     journal = await journal_of(harness, claim)
-    model = LoggedModel(ScriptedModel(["one"]), journal, {})
+    model = build_model(ScriptedModel(["one"]), journal)
     assert (journal.is_resumed, journal.is_catching_up) == (False, False)
     await read(model)
     assert not journal.is_catching_up
     resumed = await journal_of(harness, claim)
-    model = LoggedModel(ScriptedModel(["two"]), resumed, {})
+    model = build_model(ScriptedModel(["two"]), resumed)
     assert (resumed.is_resumed, resumed.is_catching_up) == (True, False)
     await read(model)
     assert resumed.is_catching_up
@@ -90,12 +106,13 @@ async def test_only_calls_of_the_last_logged_reply_count_as_sent(claim: RunClaim
     assert not resumed.is_catching_up
 
 
-async def test_incomplete_reply_is_neither_logged_nor_published(claim: RunClaim, harness: RunHarness) -> None:
+async def test_incomplete_reply_is_not_logged(claim: RunClaim, harness: RunHarness) -> None:
     async def stream_then_break(request: ModelRequest) -> AsyncIterator[Chunk]:
         yield {"choices": [{"index": 0, "delta": {"content": "half"}}]}
         raise ModelInterrupted("it broke off")
 
-    stream = LoggedModel(StreamModel(stream_then_break), await journal_of(harness, claim), {}).stream(REQUEST)
+    stream = build_model(StreamModel(stream_then_break), await journal_of(harness, claim)).stream(REQUEST)
+    assert (await anext(stream))["choices"]
     with pytest.raises(ModelInterrupted):
         await anext(stream)
     assert (await journal_of(harness, claim)).next_reply() is None
@@ -109,13 +126,11 @@ async def test_reply_with_lone_surrogates_is_logged(claim: RunClaim, harness: Ru
         for text in ("a \ud83d", "\ude00 and \ud800!"):
             yield chunk(text)
 
-    assert (
-        await read(LoggedModel(StreamModel(stream_surrogates), await journal_of(harness, claim), {}))
-        == "a \U0001f600 and \ufffd!"
-    )
-    assert (
-        await read(LoggedModel(ScriptedModel([]), await journal_of(harness, claim), {})) == "a \U0001f600 and \ufffd!"
-    )
+    with pytest.raises(ReplyChanged) as changed:
+        await read(build_model(StreamModel(stream_surrogates), await journal_of(harness, claim)))
+    (changed_chunk,) = changed.value.chunks
+    assert changed_chunk["choices"][0]["delta"] == {"content": "a \U0001f600 and \ufffd!"}
+    assert await read(build_model(ScriptedModel([]), await journal_of(harness, claim))) == "a \U0001f600 and \ufffd!"
 
 
 async def test_results_and_reviews_are_read_back_from_the_log(claim: RunClaim, harness: RunHarness) -> None:
@@ -138,7 +153,7 @@ async def test_process_that_lost_the_run_stops_at_the_next_reply(claim: RunClaim
     tasks: list[asyncio.Task[str]] = []
     journal = await journal_of(harness, claim, lambda: tasks[0].cancel())
     await harness.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
-    tasks.append(asyncio.create_task(read(LoggedModel(ScriptedModel(["one"]), journal, {}))))
+    tasks.append(asyncio.create_task(read(build_model(ScriptedModel(["one"]), journal))))
     await asyncio.wait(tasks, timeout=SOON_S)
     assert tasks[0].cancelled()
     assert await harness.client.llen("toolcrew:d:t:acme:run.b-1:log") == 0
@@ -160,19 +175,9 @@ async def test_run_time_is_kept_across_processes_without_the_session_setup(
     assert (await journal_of(harness, claim)).spent_wall_s >= next_journal.spent_wall_s
 
 
-async def test_run_without_time_left_sends_no_model_request(claim: RunClaim, harness: RunHarness) -> None:
-    model_script = ScriptedModel(["one"])
-    model = LoggedModel(model_script, await journal_of(harness, claim), {}, is_over=True)
-    reading = asyncio.create_task(read(model))
-    await asyncio.wait({reading}, timeout=0.05)
-    assert (reading.done(), model_script.requests) == (False, [])
-    reading.cancel()
-    await asyncio.wait({reading})
-
-
 async def test_lost_sandbox_stops_model_requests(claim: RunClaim, harness: RunHarness) -> None:
     journal = await journal_of(harness, claim)
-    await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
+    await read(build_model(ScriptedModel([Calls([("echo", {})])]), journal))
     await journal.record(
         CallFinished,
         result=ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"),
@@ -183,5 +188,5 @@ async def test_lost_sandbox_stops_model_requests(claim: RunClaim, harness: RunHa
     assert journal.next_reply() is None
     for candidate in (journal, resumed):
         with pytest.raises(SandboxUnavailable, match="retry the item"):
-            await read(LoggedModel(model_script, candidate, {}))
+            await read(build_model(model_script, candidate))
     assert model_script.requests == []
