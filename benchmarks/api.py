@@ -23,12 +23,12 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import RunBody
 from toolcrew.store.connection import open_redis

@@ -17,10 +17,10 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.batches.progress import BatchProgress
 from toolcrew.orchestrator.batches.row_files import RowFiles

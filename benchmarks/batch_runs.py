@@ -18,10 +18,10 @@ from benchmarks.sizes import size
 from benchmarks.whole_path import per_second
 from tests.model_server.running import ModelServer, running_model_server
 from toolcrew import ToolClient
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.loop.limits import ReActOptions
 from toolcrew.orchestrator.models.openai import OpenAIModel
 from toolcrew.orchestrator.sdk.local_tools import LocalTools
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.connection import open_redis
 
 RUNS = size(1000, 4)

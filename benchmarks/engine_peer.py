@@ -14,6 +14,7 @@ from typing import Any
 import docker
 import docker.errors
 
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.daemon import SANDBOX_MAX_LIFE_S
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
@@ -21,7 +22,6 @@ from toolcrew.workers.sandboxd.plans import Plans, Profile
 from toolcrew.workers.sandboxd.runtime.engine import Engine
 from toolcrew.workers.sandboxd.runtime.hardening import build_container_config
 from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
-from toolcrew.workers.settings import SandboxdSettings
 
 LABELS = {"toolcrew.bench": "1"}
 ENGINE_TIMEOUT_S = 60

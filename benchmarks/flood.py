@@ -13,9 +13,9 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.throughput import call_or_raise, until_served
 from toolcrew import ToolClient
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch.sessions import Session
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tenants import RedisTenants
 

@@ -28,7 +28,7 @@ from docker import APIClient
 from benchmarks.engine_peer import open_api
 from benchmarks.processes import START_LIMIT_S, STOP_LIMIT_S, child_process, running_sandboxd
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.settings import SandboxdSettings
+from toolcrew.contract.settings import SandboxdSettings
 
 ENGINE_TIMEOUT_S = 120
 _TYPE = "application/vnd.docker"

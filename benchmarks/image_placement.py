@@ -27,13 +27,13 @@ from benchmarks.sizes import size
 from tests.image_registry import ImageRegistry, open_registry
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.hosts import HostReport
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dispatch import session_locator
 from toolcrew.orchestrator.dispatch.placement import HostRequirements, choose_host
 from toolcrew.orchestrator.runs.batch_runs import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import HostStore
 

@@ -21,8 +21,8 @@ from benchmarks.raw_celery import next_attempt
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from tests.builders import build_attempt
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config

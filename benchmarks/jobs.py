@@ -28,11 +28,11 @@ from benchmarks.sizes import size
 from toolcrew import ToolClient
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.run_events import CallFinished, RunClaimed, RunEnded
+from toolcrew.contract.settings import DEFAULT_IMAGE
 from toolcrew.orchestrator.batches.artifacts import artifact_folder
 from toolcrew.orchestrator.batches.event_files import read_batch_events
 from toolcrew.orchestrator.models.local import LocalModelServer
 from toolcrew.orchestrator.models.weights import SMALL, Weights, load_weights
-from toolcrew.workers.settings import DEFAULT_IMAGE
 
 MEDIUM = Weights(
     file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",

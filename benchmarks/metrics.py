@@ -14,12 +14,12 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import Clocks, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.metrics import CALL_SECONDS, CALLS
 from toolcrew.contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.metrics.call_meter import CallMeter

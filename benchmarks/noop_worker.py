@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from toolcrew.contract.registry import Tool
+from toolcrew.contract.settings import WorkerSettings, read_environment
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.celery_edge.app import build_app, run_celery_worker
 from toolcrew.workers.logs import configure_logging
-from toolcrew.workers.settings import load_worker_settings
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment
 from toolcrew.workers.web_worker import run_web_worker
 
@@ -37,7 +37,7 @@ def _nap_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
 
 
 def main(queue: str, pool: str) -> None:
-    settings = load_worker_settings()
+    settings = read_environment(WorkerSettings)
     configure_logging("worker", settings)
     app = build_app(settings.broker())
     app.task(name=TASK)(noop)
@@ -56,7 +56,7 @@ def main(queue: str, pool: str) -> None:
 
 def serve_tool() -> None:
     """Serve the pool of operators' tools, as it is shipped."""
-    settings = load_worker_settings()
+    settings = read_environment(WorkerSettings)
     configure_logging("worker", settings)
     run_web_worker(
         settings, [_tool(TOOL, "Does nothing.", _noop_tool), _tool(NAP_TOOL, "Takes ten milliseconds.", _nap_tool)]

@@ -12,9 +12,9 @@ from pydantic import SecretStr
 from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.service import ApiService
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import RunBody
 from toolcrew.store.connection import open_redis

@@ -20,9 +20,9 @@ from celery import Celery
 from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
 from tests.builders import build_attempt
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.call_messages import ResultHub
 from toolcrew.workers.celery_edge.app import build_app
 

@@ -20,8 +20,8 @@ from benchmarks.stock_celery import open_stock, stock_per_second
 from benchmarks.whole_path import IN_FLIGHT, open_sessions, per_second
 from toolcrew import ToolClient
 from toolcrew.contract.errors import ToolcrewError
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.dispatch.sessions import Session
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.connection import open_redis
 
 ROUNDS = size(5, 1)

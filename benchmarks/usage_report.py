@@ -12,7 +12,7 @@ from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
 from toolcrew.contract.calls import SessionUsage
-from toolcrew.orchestrator.settings import load_settings
+from toolcrew.contract.settings import load_settings
 from toolcrew.store.call_scripts import FINISH
 from toolcrew.store.calls import FinishedCalls
 from toolcrew.store.connection import SyncRedis, connect, open_redis

@@ -1,32 +1,598 @@
-"""BrokerSettings, which must be equal in orchestrators and workers, and functions that read settings from the
-environment.
+"""Settings of all processes, one frozen object per process. Only this module reads the environment.
+
+A field is the environment variable `TOOLCREW_<NAME>`, unless it has an alias. Its docstring is its row in
+docs/settings.md.
 """
 
+import difflib
+import json
 import os
 import re
+import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from ipaddress import IPv6Network
+from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    IPvAnyNetwork,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from toolcrew.contract.broker import DEPLOYMENT, BrokerSettings
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.image_names import ImageNameText, ImagePatternText
 from toolcrew.contract.invalid_input import explain_error
-from toolcrew.contract.setting_names import check_names
-from toolcrew.contract.setting_rows import variable_names
-from toolcrew.contract.signing import SigningKeys
+from toolcrew.contract.masking import SECRET_NAME, Masker, secrets_of_settings
+from toolcrew.contract.setting_rows import PREFIX, variable_names
+from toolcrew.contract.tenant_classes import TenantClass
 
-SCHEMES = ("redis", "rediss", "sentinel")
-TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-DEPLOYMENT = r"^[A-Za-z0-9_-]{1,64}$"
-REDIS_PORT, SENTINEL_PORT = 6379, 26379
+MIB = 1024 * 1024
+DEFAULT_IMAGE = "toolcrew-sandbox:dev"
+PROTOCOL = "http/protobuf"
+DEFAULT_ENDPOINT = "http://localhost:4318"
+"""Default endpoint of OpenTelemetry's exporter."""
+MAX_SHOWN = 5
+"""Limit of the unknown variables that an error names."""
+OTHERS = frozenset(
+    {
+        "API_BIND",
+        "API_PORT",
+        "CHAOS_SEED",
+        "DOCKERD_ARGS",
+        "ENGINE_SOCKET",
+        "FLOWER_BIND",
+        "FLOWER_PASSWORD",
+        "FLOWER_PORT",
+        "FLOWER_USER",
+        "GUEST_PYTHON",
+        "HEALTH_INTERVAL",
+        "PYTHON",
+        "REDIS_ADMIN_PASSWORD",
+        "REDIS_FLOWER_PASSWORD",
+        "REDIS_ORCHESTRATOR_PASSWORD",
+        "REDIS_WEB_PASSWORD",
+        "REDIS_WORKER_PASSWORD",
+        "SERVICE_BASE",
+        "TEST_MARK",
+        "TEST_REQUIRE",
+        "WEB_CONCURRENCY",
+        "WEB_MEMORY",
+        "WORKER_MEMORY",
+    }
+)
+"""Names, without TOOLCREW_, of the variables that the deployment files, scripts and tests read."""
+# Kubernetes sets these for every service of the namespace, also for one that is called toolcrew-...
+_SERVICE_LINK = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _FIELD = re.compile(r'field "(\w+)"')
+_WEB_URL = r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$"
+_PARSERS_NEED = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV")
 
 S = TypeVar("S", bound=BaseSettings)
+
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+]
+
+
+def _check_nat64(prefix: IPv6Network) -> IPv6Network:
+    if prefix.prefixlen != 96:
+        raise ValueError("must be a /96, such as 64:ff9b::/96")
+    return prefix
+
+
+Nat64Prefix = Annotated[IPv6Network, AfterValidator(_check_nat64)]
+
+
+def default_socket() -> Path:
+    """Return the default socket path of sandboxd: in the user's runtime folder, otherwise in the user's folder below
+    the temp folder.
+    """
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "sandboxd.sock"
+    temp = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+    return Path(temp).absolute() / f"toolcrew-{os.getuid()}" / "sandboxd.sock"
+
+
+def default_state(name: str) -> Path:
+    """Return the default state folder of the sandboxd with that name: below /var/lib for root, otherwise in the
+    user's state folder.
+    """
+    if os.geteuid() == 0:
+        return Path("/var/lib/toolcrew") / name
+    return _find_state_home() / "toolcrew" / name
+
+
+def default_leases() -> Path:
+    """Return the folder of the lock files that show which sandboxds of one user run on this host."""
+    if os.geteuid() == 0:
+        return Path("/run/toolcrew/leases")
+    return default_socket().parent / "leases"
+
+
+def _find_state_home() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+
+
+def _default_slots(fields: dict[str, Any]) -> int:
+    return 16 if fields.get("worker_kind") == "sandbox" else 4
+
+
+class _Settings(BaseSettings):
+    # Each process loads the classes of all processes and builds only its own.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        frozen=True,
+        extra="ignore",
+        populate_by_name=True,
+        env_ignore_empty=True,
+        hide_input_in_errors=True,
+        defer_build=True,
+    )
+
+
+class SharedSettings(_Settings):
+    """Settings that orchestrators and workers read alike."""
+
+    redis_url: SecretStr | None = None
+    """The URL of the deployment's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, or `sentinel://`
+    (docs/deploy.md). The operator sets it in every process and changes it when Redis moves.
+    """
+    deployment: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of the deployment, the same in all of its processes. The operator changes it when two deployments share
+    one Redis.
+    """
+    secret: SecretStr | None = None
+    """The secret that signs calls, results and orders, the same in all processes. Default: the password of Redis
+    (docs/security.md). The operator sets it before the first start and whenever it may have leaked.
+    """
+    secrets_previous: list[SecretStr] = Field(default=[])
+    """Older secrets that are still accepted, as a JSON list (docs/security.md). The operator sets it during a
+    change of TOOLCREW_SECRET.
+    """
+    redis_sentinel_master: str | None = None
+    """The name of the Redis master in the configuration of the sentinels of a `sentinel://` URL. The operator sets it
+    with such a URL.
+    """
+    redis_sentinel_password: SecretStr | None = None
+    """The password of the sentinels themselves. The operator sets it if they ask for one."""
+
+
+class LogSettings(_Settings):
+    """The log level, which every service reads."""
+
+    log_level: LogLevel = "INFO"
+    """The least urgent log level that a service writes (docs/observe.md). An operator sets `DEBUG` while looking for a
+    fault.
+    """
+
+
+class TracingSettings(_Settings):
+    """Settings of tracing. `TOOLCREW_TRACING` turns it on. OpenTelemetry's own variables say where spans go and which
+    spans are sent (docs/observe.md).
+    """
+
+    tracing: Literal["off", "otlp", "otlp-content"] = "off"
+    """`otlp` sends spans of runs, calls and sessions to a collector (extra `ops`). `otlp-content` adds arguments,
+    results and the texts of runs, masked as in trace files (docs/observe.md). An operator turns tracing on to find slow
+    calls.
+    """
+    protocol: str = Field(
+        default=PROTOCOL,
+        validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    )
+    """The protocol of the exporter. Only `http/protobuf` is supported: the operator unsets another value."""
+    endpoint: str | None = Field(
+        default=None, validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    )
+    """The URL of the collector. `toolcrew doctor` checks it. The operator sets it together with TOOLCREW_TRACING."""
+    is_disabled: bool = Field(default=False, validation_alias="OTEL_SDK_DISABLED")
+    """`true` disables tracing. An operator sets it to stop all spans for a while."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if spans are recorded."""
+        return self.tracing != "off" and not self.is_disabled
+
+    @property
+    def has_content(self) -> bool:
+        """True if spans contain arguments, results and texts of runs."""
+        return self.tracing == "otlp-content"
+
+
+class OrchestratorSettings(SharedSettings, LogSettings):
+    """The settings of `toolcrew`, the SDK, the API and Flower. The model's own variables keep their usual names."""
+
+    api_key: SecretStr | None = None
+    """An API key of a tenant: commands act for that tenant (docs/tenants.md). A tenant sets it in a shell."""
+    model: str | None = None
+    """The name of the model at `OPENAI_BASE_URL`, or of a model endpoint (docs/agents.md). Without that URL, `local`
+    and `scripted` name models that toolcrew ships. A batch team changes it for each experiment.
+    """
+    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    """The format in which the model writes tool calls; `auto`: the best format that the model can write
+    (docs/agents.md). Without a value: `auto` for small models, `native` for others. A batch team changes it for a model
+    without native tool calls.
+    """
+    approvals: Literal["auto", "ask", "never", "queue"] = "ask"
+    """The treatment of a call that needs approval: `ask` asks at the terminal, `auto` allows the call, `never` denies
+    it, `queue` waits for a decision on the pages, over the API or by `toolcrew approvals` (docs/approvals.md).
+    A batch team sets it for runs without a terminal.
+    """
+    approvers: Literal["tenant", "operator"] = "tenant"
+    """The people who may decide about waiting calls: `tenant` includes the tenant, `operator` means operators only
+    (docs/approvals.md). The operator changes it for a tenant that must not approve its own calls.
+    """
+    approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
+    """Seconds that a call waits for an answer. A batch team raises it if people answer only once a day."""
+    approval_policy: Path | None = None
+    """A file with rules that allow or deny calls without a question (docs/approvals.md). The operator adds rules when a
+    question repeats.
+    """
+    model_file: Path | None = None
+    """A GGUF file for the local model in place of the downloaded one (docs/agents.md). A batch team sets it on
+    hosts without internet.
+    """
+    model_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds until a reply begins, and between two parts of it. A batch team raises it for a slow model server."""
+    model_streaming: bool = True
+    """`false` requests each reply as a whole; TOOLCREW_MODEL_TIMEOUT_S then limits the whole reply. A batch team sets
+    it for a model server that streams tool calls wrongly.
+    """
+    model_retries: int = Field(default=5, ge=0)
+    """The number of retries of a request that failed before its reply began. A batch team raises it for a model server
+    with strict rate limits.
+    """
+    model_context_tokens: int | None = Field(default=None, gt=0)
+    """Tokens in the model's context window. A batch team sets it if the model server reports none or a wrong number."""
+    openai_base_url: str | None = Field(default=None, validation_alias="OPENAI_BASE_URL")
+    """The URL of the model server. A batch team changes it with the model."""
+    openai_api_key: SecretStr | None = Field(default=None, validation_alias="OPENAI_API_KEY")
+    """The API key of the model server. A batch team sets it with the URL."""
+    queue_wait_s: float = Field(default=60.0, gt=0)
+    """Seconds that a call waits for a free worker. After this time the call fails without having run. A batch team
+    raises it on a crowded pool.
+    """
+    tenant_classes: dict[str, dict[str, JsonValue]] = Field(default={})
+    """See sandboxd. An operator of an embedded stack sets it here too: the stack starts an egress proxy if a class
+    needs one.
+    """
+    egress_socket: Path | None = None
+    """The socket of an egress proxy that already runs. An operator of an embedded stack sets it to share that proxy."""
+    traces: Path = Field(default_factory=lambda: _find_state_home() / "toolcrew" / "traces")
+    """The folder of the traces of runs (docs/observe.md). An operator changes it when its disk gets full."""
+    api_rate: float = Field(default=200.0, gt=0)
+    """Requests per second of one API key in one API process; a burst may have twice as many. An operator raises it when
+    a program gets status 429.
+    """
+    workspace_store: str | None = None
+    """See sandboxd. The API writes uploads to it and reads artifacts from it. The operator sets it for batches with
+    files.
+    """
+    host_free_bytes: int = Field(default=1024**3, ge=0)
+    """See sandboxd. The API accepts no uploads while a store in a folder has less than twice this space free, so that
+    checkpoints and sandboxes have the rest. The operator sets it as for sandboxd.
+    """
+    flower_url: str | None = Field(default=None, pattern=_WEB_URL)
+    """The URL of Flower, without a password; pages of calls link to it (docs/observe.md). The operator sets it when
+    people open Flower through a proxy.
+    """
+    page_url: str | None = Field(default=None, pattern=_WEB_URL)
+    """The URL of the API's pages; Flower links to the pages of calls. The operator sets it when people open the pages
+    through a proxy.
+    """
+    trace_url: str | None = Field(default=None, pattern=r"^https?://[^\s\"'<>]*\{trace_id\}[^\s\"'<>]*$")
+    """The URL of a trace in Jaeger, Grafana or the like, with {trace_id}; pages of runs link to it. The operator sets
+    it together with TOOLCREW_TRACING.
+    """
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the downloaded weights of the embedded model."""
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolcrew" / "models"
+
+    @property
+    def capability_folder(self) -> Path:
+        """The folder of the cached capabilities of models (CapabilityCache)."""
+        return self.model_folder / "capabilities"
+
+    def broker(self, url: str | None = None) -> BrokerSettings:
+        """Return the settings that must be equal in all processes. Raises ConfigError if no Redis URL is set."""
+        redis_url = SecretStr(url) if url else self.redis_url
+        if redis_url is None:
+            raise ConfigError(
+                "TOOLCREW_REDIS_URL is not set: set it to the Redis of the pool (`toolcrew up` starts a pool and "
+                "prints it), or use ToolClient.embedded()"
+            )
+        return BrokerSettings.model_validate(
+            {name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": redis_url}
+        )
+
+    def with_secret(self) -> "OrchestratorSettings":
+        """Return these settings with a random secret if an embedded stack has neither a secret nor a Redis password."""
+        if self.redis_url is None or self.secret is not None or self.broker().has_password():
+            return self
+        return self.model_copy(update={"secret": SecretStr(secrets.token_urlsafe(32))})
+
+    def needs_egress(self) -> bool:
+        """Return whether an embedded stack must start its own egress proxy."""
+        return self.egress_socket is None and any(
+            tenant_class.get("network") == "egress" for tenant_class in self.tenant_classes.values()
+        )
+
+    def for_children(self) -> dict[str, str]:
+        """Return the environment variables that all processes of an embedded stack must share with this process."""
+        previous = [secret.get_secret_value() for secret in self.secrets_previous]
+        shared = {"TOOLCREW_DEPLOYMENT": self.deployment, "TOOLCREW_SECRETS_PREVIOUS": json.dumps(previous)}
+        for name in (
+            "page_url",
+            "flower_url",
+            "redis_url",
+            "secret",
+            "redis_sentinel_master",
+            "redis_sentinel_password",
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                shared[f"TOOLCREW_{name.upper()}"] = value.get_secret_value() if isinstance(value, SecretStr) else value
+        return shared
+
+
+class WorkerSettings(SharedSettings, LogSettings):
+    """The settings of a Celery worker."""
+
+    redis_url: SecretStr
+    sandboxd_socket: Path = Field(default_factory=default_socket)
+    """The Unix socket of sandboxd. An operator changes it when two sandboxds run on one host."""
+    host: str = Field(
+        default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", os.uname().nodename)[:40] or "host",
+        pattern=r"^[A-Za-z0-9_-]{1,40}$",
+    )
+    """The name of this host in queues and reports, unique in the deployment. The operator sets it when host names
+    change or repeat, as in containers.
+    """
+    checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
+    """Minimum time in seconds between two checkpoints of a session whose files change; 0: no checkpoints. Default: 60
+    with a shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
+    """
+    drain_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. The operator keeps
+    it below the time that the scheduler (such as Kubernetes or systemd) gives a process to stop.
+    """
+    worker_kind: Literal["sandbox", "web"] = "sandbox"
+    """`sandbox` runs next to sandboxd. `web` has the network and no sandboxes, for web tools and operators' tools. The
+    operator sets it for each worker.
+    """
+    concurrency: int = Field(default_factory=_default_slots, ge=1, le=512)
+    """Calls at a time. An operator raises it when calls wait and the host has processors left."""
+    worker_queues: list[Literal["pool.web", "pool.tools"]] | None = Field(default=None, min_length=1)
+    """The queues of a web worker. Default: those that it has tools for. The operator sets it to run operators' tools on
+    separate hosts.
+    """
+    tool_modules: list[str] = Field(default=[])
+    """Python modules with operators' tools, in addition to installed packages (docs/add-a-tool.md). The operator
+    changes it with a new tool.
+    """
+    tool_config: dict[str, JsonValue] = Field(default={})
+    """A JSON object that operators' tools read as `CallContext.config`; no secrets. The operator changes it with the
+    tools.
+    """
+    skills: str | None = None
+    """Folders of skills, separated as in PATH; the first of two skills with one name is used. Default: the skills that
+    toolcrew ships (docs/add-a-tool.md). The operator sets it to add skills for all tenants.
+    """
+    mcp_servers: Path | None = None
+    """A JSON file with MCP servers whose tools are offered (docs/add-a-tool.md). The operator edits it."""
+    mcp_refresh_s: float = Field(default=600.0, ge=1, le=86_400)
+    """Seconds between two requests for the tools of an MCP server. The operator lowers it while developing one."""
+
+    def broker(self) -> BrokerSettings:
+        """Return the settings of Redis and Celery that workers and orchestrators must share."""
+        return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
+
+
+class SandboxdSettings(LogSettings):
+    """The settings of sandboxd. Sizes in bytes, durations in seconds."""
+
+    sandboxd_socket: Path = Field(default_factory=default_socket)
+    """The Unix socket of sandboxd. An operator changes it when two sandboxds run on one host."""
+    sandboxd_allow_uids: list[int] = Field(default=[])
+    """Uids that may connect, in addition to sandboxd's own. The operator sets it when the worker runs as another user.
+    """
+    deployment: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of the deployment, as in the workers. The operator sets it when two deployments share one Docker engine.
+    """
+    sandboxd_name: str = Field(default="default", pattern=DEPLOYMENT)
+    """The name of this sandboxd. At its start it removes containers of earlier processes with the same name. The
+    operator sets it when two sandboxds share one Docker engine.
+    """
+    sandboxd_state: Path | None = None
+    """The folder of workspaces, records and checkpoints. Default: below /var/lib/toolcrew, or in the user's state
+    folder. The operator changes it for a larger disk.
+    """
+    sandboxd_leases: Path = Field(default_factory=default_leases)
+    """The folder of the lock files with which the sandboxds of one host detect each other. The operator sets it to a
+    shared folder when they run in containers.
+    """
+    sandbox_image: ImageNameText = DEFAULT_IMAGE
+    """The image of a sandbox. The operator changes it to give all tenants more programs."""
+    sandbox_images_allowed: list[ImagePatternText] = Field(default=[])
+    """Other images that sessions may ask for: names, or patterns such as `ghcr.io/team/*` (docs/images.md). sandboxd
+    pulls images whose entry begins with a registry. The operator adds an image when a batch team needs it.
+    """
+    image_cache_bytes: int = Field(default=64 * 1024 * MIB, ge=0)
+    """Disk space for pulled images; above it the least recently used images that no session uses are removed. The
+    operator changes it with the size of the engine's disk.
+    """
+    sandbox_start: Literal["auto", "oci", "engine"] = "auto"
+    """The starter of sandboxes: `oci` is sandboxd itself with crun or runc, which is faster and needs root on the
+    engine's host; `engine` is the Docker engine. The operator changes it when `auto` chooses the wrong one.
+    """
+    sandbox_runtime: str = "runc"
+    """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""
+    sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)
+    """Memory for the processes of a sandbox. The operator raises it when programs of tenants run out of memory."""
+    sandbox_workspace: Literal["auto", "image", "tmpfs", "folder"] = "auto"
+    """The kind of workspaces: `image` is a file system with a hard quota and needs root, `tmpfs` is memory, `folder` is
+    only measured. The operator changes it when `auto` chooses the wrong kind.
+    """
+    sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
+    """The size of a workspace, which can hold at most one file per 4 KiB of this size. The operator raises it for large
+    repositories.
+    """
+    max_sandboxes: int = Field(default=200, ge=1)
+    """Containers at a time; an idle session gives its container to another one. The operator sets it by the memory of
+    the host.
+    """
+    max_sessions: int = Field(default=1000, ge=1)
+    """Open sessions at a time. The operator sets it by the disk of the host."""
+    pool_size: int = Field(default=2, ge=0, le=1000)
+    """Unused sandboxes of the default image that are kept ready. The operator raises it when many sessions open at
+    once.
+    """
+    idle_pause_s: float = Field(default=30.0, gt=0)
+    """Seconds without a call after which a session is frozen until its next call. The operator lowers it to save
+    processor time.
+    """
+    idle_evict_s: float = Field(default=300.0, gt=0)
+    """Seconds without a call after which a session gives up its container; files and shell state are kept. The operator
+    lowers it to save memory.
+    """
+    host_free_bytes: int = Field(default=1024 * MIB, ge=0)
+    """Free disk space below which no workspace is made. Below half of it, sandboxes that can write are ended. The
+    operator changes it with the size of the disk.
+    """
+    workspace_store: str | None = None
+    """The store of checkpoints, uploads and artifacts: a folder, or a URL of fsspec such as s3://bucket/prefix (extra
+    `store`). Default: checkpoints go to the state folder. The operator sets it so that sessions survive their host.
+    """
+    egress_socket: Path | None = None
+    """The socket of the egress proxy (docs/images.md). The operator sets it when a tenant class gets the network."""
+    egress_uids: list[int] = Field(default=[])
+    """Uids that the egress proxy may run as, in addition to root and sandboxd's own. The operator sets it when the
+    proxy runs as another user.
+    """
+    tenant_classes: dict[str, TenantClass] = Field(default={})
+    """A JSON object: for the name of each class, the settings of its tenants' sandboxes, which replace the settings
+    above. The operator adds a class when a tenant needs more.
+    """
+
+    def allowed_uids(self) -> frozenset[int]:
+        """Return the uids that may connect: the process's own uid and the configured uids."""
+        return frozenset({os.geteuid(), *self.sandboxd_allow_uids})
+
+    def proxy_uids(self) -> frozenset[int]:
+        """Return the uids that an egress proxy may have: the process's own uid, root and the configured uids."""
+        return frozenset({os.geteuid(), 0, *self.egress_uids})
+
+    def state(self) -> Path:
+        """Return the folder of workspaces, records and checkpoints."""
+        return self.sandboxd_state or default_state(self.sandboxd_name)
+
+
+class WebSettings(_Settings):
+    """The settings of the web tools. Hosts are in ASCII; international names are written as `xn--`."""
+
+    webfetch_allow_hosts: list[str] = Field(default=[])
+    """Hosts that may have a private address. `host` opens every port of the host, `host:port` only that port. The
+    operator adds an internal site that a batch team needs.
+    """
+    webfetch_only_hosts: list[str] = Field(default=[])
+    """The only hosts that pages are fetched from; `*.example.org` stands for the names below example.org. The operator
+    sets it when a tenant may not read the whole web.
+    """
+    webfetch_per_minute: int = Field(default=120, ge=1)
+    """Pages a minute that one tenant may fetch. The operator raises it for a batch team that reads many pages."""
+    refuse_ranges: list[IPvAnyNetwork] = Field(default=[])
+    """Networks such as `192.0.2.0/24` that no page may come from, in addition to private ones. The operator adds public
+    networks of the company.
+    """
+    nat64_prefix: Nat64Prefix | None = None
+    """The /96 prefix of the NAT64 gateway, so that embedded IPv4 addresses are checked. The operator sets it on hosts
+    without IPv4.
+    """
+    searxng_url: SecretStr | None = None
+    """The URL of a SearXNG instance, which websearch_tool tries first. The operator sets it to search without a paid
+    service.
+    """
+    tavily_api_key: SecretStr | None = None
+    """The API key of Tavily, which websearch_tool tries second. The operator sets it to enable the service."""
+    brave_api_key: SecretStr | None = None
+    """The API key of Brave Search, which websearch_tool tries third. The operator sets it to enable the service."""
+    exa_api_key: SecretStr | None = None
+    """The API key of Exa, which websearch_tool tries last. The operator sets it to enable the service."""
+
+
+class EgressSettings(LogSettings):
+    """The settings of the egress proxy. sandboxd decides what a session may reach."""
+
+    egress_socket: Path = Field(default_factory=lambda: default_socket().parent / "egress.sock")
+    """The Unix socket of the proxy. The operator sets it to the path that sandboxd has."""
+    egress_allow_uids: list[int] = Field(default=[])
+    """Uids that may connect, in addition to the proxy's own. The operator sets it when sandboxd runs as another user.
+    """
+    refuse_ranges: list[IPvAnyNetwork] = Field(default=[])
+    """Networks such as `192.0.2.0/24` that no sandbox may reach, in addition to private ones. The operator adds public
+    networks of the company.
+    """
+    nat64_prefix: Nat64Prefix | None = None
+    """The /96 prefix of the NAT64 gateway, so that embedded IPv4 addresses are checked. The operator sets it on hosts
+    without IPv4.
+    """
+
+    def allowed_uids(self) -> frozenset[int]:
+        """Return the uids that may connect: the process's own uid and the configured uids."""
+        return frozenset({os.geteuid(), *self.egress_allow_uids})
+
+
+CLASSES: tuple[type[BaseSettings], ...] = (
+    OrchestratorSettings,
+    TracingSettings,
+    WorkerSettings,
+    SandboxdSettings,
+    WebSettings,
+    EgressSettings,
+)
+"""The settings of every process."""
+SETTINGS = frozenset(
+    variable.removeprefix(PREFIX)
+    for settings in CLASSES
+    for name, field in settings.model_fields.items()
+    for variable in variable_names(name, field)
+    if variable.startswith(PREFIX)
+)
+"""Names of all settings, without TOOLCREW_."""
+
+
+def check_names(environment: Iterable[str]) -> None:
+    """Raise ConfigError for variables that begin with TOOLCREW_ but that nothing reads. The message suggests the
+    nearest valid names.
+    """
+    valid = SETTINGS | OTHERS
+    names = (name.upper().removeprefix(PREFIX) for name in environment if name.upper().startswith(PREFIX))
+    unknown = sorted(name for name in names if name not in valid and not _SERVICE_LINK.fullmatch(name))
+    if unknown:
+        descriptions = "; ".join(_describe(name, valid) for name in unknown[:MAX_SHOWN])
+        more = f"; and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
+        raise ConfigError(
+            f"{descriptions}{more}. Correct the name or unset the variable (docs/settings.md lists all of them)"
+        )
+
+
+def _describe(name: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name[:100], sorted(valid), n=1, cutoff=0.6)
+    return f"{PREFIX}{name[:100]} is not a setting" + (f" (did you mean {PREFIX}{close[0]}?)" if close else "")
 
 
 def check_environment() -> None:
@@ -34,13 +600,13 @@ def check_environment() -> None:
     check_names(os.environ)
 
 
-def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
-    """Read the settings of one process. `environment`: the environment variables of this process.
+def read_environment(settings: type[S]) -> S:
+    """Return the settings of this process.
 
     Raises ConfigError for a variable that is missing or wrong, and for one that begins with TOOLCREW_ and that no
     process reads.
     """
-    check_names(environment)
+    check_environment()
     try:
         return settings()
     except ValidationError as error:
@@ -82,253 +648,49 @@ def _describe_json(settings: type[BaseSettings], field_name: str) -> str:
     return f"{name} is not a JSON {kind}: write for example {name}='{example}' (docs/settings.md)"
 
 
-class SharedSettings(BaseSettings):
-    """Settings that orchestrators and workers read alike. Every field is `TOOLCREW_<NAME>`."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="TOOLCREW_", frozen=True, extra="ignore", populate_by_name=True, env_ignore_empty=True
-    )
-
-    redis_url: SecretStr | None = None
-    """The URL of the deployment's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, or `sentinel://`
-    (docs/deploy.md). The operator sets it in every process and changes it when Redis moves.
-    """
-    deployment: str = Field(default="default", pattern=DEPLOYMENT)
-    """The name of the deployment, the same in all of its processes. The operator changes it when two deployments share
-    one Redis.
-    """
-    secret: SecretStr | None = None
-    """The secret that signs calls, results and orders, the same in all processes. Default: the password of Redis
-    (docs/security.md). The operator sets it before the first start and whenever it may have leaked.
-    """
-    secrets_previous: list[SecretStr] = Field(default=[])
-    """Older secrets that are still accepted, as a JSON list (docs/security.md). The operator sets it during a
-    change of TOOLCREW_SECRET.
-    """
-    redis_sentinel_master: str | None = None
-    """The name of the Redis master in the configuration of the sentinels of a `sentinel://` URL. The operator sets it
-    with such a URL.
-    """
-    redis_sentinel_password: SecretStr | None = None
-    """The password of the sentinels themselves. The operator sets it if they ask for one."""
+def load_settings() -> OrchestratorSettings:
+    """Return the settings of this orchestrator. Raises ConfigError with the name of an invalid variable."""
+    return read_environment(OrchestratorSettings)
 
 
-class BrokerSettings(BaseModel):
-    """Connection to Redis, name of the deployment, and the secrets that sign messages in the queue.
-
-    `redis_url`: `redis://`, `rediss://` for TLS, or `sentinel://user:password@host:port/db;sentinel://host:port` with
-    `redis_sentinel_master`. Paths of PEM files follow the first address as redis-py names them:
-    `?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`. Sentinels use TLS when there is `ssl_ca_certs`. Certificate
-    and host name are always checked. `secrets_previous` are still accepted, and sign nothing.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    redis_url: SecretStr
-    deployment: str = Field(default="default", pattern=DEPLOYMENT)
-    secret: SecretStr | None = None
-    secrets_previous: Annotated[tuple[SecretStr, ...], Field(max_length=8)] = ()
-    redis_sentinel_master: str | None = None
-    redis_sentinel_password: SecretStr | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "BrokerSettings":
-        """Raise ConfigError for a URL that is invalid or misleading."""
-        first, *other_parts = self._parts()
-        for part in (first, *other_parts):
-            _check_address(part)
-        for part in other_parts:
-            _check_other(part, first)
-        files = self._tls_files()
-        if self.is_sentinel and not self.redis_sentinel_master:
-            raise ConfigError(
-                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the master's name at the "
-                "sentinels"
-            )
-        if not self.is_sentinel and self.redis_sentinel_master:
-            raise ConfigError(
-                "TOOLCREW_REDIS_SENTINEL_MASTER is set, but TOOLCREW_REDIS_URL does not begin with sentinel://: "
-                "correct it, or unset the master"
-            )
-        if files and not self.is_tls:
-            raise ConfigError(
-                f"TOOLCREW_REDIS_URL has {next(iter(files))}, but nothing would be encrypted: write it as rediss://, "
-                "or leave that out"
-            )
-        if ("ssl_certfile" in files) != ("ssl_keyfile" in files):
-            raise ConfigError(
-                "ssl_certfile and ssl_keyfile in TOOLCREW_REDIS_URL belong together: write both, or neither"
-            )
-        return self
-
-    @property
-    def is_sentinel(self) -> bool:
-        """True if the URL names sentinels, which know the address of Redis."""
-        return self._parts()[0].scheme == "sentinel"
-
-    @property
-    def is_tls(self) -> bool:
-        """True if connections are encrypted."""
-        return self._parts()[0].scheme == "rediss" or (self.is_sentinel and "ssl_ca_certs" in self._tls_files())
-
-    @property
-    def user(self) -> str | None:
-        """Redis user; None for the default user."""
-        name = self._parts()[0].username
-        return unquote(name) if name and name != "default" else None
-
-    @property
-    def password(self) -> str | None:
-        """Redis password, decoded, so that two spellings of the same URL give the same signing key."""
-        password = self._parts()[0].password
-        return unquote(password) if password else None
-
-    @property
-    def database(self) -> int:
-        """Number of the database."""
-        return int(self._parts()[0].path.strip("/") or 0)
-
-    @property
-    def addresses(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of Redis, or of each sentinel."""
-        usual = SENTINEL_PORT if self.is_sentinel else REDIS_PORT
-        return tuple((part.hostname or "", part.port or usual) for part in self._parts())
-
-    def has_password(self) -> bool:
-        """Return whether the Redis URL has a password."""
-        return self.password is not None
-
-    def signing_keys(self) -> SigningKeys:
-        """Return the signing keys, derived from the secret, or else from the Redis password, which every caller has.
-
-        Raises ConfigError if there is neither: a queue that anyone can write to must not run commands. Raises
-        ConfigError also for a named Redis user without a secret, because other users have other passwords.
-        """
-        previous = [secret.get_secret_value() for secret in self.secrets_previous]
-        if self.secret is not None and self.secret.get_secret_value():
-            return SigningKeys.of(self.secret.get_secret_value(), previous, self.deployment)
-        if self.user is not None:
-            raise ConfigError(
-                f"TOOLCREW_SECRET is not set, and processes with other Redis users than '{self.user}' have other "
-                "passwords: set it to the same random text on both sides"
-            )
-        if self.password is None:
-            raise ConfigError(
-                "Redis has no password and TOOLCREW_SECRET is not set, so calls cannot be signed: set TOOLCREW_SECRET "
-                "to the same random text on both sides"
-            )
-        return SigningKeys.of(self.password, previous, self.deployment)
-
-    def redis_address(self) -> str:
-        """Return the URL without user and password, for messages."""
-        return ";".join(_address(part) for part in self._parts())
-
-    def connection_advice(self, error: str) -> str:
-        """Return what to check after a failed connection. `error`: the text of the exception."""
-        if "CERTIFICATE_VERIFY_FAILED" in error:
-            return (
-                "its certificate must be valid, name the host of TOOLCREW_REDIS_URL, and come from an authority of "
-                "this system or the one in its ssl_ca_certs"
-            )
-        if self.is_tls and "No such file" in error:
-            return "ssl_ca_certs, ssl_certfile or ssl_keyfile in TOOLCREW_REDIS_URL names a file that does not exist"
-        if self.is_tls:
-            return (
-                "check that it runs with TLS, and set ssl_certfile and ssl_keyfile in TOOLCREW_REDIS_URL if it "
-                "requires a client certificate"
-            )
-        if self.is_sentinel:
-            return (
-                "check that the sentinels run, and that they watch a master with the name in "
-                "TOOLCREW_REDIS_SENTINEL_MASTER"
-            )
-        return "check that Redis runs there, and that TOOLCREW_REDIS_URL is correct (rediss:// if it needs TLS)"
-
-    def tls_options(self) -> dict[str, Any]:
-        """Return redis-py's options for TLS; none without TLS. The system's authorities are trusted too."""
-        if not self.is_tls:
-            return {}
-        return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **self._tls_files()}
-
-    def sentinel_options(self) -> dict[str, Any]:
-        """Return redis-py's options for the connections to the sentinels, without their addresses."""
-        password = self.redis_sentinel_password
-        options: dict[str, Any] = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
-        if password is not None and password.get_secret_value():
-            options["password"] = password.get_secret_value()
-        return {**options, "ssl": True, **self.tls_options()} if self.is_tls else options
-
-    def celery_options(self) -> dict[str, Any]:
-        """Return the settings of a Celery app for broker and results. Merge other transport options with these."""
-        url = ";".join(part._replace(query="").geturl() for part in self._parts())
-        options: dict[str, Any] = {"broker_url": url, "result_backend": url, "broker_transport_options": {}}
-        if self.is_tls:
-            options |= {"broker_use_ssl": self.tls_options(), "redis_backend_use_ssl": self.tls_options()}
-        if self.is_sentinel:
-            transport = {"master_name": self.redis_sentinel_master, "sentinel_kwargs": self.sentinel_options()}
-            options |= {"broker_transport_options": transport, "result_backend_transport_options": transport}
-        return options
-
-    def _parts(self) -> list[SplitResult]:
-        return [urlsplit(url) for url in self.redis_url.get_secret_value().split(";")]
-
-    def _tls_files(self) -> dict[str, str]:
-        return dict(parse_qsl(self._parts()[0].query))
-
-
-def _check_address(part: SplitResult) -> None:
-    if part.scheme not in SCHEMES:
+def load_tracing_settings() -> TracingSettings:
+    """Return the settings of this process. Raises ConfigError with the name of an invalid variable."""
+    settings = read_environment(TracingSettings)
+    if settings.is_on and settings.protocol != PROTOCOL:
         raise ConfigError(
-            f"TOOLCREW_REDIS_URL begins with '{part.scheme}://': write redis://, rediss:// for TLS, or sentinel://"
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is '{settings.protocol[:40]}', but only {PROTOCOL} is supported: set it to "
+            "that value or unset it, and use the collector's HTTP port (4318) in OTEL_EXPORTER_OTLP_ENDPOINT"
         )
-    if part.fragment or _has_other_options(part.query):
-        raise ConfigError(
-            f"TOOLCREW_REDIS_URL has an option that is not allowed: write only {', '.join(TLS_FILES)}. TLS always "
-            "checks certificates"
-        )
-    try:
-        port, database = part.port, int(part.path.strip("/") or 0)
-    except ValueError:
-        port, database = 0, -1
-    if not part.hostname or port == 0 or database < 0:
-        raise ConfigError(
-            "TOOLCREW_REDIS_URL is not a valid URL: write it as redis://user:password@host:6379/0, with % for special "
-            "characters of a password"
-        )
+    return settings
 
 
-def _has_other_options(query: str) -> bool:
-    try:
-        options = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-    except ValueError:
-        return True
-    return any(name not in TLS_FILES or not path for name, path in options)
+def copy_environment() -> dict[str, str]:
+    """Return this process's environment, for files that name variables."""
+    return dict(os.environ)
 
 
-def _check_other(part: SplitResult, first: SplitResult) -> None:
-    """Raise ConfigError if a later sentinel has options or Redis credentials that differ from those of the first. Only
-    the first address is read for these.
-    """
-    if part.query:
-        raise ConfigError("a later address in TOOLCREW_REDIS_URL has options: write them only after the first address")
-    own, expected = [(address.username, address.password, address.path.strip("/")) for address in (part, first)]
-    if any(value and value != other for value, other in zip(own, expected, strict=True)):
-        raise ConfigError(
-            "a later address in TOOLCREW_REDIS_URL has another user, password or database than the first: write them "
-            "only in the first address"
-        )
-
-
-def _address(part: SplitResult) -> str:
-    return f"{part.scheme}://{part.hostname or ''}{':' + str(part.port) if part.port else ''}{part.path}"
-
-
-_PARSERS_NEED = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV")
+def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with `overrides`, for the processes of an embedded stack."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **overrides}
 
 
 def parser_environment() -> dict[str, str]:
     """Return the environment of a process that parses untrusted files of a tenant, without secrets and addresses."""
     return {name: os.environ[name] for name in _PARSERS_NEED if name in os.environ}
+
+
+def secrets_of_environment() -> dict[str, str]:
+    """Return the environment variables with names of secrets (..._API_KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD), for
+    masking their values.
+    """
+    return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
+
+
+def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
+    """Return a masker for the secrets that this process knows: secrets of the settings and the environment, and
+    `more` (kind -> value).
+    """
+    return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})
 
 
 if __name__ == "__main__":

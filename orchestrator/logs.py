@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from toolcrew.contract.masking import Masker, secrets_of_settings
-from toolcrew.orchestrator.settings import OrchestratorSettings, secrets_of_environment
+from toolcrew.contract.settings import OrchestratorSettings, secrets_of_environment
 from toolcrew.telemetry.log_lines import LogLines, RecordLines
 from toolcrew.telemetry.logs import get_logger
 

@@ -10,12 +10,13 @@ from typing import Annotated, Literal, Protocol
 import typer
 
 from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.programs import program
+from toolcrew.contract.settings import child_environment, load_settings
 from toolcrew.contract.startup import importing_program
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Tenant, refuse_key, run_work
 from toolcrew.orchestrator.logs import configure_logging
 from toolcrew.orchestrator.runs.batch_service import BatchService
-from toolcrew.orchestrator.settings import child_environment, load_settings, program
 
 CONCURRENCY = 64
 

@@ -14,14 +14,13 @@ from toolcrew.contract import run_events as events
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.masking import Masker
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.settings import OrchestratorSettings, build_masker, load_tracing_settings, secrets_of_environment
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
 from toolcrew.orchestrator.dialects.model import Model
-from toolcrew.orchestrator.settings import OrchestratorSettings, build_masker, secrets_of_environment
 from toolcrew.telemetry import names
 from toolcrew.telemetry.logs import get_logger
 from toolcrew.telemetry.otlp import open_tracer
-from toolcrew.telemetry.settings import load_tracing_settings
 from toolcrew.telemetry.spans import Attributes, Span, Tracer
 
 log = get_logger(__name__)

@@ -115,12 +115,12 @@ WALLS: dict[str, tuple[str, ...]] = {
     "mcp_types": _MCP,
     "starlette": ("orchestrator/http/*.py", "orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
     "uvicorn": ("orchestrator/http/server.py",),
-    "pydantic_settings": ("*/settings.py",),
+    "pydantic_settings": ("contract/settings.py",),
 }
 
 # The files that may read the environment. Each exception is a line with its reason.
 ENVIRONMENT_READERS = (
-    "*/settings.py",
+    "contract/settings.py",
     # These files run inside a sandbox and pass its environment to the server that they start.
     "workers/mcp/sandbox_driver.py",
     "workers/mcp/sandbox_visit.py",

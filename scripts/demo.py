@@ -16,8 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from toolcrew import ToolClient
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, ToolcrewError
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.models.choice import SCRIPTED, ChosenModel, choose_model
-from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.terminal.output import RunPrinter
 
 NOTES = "The release meeting moved to Friday at noon.\nBring the budget draft.\n"

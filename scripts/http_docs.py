@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.kept_pages import keep_page  # noqa: E402
+from toolcrew.contract.settings import OrchestratorSettings  # noqa: E402
 from toolcrew.orchestrator.api.api_state import ApiState  # noqa: E402
 from toolcrew.orchestrator.api.app import build_app  # noqa: E402
 from toolcrew.orchestrator.http.app_state import ConnectedParts  # noqa: E402
-from toolcrew.orchestrator.settings import OrchestratorSettings  # noqa: E402
 
 PAGE = ROOT / "docs" / "http-api.md"
 INTRO = """\

@@ -23,16 +23,17 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 from scripts.kept_pages import keep_page  # noqa: E402
 from toolcrew.contract.setting_rows import variable_names  # noqa: E402
-from toolcrew.contract.settings import SharedSettings  # noqa: E402
-from toolcrew.orchestrator.settings import OrchestratorSettings  # noqa: E402
-from toolcrew.telemetry.settings import LogSettings, TracingSettings  # noqa: E402
-from toolcrew.workers.settings import (  # noqa: E402
+from toolcrew.contract.settings import (  # noqa: E402
     EgressSettings,
+    LogSettings,
+    OrchestratorSettings,
     SandboxdSettings,
-    TenantClass,
+    SharedSettings,
+    TracingSettings,
     WebSettings,
     WorkerSettings,
 )
+from toolcrew.contract.tenant_classes import TenantClass  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
 INTRO = """\

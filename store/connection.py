@@ -37,9 +37,9 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel as SyncSentinel
 from redis.sentinel import SentinelConnectionPool as SyncSentinelPool
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, OperatorError
 from toolcrew.contract.names import deployment_key
-from toolcrew.contract.settings import BrokerSettings
 
 RedisClient: TypeAlias = "redis.asyncio.Redis"
 SyncRedis: TypeAlias = "redis.Redis"

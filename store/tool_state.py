@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.functions.session_state import (
     MAX_ATTEMPTS,
@@ -23,7 +24,6 @@ from toolcrew.contract.functions.session_state import (
     state_full_error,
 )
 from toolcrew.contract.names import server_sessions_key, session_state_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.store.connection import SyncRedis, broker_errors, connect_once
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
 

@@ -14,17 +14,11 @@ import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator
 from structlog.processors import JSONRenderer, LogfmtRenderer
 
 from toolcrew.contract.masking import MARK, SECRET_NAME, Masker
-
-LogLevel = Annotated[
-    Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
-]
 
 FIELDS = ("service", "host", "tenant", "batch", "run", "session", "call", "tool", "queue")
 """Common fields of all processes, in their order on a line. Other fields follow."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.masking import Masker
+from toolcrew.contract.settings import TracingSettings
 from toolcrew.contract.traceparent import SpanRef
-from toolcrew.telemetry.settings import TracingSettings
 from toolcrew.telemetry.spans import Span, Tracer
 
 MAX_WAITING = 2048

@@ -10,9 +10,9 @@ import httpx
 from pydantic import SecretStr
 
 from tests.waiting import wait_until_async
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.api.service import ApiService
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tenants import RedisTenants

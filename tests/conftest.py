@@ -21,8 +21,8 @@ from structlog.testing import capture_logs
 from tests.redis_harness import answers
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine, require_redis_server
 from tests.waiting import wait_until
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.orchestrator.operations.ports import reserve_port

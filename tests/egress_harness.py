@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from tests.waiting import SOON_S, until
 from tests.web_certificate import trusting_context
 from tests.web_servers import StubResolver, WebServer
+from toolcrew.contract.settings import EgressSettings
 from toolcrew.workers.egress.allowances import ConnectionQuotas
 from toolcrew.workers.egress.authority import Authority
 from toolcrew.workers.egress.daemon import MAX_CONNECTIONS, serve
@@ -28,7 +29,6 @@ from toolcrew.workers.egress.interception import SecretProxy
 from toolcrew.workers.egress.limits import ProxyLimits
 from toolcrew.workers.egress.secrets import SecretUses
 from toolcrew.workers.egress.serving import Proxy
-from toolcrew.workers.settings import EgressSettings
 from toolcrew.workers.web.addresses import AddressRules
 
 

@@ -10,8 +10,8 @@ import redis
 
 from tests.builders import KEY
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import OUTPUT
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
 from toolcrew.store.call_events import WorkerCallEventStore
 from toolcrew.store.connection import connect_once, open_redis

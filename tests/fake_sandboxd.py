@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from tests.fake_engine import Behaviour, FakeEngine
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.connection import RequestServer
 from toolcrew.workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
@@ -33,7 +34,6 @@ from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions
 from toolcrew.workers.sandboxd.skill_store import SkillVolume
 from toolcrew.workers.sandboxd.suspension import SuspensionStore
-from toolcrew.workers.settings import SandboxdSettings
 
 SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
 PLANS = Plans(SETTINGS)

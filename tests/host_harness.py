@@ -23,8 +23,8 @@ from docker import APIClient
 from tests.redis_harness import answers
 from tests.stack import ROOT, UP_S, Footprint, children_of, end_process, open_footprint
 from tests.waiting import wait_until
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import hosts_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 

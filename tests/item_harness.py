@@ -18,6 +18,7 @@ from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.run_harness import RunHarness, build_item
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from toolcrew.orchestrator.approvals.approvers import Approver
@@ -31,7 +32,6 @@ from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_parts import RunParts
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
 from toolcrew.store.call_reader import CallReader
 from toolcrew.store.calls import CallStore

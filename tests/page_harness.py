@@ -29,12 +29,12 @@ from toolcrew.contract.run_events import (
     StepStarted,
     TextArrived,
 )
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import Budgets
 from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys, NewKey
 from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
 from toolcrew.store.audit import Actor

@@ -11,10 +11,10 @@ from typing import Any
 import redis
 from celery import Celery
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import decode_result, encode_call
 from toolcrew.contract.names import result_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher

@@ -17,8 +17,8 @@ import redis
 from tests.service_process import run_program
 from tests.stack import Footprint, open_footprint, require_redis_server
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import write_redis_config
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password

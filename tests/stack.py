@@ -28,8 +28,8 @@ from benchmarks.sandboxes import list_containers, list_folders, list_pins
 from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.operations.local_stack import StackInfo, read_stack
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config

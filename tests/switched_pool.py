@@ -20,10 +20,11 @@ from tests.fakes import (
     MemoryLedger,
     build_executor,
 )
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_key
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.session_locations import seal_start
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
 from toolcrew.orchestrator.dispatch.call_events import CallEventListener
@@ -32,7 +33,6 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.call_reader import CallReader

@@ -14,10 +14,11 @@ from typing import Any, get_args
 
 from tests.builders import build_spec
 from tests.fakes import build_executor
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ErrorCode, ToolcrewError, ToolFailure
 from toolcrew.contract.hosts import holder_name
 from toolcrew.contract.registry import Tool, ToolRegistry
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.settings import WorkerSettings, read_environment
 from toolcrew.store.blobs import WorkerBlobs
 from toolcrew.store.calls import WorkerCallStore
 from toolcrew.store.clock import SharedClock
@@ -27,7 +28,6 @@ from toolcrew.workers.celery_edge.app import Pool, build_app, run_celery_worker
 from toolcrew.workers.celery_edge.tasks import register_tasks
 from toolcrew.workers.executor import Executor
 from toolcrew.workers.logs import configure_logging, log_not_started
-from toolcrew.workers.settings import load_worker_settings
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool
 from toolcrew.workers.web_worker import run_web_worker
 
@@ -112,7 +112,7 @@ def _build_executor(broker: BrokerSettings, registry: WorkerRegistry, queue: str
 
 
 def run_edge(pool: str, queue: str, slots: str) -> None:
-    settings = load_worker_settings()
+    settings = read_environment(WorkerSettings)
     broker, registry = settings.broker(), ToolRegistry(build_tools("sandbox"))
     configure_logging("worker", settings)
     [chosen] = [name for name in get_args(Pool) if name == pool]
@@ -126,7 +126,7 @@ def run_edge(pool: str, queue: str, slots: str) -> None:
 
 def main(*arguments: str) -> int:
     try:
-        run_edge(*arguments) if arguments else run_web_worker(load_worker_settings(), build_tools("web"))
+        run_edge(*arguments) if arguments else run_web_worker(read_environment(WorkerSettings), build_tools("web"))
     except ToolcrewError as error:
         log_not_started("worker", error)
         return 1

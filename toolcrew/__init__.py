@@ -88,7 +88,7 @@ if TYPE_CHECKING:
         create_tool_registry as create_tool_registry,
         run_tool_loop as run_tool_loop,
     )
-    from toolcrew.orchestrator.settings import load_settings as load_settings
+    from toolcrew.contract.settings import load_settings as load_settings
     from toolcrew.orchestrator.traces.reading import load_trace as load_trace
     from toolcrew.store.batches import RunBody as RunBody
     from toolcrew.workers.custom.testing import LocalWorker as LocalWorker
@@ -136,7 +136,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator.dialects.model": ("Message", "Model"),
     "orchestrator.models.choice": ("choose_model",),
     "orchestrator.models.scripted": ("ScriptedModel",),
-    "orchestrator.settings": ("load_settings",),
+    "contract.settings": ("load_settings",),
     # Agents that handle the messages themselves.
     "orchestrator.dialects.prompts": ("generate_tool_prompt",),
     "orchestrator.loop.chat_messages": ("AIMessage", "HumanMessage", "SystemMessage", "ToolMessage"),

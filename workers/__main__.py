@@ -4,11 +4,11 @@ import sys
 
 from toolcrew.contract.errors import ToolcrewError
 from toolcrew.contract.extras import explain_missing
+from toolcrew.contract.settings import WorkerSettings, read_environment
 from toolcrew.contract.startup import importing_program
 from toolcrew.store.connection import check_connection
 from toolcrew.workers.lifeline import hold_lifeline
 from toolcrew.workers.logs import configure_logging, log_not_started
-from toolcrew.workers.settings import WorkerSettings, load_worker_settings
 
 ORPHAN_GRACE_S = 5.0
 """Seconds that the worker of an embedded stack runs after its parent has died.
@@ -20,7 +20,7 @@ The stack's sandboxd has ended too, so running calls only need time to store the
 def main() -> int:
     hold_lifeline(ORPHAN_GRACE_S)
     try:
-        settings = load_worker_settings()
+        settings = read_environment(WorkerSettings)
         configure_logging("web-worker" if settings.worker_kind == "web" else "worker", settings)
         check_connection(settings.broker())
         _run(settings)

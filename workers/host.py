@@ -16,6 +16,7 @@ import structlog
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.hosts import HEARTBEAT_S, HostReport
 from toolcrew.contract.names import pool_worker
+from toolcrew.contract.settings import WorkerSettings
 from toolcrew.store.audit import SecretAudit
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import connect, connect_once
@@ -56,7 +57,6 @@ from toolcrew.workers.reports import (
     take_queue_name,
 )
 from toolcrew.workers.sandbox_client import SandboxClient
-from toolcrew.workers.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 

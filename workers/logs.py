@@ -12,13 +12,8 @@ from types import TracebackType
 import structlog
 
 from toolcrew.contract.masking import Masker, secrets_of_settings
+from toolcrew.contract.settings import EgressSettings, SandboxdSettings, WorkerSettings, secrets_of_environment
 from toolcrew.telemetry.log_lines import LogLines, RecordLines, StderrLogger, write_line
-from toolcrew.workers.settings import (
-    EgressSettings,
-    SandboxdSettings,
-    WorkerSettings,
-    secrets_of_environment,
-)
 
 log = structlog.get_logger(__name__)
 

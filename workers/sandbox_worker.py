@@ -1,8 +1,11 @@
 """The worker of a sandbox host. It serves a queue of its own, next to the host's sandboxd."""
 
+import os
 from functools import partial
+from pathlib import Path
 
 from toolcrew.contract.hosts import holder_name
+from toolcrew.contract.settings import WorkerSettings, copy_environment
 from toolcrew.contract.specs import Catalog
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import connect, connect_once
@@ -14,7 +17,6 @@ from toolcrew.workers.host import SandboxHost
 from toolcrew.workers.mcp.server_registry import ServerRegistry
 from toolcrew.workers.mcp.settings import StdioEntry, load_servers
 from toolcrew.workers.sandbox_client import SandboxClient
-from toolcrew.workers.settings import WorkerSettings
 from toolcrew.workers.skills.examiner import SkillExaminer
 from toolcrew.workers.skills.installed import InstalledSkillCache
 from toolcrew.workers.skills.loader import load_skills
@@ -25,15 +27,27 @@ from toolcrew.workers.tools.builtin import build_registry
 from toolcrew.workers.worker import WorkerParts, run_worker
 
 
+def _find_skill_roots(settings: WorkerSettings) -> tuple[Path, ...]:
+    """Return the folders that contain skills."""
+    if settings.skills is not None:
+        return tuple(Path(root) for root in settings.skills.split(os.pathsep) if root)
+    package = Path(__file__).parent
+    # In an installed package the skills are inside the package. In a source checkout, where toolcrew/workers is a
+    # link, they are next to the linked folder.
+    folders = (package / "shipped_skills", package.resolve().parent / "skills")
+    return tuple(folder for folder in folders if folder.is_dir())[:1]
+
+
 def run_sandbox_worker(settings: WorkerSettings) -> None:
     """Serve calls until the process receives a stop signal. Raises OperatorError: the worker cannot start."""
     broker, deployment = settings.broker(), settings.deployment
-    registry, skills = build_registry(), load_skills(settings.skill_roots())
-    if settings.skill_roots():
+    roots = _find_skill_roots(settings)
+    registry, skills = build_registry(), load_skills(roots)
+    if roots:
         installed = InstalledSkillCache(connect(broker), deployment, broker.signing_keys())
         registry.register(build_skill_tool(skills, installed, SessionSkills(SkillExaminer())))
         register_skill_tools(registry, skills)
-    entries = load_servers(settings.mcp_servers, StdioEntry)
+    entries = load_servers(settings.mcp_servers, StdioEntry, copy_environment())
     servers = None
     if entries:
         # Import late: the MCP SDK costs 30 MiB and half a second at the start.

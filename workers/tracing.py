@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import structlog
 
 from toolcrew.contract.calls import KillReport
+from toolcrew.contract.settings import load_tracing_settings
 from toolcrew.contract.traceparent import SpanRef, parse_traceparent
 from toolcrew.telemetry import names
 from toolcrew.telemetry.otlp import open_tracer
-from toolcrew.telemetry.settings import load_tracing_settings
 from toolcrew.telemetry.spans import Attributes, Tracer
 from toolcrew.workers.executor import ExecutorMiddleware, FinishedCall
 from toolcrew.workers.tools.base import SandboxRequest

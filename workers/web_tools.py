@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from toolcrew.contract.settings import WebSettings, WorkerSettings, copy_environment, read_environment
 from toolcrew.store.connection import connect_once
 from toolcrew.store.tool_state import StateStore
 from toolcrew.store.web_pages import PageCache
 from toolcrew.workers.custom.loading import load_custom_tools
 from toolcrew.workers.mcp.server_registry import ToolSource
 from toolcrew.workers.mcp.settings import HttpEntry, load_servers
-from toolcrew.workers.settings import WorkerSettings, load_web_settings
 from toolcrew.workers.tools.base import WorkerTool
 from toolcrew.workers.web.resolver import SystemResolver
 from toolcrew.workers.web.tools import build_access_rules, build_web_tools
@@ -21,7 +21,7 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     # `connect_once` sends a command only once: an unavailable Redis must not delay every fetch.
     cache = PageCache(connect_once(broker), settings.deployment)
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config)
-    web = load_web_settings()
+    web = read_environment(WebSettings)
     # Models do not get `webhook.send`. Only orchestrators call it.
     webhook = build_webhook(SystemResolver(), build_access_rules(web))
     return (*build_web_tools(web, cache), webhook, *custom)
@@ -29,7 +29,7 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
 
 def load_web_worker_servers(settings: WorkerSettings) -> Sequence[ToolSource]:
     """Return the MCP servers over HTTP, without contacting any server. Raises ConfigError."""
-    servers = load_servers(settings.mcp_servers, HttpEntry)
+    servers = load_servers(settings.mcp_servers, HttpEntry, copy_environment())
     if not servers:
         return ()
     # Import late: the MCP SDK costs 30 MiB per process and half a second at the start.
@@ -42,4 +42,4 @@ def load_web_worker_servers(settings: WorkerSettings) -> Sequence[ToolSource]:
         state = StateStore.of(broker).open_server_sessions(tenant, session)
         return ServerSessions(state, keys, f"{tenant} {session}")
 
-    return build_http_sources(servers, load_web_settings(), open_sessions=open_sessions)
+    return build_http_sources(servers, read_environment(WebSettings), open_sessions=open_sessions)

@@ -13,6 +13,7 @@ import structlog
 from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.settings import WorkerSettings
 from toolcrew.contract.specs import Catalog, ToolSpec
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import connect_once, drop_connections
@@ -23,7 +24,6 @@ from toolcrew.workers.executor import ExecutorMiddleware
 from toolcrew.workers.host import PoolHost
 from toolcrew.workers.interrupts import CallInterrupts, CancelBoard
 from toolcrew.workers.mcp.server_registry import ServerRegistry, ToolSource
-from toolcrew.workers.settings import WorkerSettings
 from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources, WorkerTool
 from toolcrew.workers.worker import WorkerParts, run_worker
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import structlog
 
+from toolcrew.contract.settings import WorkerSettings
 from toolcrew.contract.specs import Catalog
 from toolcrew.store.blobs import WorkerBlobs
 from toolcrew.store.calls import WorkerCallStore
@@ -25,7 +26,6 @@ from toolcrew.workers.duties import Duty
 from toolcrew.workers.executor import CallPolicy, ClaimConfirmation, Executor, ExecutorMiddleware, UnconfirmedCalls
 from toolcrew.workers.host import Host
 from toolcrew.workers.mcp.server_registry import ServerRegistry
-from toolcrew.workers.settings import WorkerSettings
 from toolcrew.workers.tools.base import WorkerRegistry, WorkerResources
 from toolcrew.workers.tracing import CallTracing, open_process_tracer
 

@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.session_spec import pick_options
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import load_settings
 
 
 class SharedClient:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
 from toolcrew.contract.session_spec import pick_options
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dialects.profiles import STANDARD
 from toolcrew.orchestrator.dispatch.sessions import Session
@@ -35,7 +36,6 @@ from toolcrew.orchestrator.runs.grading import (
 )
 from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.archives.files import is_stored
 from toolcrew.store.batches import BatchItem, Grader, RunBody
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.shares import (
     FILES_PER_KEY,
     PAGES_PER_KEY,
@@ -14,7 +15,6 @@ from toolcrew.orchestrator.api.shares import (
 )
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.http.app_state import AppState
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.pressure import PoolPressure
 from toolcrew.store.tasks import SharedReads
 

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from toolcrew.contract.errors import OperatorError
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.app import build_app
 from toolcrew.orchestrator.http.app_state import ConnectedParts
 from toolcrew.orchestrator.http.server import UvicornServer
 from toolcrew.orchestrator.runs.run_service import RunService, StopPhases, open_runner
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

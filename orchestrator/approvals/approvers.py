@@ -132,6 +132,11 @@ class ConsoleApprover:
         return Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user denied the call")
 
 
+def is_interactive() -> bool:
+    """Return whether a person can answer questions at this process's terminal."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
     """Return the approver for TOOLCREW_APPROVALS, except for "queue" (orchestrator/approvals/asking.py).
 

@@ -10,9 +10,9 @@ import time
 
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.approvals.approvers import ApprovalRequest, Approver, choose_approver
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.approvals import (
     MAX_QUESTION_BYTES,
     MAX_WAIT_S,

@@ -8,7 +8,7 @@ from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_ki
 from toolcrew.contract.calls import Record
 from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.store.archives.base import ArchiveStore, NotStored, in_pieces
 from toolcrew.store.archives.choice import open_client_store
 from toolcrew.store.archives.files import (

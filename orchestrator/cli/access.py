@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.operations.command_actor import find_actor
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.audit import Actor, Role
 from toolcrew.store.connection import RedisClient, check_redis, open_redis

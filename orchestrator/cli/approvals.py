@@ -11,11 +11,11 @@ import typer
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.approvals.approvers import call_lines, make_visible
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, as_command, list_json
 from toolcrew.orchestrator.operations.views import view_approval
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 from toolcrew.store.audit import Actor
 

@@ -15,6 +15,7 @@ from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ConfigError, ToolcrewError
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.detached import check_detached
 from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
@@ -47,7 +48,6 @@ from toolcrew.orchestrator.cli.session_options import Options
 from toolcrew.orchestrator.runs.batch_runs import RowPaths
 from toolcrew.orchestrator.runs.batches import check_batch_id, new_batch_id
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.terminal.commands import build_command, build_resubmission
 from toolcrew.orchestrator.terminal.output import escape_controls
 from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES

@@ -14,11 +14,11 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, LOCAL, find_shipped, serves_model
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
 
 DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))

@@ -8,11 +8,11 @@ import typer
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.plurals import count
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from toolcrew.orchestrator.cli.batches_views import BatchId
 from toolcrew.orchestrator.cli.clients import open_pool_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.traces.reading import find_attempts, load_trace
 from toolcrew.store.batches import BatchItem, ItemOutcome, RunBody
 

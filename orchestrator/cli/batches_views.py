@@ -12,6 +12,7 @@ from rich.console import Console
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
 from toolcrew.orchestrator.batches.event_files import read_batch_events
@@ -24,7 +25,6 @@ from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from toolcrew.orchestrator.runs.batch_status import build_status
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.batches import BatchRecord
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]

@@ -7,9 +7,9 @@ import typer
 
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only changes that concern this tenant.")]

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, asynccontextmanager
 import typer
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.admission import WaitNotice, once_per_reason, report_waiting
 from toolcrew.orchestrator.cli.access import open_deployment
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.output import escape_controls
 
 

@@ -1,36 +1,38 @@
 """`toolcrew config`: show settings, write Redis users, and sign stored records with a new secret."""
 
-import asyncio
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr, ValidationError
 
-from toolcrew.contract.errors import ConfigError, OperatorError
+from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.plurals import count
 from toolcrew.contract.setting_rows import build_rows
+from toolcrew.contract.settings import (
+    EgressSettings,
+    SandboxdSettings,
+    WebSettings,
+    WorkerSettings,
+    load_settings,
+    load_tracing_settings,
+    read_environment,
+)
 from toolcrew.orchestrator.cli.access import open_deployment
 from toolcrew.orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
-from toolcrew.orchestrator.settings import child_environment, load_settings, program
 from toolcrew.store.resealing import reseal
-from toolcrew.telemetry.settings import load_tracing_settings
 
 config_app = typer.Typer(no_args_is_help=True)
 
 MAX_CHARS = 100
 """Limit of a value in the text output, in characters. --json prints the whole value."""
-ANSWER_S = 30.0
-PROCESSES: dict[str, Callable[[], BaseModel]] = {
-    "orchestrator": load_settings,
-    "tracing, of all": load_tracing_settings,
-}
 
 
 @config_app.command("show")
@@ -45,7 +47,7 @@ async def config_show(
     Another host has its own environment: run the command there. Exit code 1: a process would not start with these
     settings.
     """
-    processes = await read_settings()
+    processes = read_settings()
     if is_set:
         processes = [
             {**process, "settings": [row for row in process["settings"] if row["origin"] != "default"]}
@@ -127,11 +129,11 @@ def _origin(row: Mapping[str, Any]) -> str:
     return f"  [{row['origin']}; default: {'(none)' if default is None else default}]"
 
 
-async def read_settings() -> list[dict[str, Any]]:
+def read_settings() -> list[dict[str, Any]]:
     """Return `process`, `settings` (name, value, default, origin) and `problem` of each process. `problem` is the
-    reason why the process cannot start, or "". Raises OperatorError.
+    reason why the process cannot start, or "".
     """
-    return [_describe(process, load) for process, load in PROCESSES.items()] + await _read_worker_settings()
+    return [_describe(process, load) for process, load in PROCESSES.items()]
 
 
 def _describe(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
@@ -141,31 +143,39 @@ def _describe(process: str, load: Callable[[], BaseModel]) -> dict[str, Any]:
         return {"process": process, "problem": str(error), "settings": []}
 
 
-async def _read_worker_settings() -> list[dict[str, Any]]:
-    """Ask a worker process: the orchestrator does not import the settings of workers."""
-    process = await asyncio.create_subprocess_exec(
-        *program("toolcrew.workers.setting_list"),
-        env=child_environment({}),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+def _load_worker() -> WorkerSettings:
+    """Return the worker's settings. A host without workers needs no Redis URL: the URL is then empty.
+
+    Raises ConfigError: another setting is invalid.
+    """
     try:
-        async with asyncio.timeout(ANSWER_S):
-            out, err = await process.communicate()
-    except BaseException as error:
-        process.kill()
-        await process.wait()
-        if isinstance(error, TimeoutError):
-            raise OperatorError(
-                f"the workers did not report their settings within {ANSWER_S:g} s: try again when the host is less busy"
-            ) from None
+        return read_environment(WorkerSettings)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValidationError) and [
+            entry["loc"] for entry in cause.errors() if entry["type"] == "missing"
+        ] == [("redis_url",)]:
+            return _without_redis()
         raise
-    if process.returncode:
-        output = err.decode(errors="replace").strip()[-300:]
-        raise OperatorError(
-            f"the workers did not report their settings ({output}): install toolcrew again with the extra 'worker'"
-        )
-    return list(json.loads(out))
+
+
+def _without_redis() -> WorkerSettings:
+    """Read the settings with an empty Redis URL. Raises ConfigError: another setting is invalid."""
+    try:
+        return WorkerSettings(redis_url=SecretStr(""))
+    except ValidationError as error:
+        part = find_invalid(error)
+        raise ConfigError(f"TOOLCREW_{str(part.path[0]).upper()}: {part.reason}") from error
+
+
+PROCESSES: dict[str, Callable[[], BaseModel]] = {
+    "orchestrator": load_settings,
+    "tracing, of all": load_tracing_settings,
+    "worker": _load_worker,
+    "sandboxd": partial(read_environment, SandboxdSettings),
+    "web tools": partial(read_environment, WebSettings),
+    "egress proxy": partial(read_environment, EgressSettings),
+}
 
 
 def _write_users(roles: list[str], out: Path, passwords_file: Path) -> None:

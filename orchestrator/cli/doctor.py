@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
 from toolcrew.orchestrator.operations.doctor import examine
-from toolcrew.orchestrator.settings import load_settings
 
 
 @as_command

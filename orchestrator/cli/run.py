@@ -13,6 +13,7 @@ from rich.console import Console
 from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent
 from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format
 from toolcrew.orchestrator.cli.clients import open_client, show_waiting
@@ -30,7 +31,6 @@ from toolcrew.orchestrator.cli.runner import (
 from toolcrew.orchestrator.cli.session_options import NewSession, with_session_options
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
 from toolcrew.orchestrator.loop.limits import StopReason
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
 from toolcrew.store.batches import RunBody, RunLimits
 from toolcrew.store.run_records import HostedRun, RunEnd

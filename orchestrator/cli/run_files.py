@@ -9,8 +9,8 @@ from typing import Any
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.traces.export_atif import build_atif
 from toolcrew.orchestrator.traces.reading import Trace, load_trace

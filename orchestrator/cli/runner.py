@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.terminal.output import escape_controls, table_rows
 
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 4, 130

@@ -10,12 +10,12 @@ import typer
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.registry import Switch, ToolState
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tool_pages import render_tool
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json
 from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 from toolcrew.orchestrator.models.weights import load_weights
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.output import table_rows
 
 tools_app = typer.Typer(no_args_is_help=True)

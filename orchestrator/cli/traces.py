@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.run_files import write_private
 from toolcrew.orchestrator.cli.runner import Json, run_work
 from toolcrew.orchestrator.cli.trace_printer import TracePrinter, build_json
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.output import escape_controls
 from toolcrew.orchestrator.traces.export_atif import build_atif
 from toolcrew.orchestrator.traces.export_otel import build_otel

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.runner import Json, refuse_key, run_work
 from toolcrew.orchestrator.operations.local_stack import WORKERS_ONLY, StackInfo, keep, print_json
-from toolcrew.orchestrator.settings import load_settings
 
 _STACK_END_LOST = (
     "stopping: running calls are stopped, and the sessions and the embedded Redis with its tenants, API keys, runs and "

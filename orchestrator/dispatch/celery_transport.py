@@ -20,12 +20,12 @@ from kombu import Connection
 from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
 from toolcrew.contract.envelope import find_encoded_result, find_result_key, join_result
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.hosts import HOST_LOST_TYPE
 from toolcrew.contract.names import call_key, is_blob_of, result_key, show_call, task_name
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from toolcrew.store.call_messages import CallMessage, Publisher, ResultHub, read_result_record

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from toolcrew.contract.masking import passwords_of
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission
 from toolcrew.orchestrator.dispatch.call_events import CallEventListener
@@ -19,7 +20,6 @@ from toolcrew.orchestrator.dispatch.middleware import TracedCalls
 from toolcrew.orchestrator.dispatch.session_locator import HostSource
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from toolcrew.orchestrator.metrics.tally import Tally
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.tracing import open_process_tracer
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import ResultHub

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
+from toolcrew.contract.settings import OrchestratorSettings, load_tracing_settings
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
@@ -16,13 +17,11 @@ from toolcrew.orchestrator.metrics.page import MetricsPage
 from toolcrew.orchestrator.runs.endpoints import ModelNames
 from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.model_endpoints import ModelEndpoints
 from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
-from toolcrew.telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0

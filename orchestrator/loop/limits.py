@@ -7,9 +7,9 @@ from enum import StrEnum
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S
 from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.orchestrator.models.capabilities import Capabilities
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 
 class StopReason(StrEnum):

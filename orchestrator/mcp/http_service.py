@@ -14,14 +14,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.http.app_state import AppState, ConnectedParts
 from toolcrew.orchestrator.http.body_limits import JSON_BYTES, BodyLimits
 from toolcrew.orchestrator.http.server import UvicornServer
 from toolcrew.orchestrator.mcp.calls import Context, McpCaller
 from toolcrew.orchestrator.mcp.http_authentication import CALLER, McpAuthentication, Origins
 from toolcrew.orchestrator.mcp.server import build_server
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

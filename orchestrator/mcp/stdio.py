@@ -15,11 +15,11 @@ from mcp.shared._stream_protocols import WriteStream
 from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.mcp.calls import McpCaller
 from toolcrew.orchestrator.mcp.leases import ConnectionLeases
 from toolcrew.orchestrator.mcp.server import build_server
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dialects.base import Dialect
 from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
 from toolcrew.orchestrator.dialects.model import Model
@@ -31,7 +32,6 @@ from toolcrew.orchestrator.models.local_server import CONTEXT_TOKENS
 from toolcrew.orchestrator.models.request_limits import RequestLimits
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel, demo_script
 from toolcrew.orchestrator.models.weights import Progress, load_weights
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 if TYPE_CHECKING:
     from toolcrew.orchestrator.models.openai import OpenAIModel

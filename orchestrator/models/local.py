@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 
 from toolcrew.contract.errors import ModelUnavailable
+from toolcrew.contract.programs import program
+from toolcrew.contract.settings import child_environment
 from toolcrew.orchestrator.models.openai import OpenAIModel
-from toolcrew.orchestrator.settings import child_environment, program
 
 # Greedy sampling. The prompt cache makes a step three times as fast. It changes rounding, which can change the wording
 # of an answer, but not its facts.

@@ -1,7 +1,7 @@
 """Finds the actor of a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.audit import Actor, Role, local_actor
 from toolcrew.store.connection import RedisClient

@@ -8,6 +8,8 @@ from typing import Literal
 
 from toolcrew.contract.errors import BrokerUnavailable, OperatorError
 from toolcrew.contract.image_names import advise_missing
+from toolcrew.contract.programs import program
+from toolcrew.contract.settings import OrchestratorSettings, child_environment
 from toolcrew.orchestrator.operations.command_actor import find_actor
 from toolcrew.orchestrator.operations.doctor_deep import examine_hosts
 from toolcrew.orchestrator.operations.doctor_links import (
@@ -20,7 +22,6 @@ from toolcrew.orchestrator.operations.doctor_pool import examine_pool
 from toolcrew.orchestrator.operations.doctor_redis import examine_redis
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.orchestrator.operations.redis_server import find_redis_server
-from toolcrew.orchestrator.settings import OrchestratorSettings, child_environment, program
 from toolcrew.store.connection import open_redis
 
 Scope = Literal["all", "host", "deployment"]

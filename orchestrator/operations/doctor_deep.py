@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import OperatorError, ToolcrewError, ToolFailure
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.metrics import REFUSALS
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart

@@ -12,14 +12,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import DEFAULT_ENDPOINT, OrchestratorSettings, load_tracing_settings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.models.weights import load_weights
 from toolcrew.orchestrator.operations.findings import Report
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.model_endpoints import ModelEndpoints
 from toolcrew.store.secrets import SecretStore, advise_setting
-from toolcrew.telemetry.settings import DEFAULT_ENDPOINT, load_tracing_settings
 
 ANSWER_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024

@@ -5,9 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError
 from toolcrew.contract.plurals import count
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.store.clock import SKEW_WARNING_S, SharedClock, read_clock
 from toolcrew.store.connection import RedisAccessDenied, RedisClient, check_redis, read_server_info

@@ -28,8 +28,8 @@ from flower.views.tasks import TasksView, TaskView
 
 from toolcrew.contract.errors import ConfigError, ToolcrewError
 from toolcrew.contract.names import call_page_url, parse_shown_call
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.logs import configure_logging
-from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
     # Limit of the tasks in memory. Each task takes about 5 KiB.

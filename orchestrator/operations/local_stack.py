@@ -28,15 +28,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
 from toolcrew.contract.names import catalog_key
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.programs import program
+from toolcrew.contract.settings import OrchestratorSettings, child_environment, load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from toolcrew.orchestrator.operations.stack_data import StackData, open_stack_data
 from toolcrew.orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
-from toolcrew.orchestrator.settings import OrchestratorSettings, child_environment, load_settings, program
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.archives.base import STORE_SETTING
 from toolcrew.store.connection import check_redis, open_redis

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolcrew.orchestrator.settings import child_environment
+from toolcrew.contract.settings import child_environment
 
 WINDOW_S = 60.0
 MAX_ENDS = 5

@@ -11,6 +11,7 @@ from typing import Any
 
 from toolcrew.contract.errors import ConfigError, ToolFailure
 from toolcrew.contract.run_events import OnEvent, RunEvent, pass_to
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch
 from toolcrew.orchestrator.batches.limit_check import check_limits, find_sessions
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BatchFile
@@ -32,7 +33,6 @@ from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.runs.tenant_limits import LimitReader
 from toolcrew.orchestrator.runs.webhooks import build_webhook_check
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import (
     BatchDefaults,

@@ -6,12 +6,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import OrchestratorSettings, load_tracing_settings
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
 from toolcrew.orchestrator.runs.run_service import RunService, StopPhases, open_runner
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.telemetry.logs import get_logger
-from toolcrew.telemetry.settings import load_tracing_settings
 
 log = get_logger(__name__)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from toolcrew.contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
 from toolcrew.contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
 from toolcrew.contract.schema import find_nearest
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 from toolcrew.orchestrator.dialects.reader import read_usage
@@ -19,7 +20,6 @@ from toolcrew.orchestrator.models.choice import serves_model
 from toolcrew.orchestrator.models.notices import notify
 from toolcrew.orchestrator.models.request_limits import RequestLimits
 from toolcrew.orchestrator.models.retries import RetryPolicy
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
 from toolcrew.store.model_limits import SharedLimits

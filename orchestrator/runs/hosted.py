@@ -18,6 +18,7 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import CallFinished, ModelReplied, RunEvent
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.environments import EnvironmentChecker
@@ -37,7 +38,6 @@ from toolcrew.orchestrator.runs.run_forks import (
 )
 from toolcrew.orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
 from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.archives.files import TenantStore
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.batches import (

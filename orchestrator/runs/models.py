@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import LOCAL, ChosenModel, choose_model
 from toolcrew.orchestrator.runs.endpoints import EndpointClients, EndpointModel
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 MAX_IDLE_MODELS = 8
 """Maximum number of open models of a service that no run uses now. Each model has its own connections, and tenants may

@@ -8,6 +8,7 @@ is never queued, and a failure ends the run instead of delaying it.
 import secrets
 
 from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import RunExecutor
@@ -16,7 +17,6 @@ from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, RunBody
 from toolcrew.store.run_records import HostedRun

@@ -29,6 +29,7 @@ from toolcrew.contract.run_events import (
     Warned,
 )
 from toolcrew.contract.schema import find_aliases, is_quick
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL
 from toolcrew.orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
@@ -54,7 +55,6 @@ from toolcrew.orchestrator.runs.journal import Journal, MemoryJournal
 from toolcrew.orchestrator.runs.model_account import ModelAccount
 from toolcrew.orchestrator.runs.run_gate import GatedRun, UngatedRun
 from toolcrew.orchestrator.runs.run_model import RunModel, send_at_once
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.skills import SkillUses
 from toolcrew.store.slots import Priority
 from toolcrew.store.tasks import retry_until_available

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from toolcrew.contract.errors import ErrorCode, ModelDenied
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import load_policy
@@ -25,7 +26,6 @@ from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.runs.webhooks import WebhookSender
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemOutcome, RunBody
 from toolcrew.store.runs import RunClaim, RunQueue

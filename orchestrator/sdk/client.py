@@ -15,10 +15,12 @@ from toolcrew.contract.registry import Switch, ToolState, find_state, switch_fie
 from toolcrew.contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
 from toolcrew.contract.schema import find_nearest
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.contract.tool_configs import parse_tool_config
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver
+from toolcrew.orchestrator.approvals.approvers import is_interactive
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dialects.model import Model
@@ -39,7 +41,6 @@ from toolcrew.orchestrator.sdk.call_control import CallControl, KilledCall
 from toolcrew.orchestrator.sdk.client_runs import ClientRuns
 from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
 from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
-from toolcrew.orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
 from toolcrew.orchestrator.traces.recorder import Traces, secrets_of_pool
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
 from toolcrew.store.api_keys import ApiKeys, Credential
@@ -142,7 +143,7 @@ class ToolClient:
 
         Raises OperatorError with the part that did not start and the remedy.
         """
-        settings = with_secret(settings or load_settings())
+        settings = (settings or load_settings()).with_secret()
         async with (
             embedded_stack(settings.for_children(), workers_only=workers_only) as stack,
             open_pool(settings.broker(stack.redis_url), queue_wait_s=settings.queue_wait_s, settings=settings) as pool,

@@ -17,6 +17,7 @@ from toolcrew.contract.functions.call_context import CallContext, CallHandler, M
 from toolcrew.contract.functions.session_state import SessionState
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.settings import load_settings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
@@ -40,7 +41,6 @@ from toolcrew.orchestrator.models.choice import (
     choose_profile,
     find_needed_capabilities,
 )
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.store.tools import RegistrySwitches
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

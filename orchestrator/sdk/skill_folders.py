@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.programs import program
 from toolcrew.contract.settings import parser_environment
 from toolcrew.contract.skills import SkillBroken
 from toolcrew.contract.specs import SkillSummary, ToolSpec
-from toolcrew.orchestrator.settings import program
 
 EXAMINE_S = 120.0
 

@@ -24,7 +24,7 @@ from toolcrew.contract.run_events import (
     TextArrived,
     TextWithdrawn,
 )
-from toolcrew.orchestrator.settings import OrchestratorSettings, build_masker
+from toolcrew.contract.settings import OrchestratorSettings, build_masker
 from toolcrew.orchestrator.traces.event_file import EventFile
 from toolcrew.telemetry.logs import get_logger
 

@@ -12,13 +12,13 @@ from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.event_harness import DEPLOYMENT, EventHarness, run_call
 from tests.run_harness import RunHarness, build_item, build_outcome
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import MODEL, encode_answer, encode_event, entry_fields
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.names import api_keys_key, catalog_key, switches_key, tenants_key
 from toolcrew.contract.registry import Switch
 from toolcrew.contract.run_events import CallFinished, ModelReplied
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy

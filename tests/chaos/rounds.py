@@ -18,8 +18,8 @@ from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
 from tests.host_harness import Harness, open_harness
 from tests.waiting import SOON_S
 from toolcrew.contract.errors import OperatorError, ToolFailure
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 SETTLE_S = 90.0
 """Limit for the leftovers of killed processes to disappear, in seconds: times to live, leases, reports, and a retry."""

@@ -17,11 +17,11 @@ from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.waiting import SOON_S
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.envelope import decode_result, encode_call
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from toolcrew.contract.hosts import HOST_LOST_TYPE
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt

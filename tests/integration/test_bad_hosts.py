@@ -18,6 +18,8 @@ from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_start_error
 from toolcrew.contract.errors import OperatorError, SandboxUnavailable
+from toolcrew.contract.settings import SandboxdSettings
+from toolcrew.contract.tenant_classes import TenantClass
 from toolcrew.workers.sandboxd.daemon import open_daemon
 from toolcrew.workers.sandboxd.guarantees import build_rows
 from toolcrew.workers.sandboxd.leases import Lease
@@ -26,7 +28,6 @@ from toolcrew.workers.sandboxd.program import examine
 from toolcrew.workers.sandboxd.runtime.base import AttachedContainer
 from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
 from toolcrew.workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
-from toolcrew.workers.settings import SandboxdSettings, TenantClass
 
 SHORT_DEADLINES = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "start checks", "freezes", "fills")),

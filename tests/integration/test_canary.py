@@ -27,9 +27,9 @@ from tests.stack import Stack, all_pids, open_stack
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import POOL_WEB
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
 

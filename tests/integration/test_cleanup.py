@@ -30,9 +30,9 @@ from tests.stack import (
 )
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.operations.local_stack import StackInfo
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.workers.__main__ import ORPHAN_GRACE_S
 
 pytestmark = pytest.mark.stack

@@ -28,11 +28,11 @@ from tests.stack import (
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch import delivery
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.supervision import MAX_ENDS
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 pytestmark = pytest.mark.stack
 

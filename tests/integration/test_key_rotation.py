@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.redis_harness import Server, open_counting_pool, open_server
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.names import POOL_WEB
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.pool_connection import open_pool
 from toolcrew.orchestrator.dispatch.request import Request
 

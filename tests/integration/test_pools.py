@@ -21,10 +21,10 @@ from tests.raw_queue import make_envelope, open_dispatcher
 from tests.service_process import run_program
 from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import POOL_WEB, call_key, catalog_key, control_queue
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher

@@ -20,8 +20,8 @@ from tests.raw_queue import make_envelope
 from tests.service_process import run_program
 from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.store.call_messages import ResultHub

@@ -28,6 +28,7 @@ from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
 from toolcrew.contract.envelope import INLINE_BYTES
 from toolcrew.contract.names import catalog_key, host_key, hosts_key, location_key, tombstone_key
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.command import app
@@ -37,7 +38,6 @@ from toolcrew.orchestrator.operations.drains import find_workers, follow_drain, 
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.runs.batch_service import BatchService
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchState
 from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import HostStore

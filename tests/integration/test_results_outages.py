@@ -16,7 +16,7 @@ from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SilentRelay, build_stored_result, open_hub
 from tests.waiting import SOON_S, until
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.store import call_messages as results
 from toolcrew.store.call_messages import ResultHub

@@ -22,10 +22,10 @@ from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.secrets import build_placeholder
 from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.audit import Audit, AuditEntry
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tenants import RedisTenants

@@ -9,9 +9,9 @@ import redis
 
 from tests.redis_harness import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
 from tests.waiting import SOON_S, wait_until, wait_until_async
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.names import POOL_WEB
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.pool_connection import open_pool
 from toolcrew.orchestrator.dispatch.request import Request

@@ -15,10 +15,10 @@ import pytest
 
 from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
 from tests.stack import missing
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import POOL_WEB
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.pool_connection import open_pool
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.operations.ports import reserve_port

@@ -10,11 +10,11 @@ import pytest
 from tests.containers import IMAGE, open_engine
 from tests.workspace_harness import MIB, require_images
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.daemon import open_daemon
 from toolcrew.workers.sandboxd.disks import image as image_module
 from toolcrew.workers.sandboxd.disks.image import TEMPLATES
 from toolcrew.workers.sandboxd.runtime.engine import Engine
-from toolcrew.workers.settings import SandboxdSettings
 
 DEPLOYMENT = "unseen"
 

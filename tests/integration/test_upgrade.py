@@ -17,9 +17,9 @@ from tests.earlier_release import COMMIT, unpack_release
 from tests.host_harness import Harness, open_harness
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process
 from tests.waiting import wait_until, wait_until_async
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import batch_key
 
 SESSIONS, ITEMS = 4, 3

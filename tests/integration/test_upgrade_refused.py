@@ -21,8 +21,8 @@ from tests.waiting import wait_until
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.names import hosts_key, refusals_key
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import batch_key
 
 COMMAND = (sys.executable, "-m", "toolcrew.orchestrator")
@@ -31,7 +31,7 @@ COMMAND = (sys.executable, "-m", "toolcrew.orchestrator")
 EARLIER_ORCHESTRATOR = """
 import asyncio
 from toolcrew import ToolClient
-from toolcrew.orchestrator.settings import load_settings
+from toolcrew.contract.settings import load_settings
 
 async def main():
     async with ToolClient.connect(settings=load_settings()) as client:

@@ -18,13 +18,13 @@ from tests.stack import ROOT
 from tests.web_servers import answer, open_web_server, redirect, run_tool
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.registry import ToolRegistry
+from toolcrew.contract.settings import WebSettings
 from toolcrew.workers.mcp import sandbox_server
 from toolcrew.workers.mcp.http_tools import build_http_sources
 from toolcrew.workers.mcp.http_transport import ANSWER_BYTES
 from toolcrew.workers.mcp.sandbox_server import SandboxServer
 from toolcrew.workers.mcp.server_registry import ServerRegistry
 from toolcrew.workers.mcp.settings import HttpEntry, StdioEntry
-from toolcrew.workers.settings import WebSettings
 from toolcrew.workers.tools.base import WorkerRegistry, WorkerTool
 from toolcrew.workers.web.limits import Deadline
 

@@ -20,6 +20,7 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import BUILTIN_TOOLS
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.run_events import CallFinished, RunEvent
+from toolcrew.contract.settings import WebSettings
 from toolcrew.contract.specs import SkillSummary
 from toolcrew.orchestrator.functions.function_tools import tool
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
@@ -28,7 +29,6 @@ from toolcrew.orchestrator.sdk.local_tools import LocalTools
 from toolcrew.store.skills import SkillStore
 from toolcrew.workers.custom.calls import CustomCalls
 from toolcrew.workers.custom.loading import serve_values
-from toolcrew.workers.settings import WebSettings
 from toolcrew.workers.skills.loader import load_skills
 from toolcrew.workers.skills.tool import build_skill_tool, register_skill_tools
 from toolcrew.workers.tools.base import Outcome, WorkerTool

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 from tests.web_servers import MemoryStore, StubResolver, WebServer, answer, open_web_server, redirect, run_tool
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.workers.settings import WebSettings
+from toolcrew.contract.settings import WebSettings
 from toolcrew.workers.web.tools import build_web_tools
 
 RESULTS = """{"results": [

@@ -13,12 +13,12 @@ from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from toolcrew import CallContext, LocalTools, as_tool, tool
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import MODEL
 from toolcrew.contract.calls import ToolContext, ToolResult
 from toolcrew.contract.functions.call_context import ModelAdapter
 from toolcrew.contract.functions.function_tools import FunctionTool
 from toolcrew.contract.registry import Tool
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.call_events import CallEventListener
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.models.adapter import MAX_CALLS, BudgetedModel

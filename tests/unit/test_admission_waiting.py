@@ -13,10 +13,10 @@ from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
 from tests.waiting import SOON_S
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent, Warned
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.admission import (
     PausableAdmission,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import api_keys_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.api_keys import KEY_FRESH_S, MAX_CACHED_KEYS, ApiKeyRecord, ApiKeys, Credential, Identity

@@ -21,10 +21,10 @@ from tests.waiting import SOON_S, until
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.approvals.approvers import AutoApprover, RefusingApprover
 from toolcrew.orchestrator.approvals.asking import QueueApprover, choose_people_approver, choose_pool_approver
 from toolcrew.orchestrator.approvals.gate import review
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store import approvals as queue_file
 from toolcrew.store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion
 

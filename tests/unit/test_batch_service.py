@@ -19,6 +19,7 @@ from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent, SessionOpening
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.detached import check_detached
 from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
@@ -29,7 +30,6 @@ from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import MAX_IDLE_MODELS, Models
 from toolcrew.orchestrator.runs.run_service import ServiceGuard, build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
 from toolcrew.store.run_log import RunLog
 from toolcrew.store.runs import RunClaim

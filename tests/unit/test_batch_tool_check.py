@@ -16,6 +16,7 @@ from tests.conftest import RedisProcess
 from tests.item_harness import HarnessFactory, build_run, echo_then
 from toolcrew.contract.names import catalog_names_key
 from toolcrew.contract.run_events import BatchNotice
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog
 from toolcrew.orchestrator.batches.displays import DisplayedBatch, LogDisplay
 from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
@@ -25,7 +26,6 @@ from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES
 from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}

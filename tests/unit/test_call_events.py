@@ -16,6 +16,7 @@ from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
 from tests.waiting import SOON_S
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import (
     HIDDEN,
     MAX_EVENT_BYTES,
@@ -33,7 +34,6 @@ from toolcrew.contract.call_events import (
 )
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch.call_events import MAX_QUESTIONS, CallEventListener, CallEventReader, output_handler
 from toolcrew.store import call_events as stored_events
 from toolcrew.store.call_events import WorkerCallEventStore, call_event_keys, wakes_key

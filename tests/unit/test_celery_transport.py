@@ -16,11 +16,11 @@ from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.waiting import SOON_S, wait_until_async
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.envelope import decode_result, encode_result
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import blob_key, call_key, result_key, tenant_calls_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.dispatch import celery_transport
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt

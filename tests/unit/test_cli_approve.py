@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.command import app
 from toolcrew.store.api_keys import ApiKeys

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from tests.approval_harness import build_question
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import call_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.specs import Catalog
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.command import app, import_all

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from toolcrew.contract.settings import EgressSettings, SandboxdSettings
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from toolcrew.workers.egress.daemon import MAX_CONNECTIONS
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
-from toolcrew.workers.settings import EgressSettings, SandboxdSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 
 SENTINELS = "sentinel://worker:hunter2@h1:26380/3;sentinel://h2"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.functions.call_context import CallContext
 from toolcrew.contract.names import session_state_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.orchestrator.functions.loop_waits import LoopRunner
 from toolcrew.orchestrator.functions.session_state import MemoryState
 from toolcrew.orchestrator.operations.ports import reserve_port

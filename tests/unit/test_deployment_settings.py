@@ -8,9 +8,14 @@ import yaml
 from pydantic import BaseModel
 
 from toolcrew.contract.setting_rows import variable_names
-from toolcrew.orchestrator.settings import OrchestratorSettings
-from toolcrew.telemetry.settings import TracingSettings
-from toolcrew.workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
+from toolcrew.contract.settings import (
+    EgressSettings,
+    OrchestratorSettings,
+    SandboxdSettings,
+    TracingSettings,
+    WebSettings,
+    WorkerSettings,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from toolcrew.contract.metrics import METRICS
-from toolcrew.contract.setting_names import OTHERS, SETTINGS
+from toolcrew.contract.settings import OTHERS, SETTINGS
 from toolcrew.orchestrator.command import import_all
 
 ROOT = Path(__file__).parent.parent.parent

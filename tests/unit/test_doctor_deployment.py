@@ -14,6 +14,7 @@ from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 from tests.redis_harness import broker_for, open_server
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import (
     api_keys_key,
     catalog_key,
@@ -25,7 +26,7 @@ from toolcrew.contract.names import (
     switches_key,
     tenants_key,
 )
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import SandboxPolicy, TenantPolicy, seal_policy
@@ -36,7 +37,6 @@ from toolcrew.orchestrator.operations.doctor_pool import examine_pool
 from toolcrew.orchestrator.operations.doctor_redis import examine_redis
 from toolcrew.orchestrator.operations.findings import CheckResult, Report
 from toolcrew.orchestrator.operations.ports import reserve_port
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.approvals import approvals_key
 from toolcrew.store.connection import open_redis

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolcrew.contract.settings import SandboxdSettings
+from toolcrew.contract.tenant_classes import TenantClass
 from toolcrew.workers.sandboxd.guarantees import (
     Evidence,
     HostFacts,
@@ -19,7 +21,6 @@ from toolcrew.workers.sandboxd.guarantees import (
 )
 from toolcrew.workers.sandboxd.plans import Plans
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
-from toolcrew.workers.settings import SandboxdSettings, TenantClass
 
 GIB = 1024**3
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ import redis.asyncio
 
 from tests.builders import KEY
 from toolcrew.contract.model_endpoints import ModelEndpoint
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.operations.doctor_links import (
     examine_model,
     examine_model_endpoints,
@@ -23,7 +24,6 @@ from toolcrew.orchestrator.operations.doctor_links import (
 )
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.orchestrator.operations.ports import reserve_port
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.model_endpoints import ModelEndpoints
 from toolcrew.store.secrets import SecretStore
 

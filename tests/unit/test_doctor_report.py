@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.operations import doctor
 from toolcrew.orchestrator.operations.doctor import examine
 from toolcrew.orchestrator.operations.findings import Report
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 
 def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from tests.egress_harness import (
 )
 from tests.waiting import SOON_S, until
 from tests.web_servers import WebServer, answer, open_web_server
+from toolcrew.contract.tenant_classes import EgressRules
 from toolcrew.workers.egress.allowances import ByteRateLimiter, ConnectionQuotas, EgressOpening
 from toolcrew.workers.egress.limits import ProxyLimits
 from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal
-from toolcrew.workers.settings import EgressRules
 
 SHORT_LIMITS = ProxyLimits(watch_s=0.05, linger_s=0.2)
 IDLE = replace(SHORT_LIMITS, idle_s=0.3)

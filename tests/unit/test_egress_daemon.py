@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from tests.egress_harness import build_opening, get, open_harness, read_all
 from tests.waiting import SOON_S
 from tests.web_servers import StubResolver
 from toolcrew.contract.errors import ConfigError
-from toolcrew.orchestrator.settings import load_settings
+from toolcrew.contract.settings import EgressSettings, OrchestratorSettings, load_settings, read_environment
 from toolcrew.workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
-from toolcrew.workers.settings import load_egress_settings
 from toolcrew.workers.web.limits import Deadline
 from toolcrew.workers.web.urls import Address
 
@@ -154,18 +153,18 @@ def test_a_local_stack_starts_a_proxy_only_if_a_class_needs_one(
 
 
 @pytest.mark.parametrize(
-    ("load", "name", "value"),
+    ("settings", "name", "value"),
     [
-        (load_egress_settings, "EGRESS_ALLOW_UIDS", "x"),
-        (load_egress_settings, "NAT64_PREFIX", "64:ff9b::/64"),
-        (load_settings, "TENANT_CLASSES", "{"),
-        (load_settings, "TENANT_CLASSES", "[]"),
-        (load_settings, "TENANT_CLASSES", '{"a": 1}'),
+        (EgressSettings, "EGRESS_ALLOW_UIDS", "x"),
+        (EgressSettings, "NAT64_PREFIX", "64:ff9b::/64"),
+        (OrchestratorSettings, "TENANT_CLASSES", "{"),
+        (OrchestratorSettings, "TENANT_CLASSES", "[]"),
+        (OrchestratorSettings, "TENANT_CLASSES", '{"a": 1}'),
     ],
 )
 def test_an_invalid_setting_is_named_in_the_error(
-    load: Callable[[], object], name: str, value: str, monkeypatch: pytest.MonkeyPatch
+    settings: type[EgressSettings | OrchestratorSettings], name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TOOLCREW_{name}", value)
     with pytest.raises(ConfigError, match=r"TOOLCREW_|tenant_classes"):
-        load()
+        read_environment(settings)

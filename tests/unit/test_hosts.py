@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.envelope import decode_call
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from toolcrew.contract.names import POOL_WEB, control_queue, host_key, hosts_key, tombstone_key
 from toolcrew.contract.session_spec import LargestOptions
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.operations import drains

@@ -14,6 +14,8 @@ from tests.fake_sandboxd import FakeHost, open_host
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.image_names import ImageName, parse_image_name
+from toolcrew.contract.settings import SandboxdSettings
+from toolcrew.contract.tenant_classes import RegistryLogin, TenantClass
 from toolcrew.workers.sandboxd import images as images_module
 from toolcrew.workers.sandboxd import pull_queue
 from toolcrew.workers.sandboxd.images import ImageNotReady, ImageRefused, Images, PullDisk, explain_pull_failure
@@ -21,7 +23,6 @@ from toolcrew.workers.sandboxd.plans import Plans, SandboxPlan
 from toolcrew.workers.sandboxd.records import ImageRecord, Records
 from toolcrew.workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
 from toolcrew.workers.sandboxd.sessions import SessionParameters
-from toolcrew.workers.settings import RegistryLogin, SandboxdSettings, TenantClass
 
 PLANS = Plans(SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["ghcr.io/team/*", "local"]))
 SIZE = 100

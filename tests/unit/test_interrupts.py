@@ -13,8 +13,8 @@ import pytest
 
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ToolFailure
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.store.connection import connect, drop_connections
 from toolcrew.workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
 from toolcrew.workers.tools.base import ToolEnvironment, WorkerResources

@@ -17,7 +17,7 @@ from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ToolcrewError, ToolFailure
 from toolcrew.contract.functions.function_schemas import read_function
 from toolcrew.contract.invalid_input import describe_invalid, explain_error, explain_errors, find_invalid
-from toolcrew.contract.settings import read_environment
+from toolcrew.contract.settings import OrchestratorSettings, read_environment
 from toolcrew.contract.skill_sidecars import parse_sidecar
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.adapters.inspect_config import parse_config
@@ -30,7 +30,6 @@ from toolcrew.orchestrator.cli.policy_options import apply_options, read_policy
 from toolcrew.orchestrator.cli.session_options import parse_options
 from toolcrew.orchestrator.dispatch.sessions import build_call
 from toolcrew.orchestrator.mcp.calls import _parse_call as parse_mcp_call
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.secrets import _build_info as build_secret
 from toolcrew.workers.mcp.settings import HttpEntry, load_servers
 from toolcrew.workers.sandboxd.connection import parse_options as parse_sandbox_options
@@ -158,7 +157,7 @@ def parse_receiver(folder: Path) -> Any:
 def read_settings(name: str, value: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, value)
-        return read_environment(OrchestratorSettings, {name: value})
+        return read_environment(OrchestratorSettings)
 
 
 def read_policy_file(folder: Path, text: str) -> Any:

@@ -15,9 +15,14 @@ import yaml
 from kubernetes_validate import validate
 
 from toolcrew.contract.names import POOL_QUEUES
-from toolcrew.orchestrator.settings import OrchestratorSettings
+from toolcrew.contract.settings import (
+    EgressSettings,
+    OrchestratorSettings,
+    SandboxdSettings,
+    WebSettings,
+    WorkerSettings,
+)
 from toolcrew.store.pressure import HostsPressure, QueuePressure
-from toolcrew.workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

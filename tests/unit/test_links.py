@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from tests.builders import build_attempt
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.names import call_page_url, flower_task_url, parse_shown_call
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
-from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 
 
 def test_id_in_a_link_is_escaped() -> None:

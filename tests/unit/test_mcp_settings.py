@@ -35,7 +35,7 @@ def _load_error(folder: Path, servers: Any) -> str:
 
 
 def test_unset_file_means_no_servers() -> None:
-    assert load_servers(None, HttpEntry) == {}
+    assert load_servers(None, HttpEntry, {}) == {}
 
 
 def test_http_and_stdio_entries_are_read_with_defaults(tmp_path: Path) -> None:
@@ -111,4 +111,4 @@ def test_file_with_another_structure_is_refused(tmp_path: Path, text: str) -> No
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Create the file, or unset the variable"):
-        load_servers(tmp_path / "none.json", HttpEntry)
+        load_servers(tmp_path / "none.json", HttpEntry, {})

@@ -17,13 +17,13 @@ from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
 from toolcrew.contract.model_endpoints import ModelEndpoint
 from toolcrew.contract.run_events import FailureKind, Warned
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dialects.model import ModelRequest
 from toolcrew.orchestrator.models.notices import report_notices
 from toolcrew.orchestrator.runs import endpoints as endpoints_module
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunDeferred
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store import model_endpoints as endpoint_store
 from toolcrew.store import model_limits
 from toolcrew.store import tenants as tenant_store

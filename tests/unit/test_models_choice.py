@@ -4,10 +4,10 @@ import pytest
 
 from tests.model_endpoint import answer, read, serving
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.models.choice import choose_model, find_shipped
 from toolcrew.orchestrator.models.openai import OpenAIModel
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES
-from toolcrew.orchestrator.settings import OrchestratorSettings, load_settings
 
 
 async def test_model_uses_the_streaming_and_retry_settings() -> None:

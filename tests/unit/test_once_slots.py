@@ -10,7 +10,7 @@ import redis.asyncio
 
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.store.connection import open_redis
 from toolcrew.store.idempotency import KEEP_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 

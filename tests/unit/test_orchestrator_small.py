@@ -25,6 +25,7 @@ from toolcrew.contract.run_events import (
     Warned,
     parse_event,
 )
+from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.call import parse_arguments
 from toolcrew.orchestrator.dialects.model import ModelRequest, TokenUsage
 from toolcrew.orchestrator.loop.agent import build_model_asked
@@ -32,7 +33,6 @@ from toolcrew.orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from toolcrew.orchestrator.loop.transcript import Transcript
 from toolcrew.orchestrator.operations import redis_server as redis_server_module
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from toolcrew.orchestrator.settings import load_settings
 from toolcrew.orchestrator.terminal.output import MAX_SHOWN_LINES, RunPrinter, escape_controls
 
 RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")

@@ -12,11 +12,11 @@ from celery import Celery
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode
 from toolcrew.contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, catalog_key, catalog_names_key
 from toolcrew.contract.registry import Tool, ToolRegistry
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.specs import Catalog, ToolSpec
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request

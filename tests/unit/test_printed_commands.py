@@ -19,10 +19,10 @@ from tests.batch_events import ended
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_names_key
 from toolcrew.contract.run_events import BatchNotice, FailureKind
 from toolcrew.contract.session_locations import seal_start
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.specs import Catalog
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.displays import DisplayedBatch

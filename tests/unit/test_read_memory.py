@@ -14,9 +14,9 @@ from tests.run_harness import RunHarness, build_outcome
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.run_forks import read_shared_steps
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store import read_memory
 from toolcrew.store.blobs import PIECE_BYTES, Blobs
 from toolcrew.store.read_memory import ReadMemory

@@ -15,8 +15,8 @@ from pydantic import SecretStr
 from redis.exceptions import BusyLoadingError
 
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.store import connection as redis_connection
 from toolcrew.store.connection import check_redis, connect_once, open_redis
 

@@ -16,6 +16,7 @@ from tests.waiting import SOON_S
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.traceparent import attempt_span_id
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
@@ -27,7 +28,6 @@ from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.dispatch.transport import CallLost
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.run_parts import RunParts
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.calls import CallStore
 from toolcrew.telemetry.spans import Span, Tracer
 

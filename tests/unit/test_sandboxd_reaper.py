@@ -24,6 +24,7 @@ from tests.fake_sandboxd import (
 from tests.waiting import SOON_S, until
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.contract.tenant_classes import TenantClass
 from toolcrew.workers.sandboxd import pool as pool_module
 from toolcrew.workers.sandboxd.leases import Lease
 from toolcrew.workers.sandboxd.monitor import IdleTimes
@@ -32,7 +33,6 @@ from toolcrew.workers.sandboxd.pool import PoolLimits, WarmPools
 from toolcrew.workers.sandboxd.records import Records
 from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES
 from toolcrew.workers.sandboxd.sessions import SessionParameters
-from toolcrew.workers.settings import TenantClass
 
 
 def hold_lease(folder: Path, name: str, sender: Any, go: Any) -> None:

@@ -20,14 +20,15 @@ from tests.waiting import SOON_S
 from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.secrets import build_placeholder
 from toolcrew.contract.session_spec import LargestOptions, SandboxOptions
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.egress import secrets as module
 from toolcrew.workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
 from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import SessionParameters
-from toolcrew.workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")

@@ -16,14 +16,15 @@ from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
 from tests.tunnel_ends import PREAMBLE, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
 from tests.waiting import SOON_S
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
+from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.egress import relay as relay_module
 from toolcrew.workers.sandboxd.egress import tunnels as tunnels_module
 from toolcrew.workers.sandboxd.egress.relay import GRANT, PIECE, WINDOW, open_proxy
 from toolcrew.workers.sandboxd.egress.tunnels import MAX_TUNNELS, Tunnels
 from toolcrew.workers.sandboxd.frames import Frame
 from toolcrew.workers.sandboxd.plans import Plans
-from toolcrew.workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 
 @pytest.fixture(autouse=True)

@@ -15,15 +15,15 @@ SECRET = "correct-horse-battery-staple"
 
 WORKERS = """
 from toolcrew.workers.logs import configure_logging
-from toolcrew.workers.settings import load_worker_settings
+from toolcrew.contract.settings import WorkerSettings, read_environment
 import structlog
-configure_logging("worker", load_worker_settings())
+configure_logging("worker", read_environment(WorkerSettings))
 log = structlog.get_logger("x")
 """
 ORCHESTRATOR = """
 from toolcrew.orchestrator.logs import configure_logging
 from toolcrew.telemetry.logs import get_logger
-from toolcrew.orchestrator.settings import load_settings
+from toolcrew.contract.settings import load_settings
 configure_logging(load_settings(), "orchestrator")
 log = get_logger("toolcrew.orchestrator.x")
 """

@@ -19,6 +19,7 @@ from toolcrew.contract.calls import ToolContext
 from toolcrew.contract.envelope import decode_call, encode_call
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.masking import Masker
+from toolcrew.contract.settings import TracingSettings, load_tracing_settings
 from toolcrew.contract.traceparent import (
     SpanRef,
     attempt_span_id,
@@ -30,7 +31,6 @@ from toolcrew.contract.traceparent import (
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.telemetry import names, otlp
 from toolcrew.telemetry.otlp import CLOSE_S, MAX_WAITING, LossReport, _Otel, open_tracer
-from toolcrew.telemetry.settings import TracingSettings, load_tracing_settings
 from toolcrew.telemetry.spans import MAX_CONTENT_CHARS, Span, Tracer, clean
 
 WAIT_S = 20.0

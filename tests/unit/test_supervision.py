@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.stack import is_alive, read_line
 from tests.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.cli import up as cli
 from toolcrew.orchestrator.operations import local_stack, supervision
 from toolcrew.orchestrator.operations.local_stack import StackInfo, keep
@@ -35,7 +36,6 @@ from toolcrew.orchestrator.operations.supervision import (
     choose_pause,
     die_with_supervisor,
 )
-from toolcrew.orchestrator.settings import OrchestratorSettings
 
 FOREVER = "import time; time.sleep(600)"
 

@@ -12,11 +12,11 @@ from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from tests.switched_pool import SwitchedPool
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import switches_key
 from toolcrew.contract.registry import SWITCHES_FRESH_S, Switch, ToolRegistry, find_switch, parse_switches
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request

@@ -10,10 +10,10 @@ import pytest
 import redis.asyncio
 
 from tests.builders import KEY
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.batches import BatchDefaults, BatchItem
 from toolcrew.store.tenant_threads import TenantThreads, in_tenant_thread
 

@@ -16,9 +16,10 @@ from redis.retry import Retry
 from tests.builders import KEY as KEYS
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key, tenants_key
-from toolcrew.contract.settings import BrokerSettings
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import (
@@ -30,7 +31,6 @@ from toolcrew.contract.tenancy import (
     seal_policy,
 )
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tasks import SharedReads

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from toolcrew.contract.masking import MARK, Masker
-from toolcrew.orchestrator.settings import build_masker, load_settings, secrets_of_environment
+from toolcrew.contract.settings import build_masker, load_settings, secrets_of_environment
 from toolcrew.orchestrator.traces.recorder import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"

@@ -13,7 +13,7 @@ from tests.web_certificate import server_context
 from tests.web_servers import QUICK, SYSTEM_TLS, MemoryStore, StubResolver, WebServer, answer, open_web_server, run_tool
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode
-from toolcrew.workers.settings import WebSettings, load_web_settings
+from toolcrew.contract.settings import WebSettings, read_environment
 from toolcrew.workers.web.providers.base import SearchProvider
 from toolcrew.workers.web.providers.brave import Brave
 from toolcrew.workers.web.providers.endpoint import SearchEndpoint
@@ -353,7 +353,7 @@ def test_web_settings_are_read_from_the_environment_and_hide_secrets(monkeypatch
         "WEBFETCH_ALLOW_HOSTS": '["Wiki.internal:8080"]',
     }.items():
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
-    settings = load_web_settings()
+    settings = read_environment(WebSettings)
     assert KEY not in repr(settings) + str(settings) + settings.model_dump_json()
     assert build_access_rules(settings).allowed_hosts == {"wiki.internal:8080"}
     assert build_access_rules(settings).ports == {80, 443}

@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 
 from tests.conftest import RedisProcess
 from tests.stack import ROOT
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.envelope import find_encoded_result
 from toolcrew.contract.names import call_key, result_key
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.store.call_records import CallRecord, CallState, parse_record
 from toolcrew.store.calls import FinishedCalls
 from toolcrew.store.usage import CallEnding
@@ -214,7 +214,7 @@ def test_node_names_are_unique_and_reused_after_a_worker_dies() -> None:
     )
     machine = socket.gethostname()
     code = (
-        "from toolcrew.contract.settings import BrokerSettings; from toolcrew.workers.celery_edge.app import reserve_node_name; "
+        "from toolcrew.contract.broker import BrokerSettings; from toolcrew.workers.celery_edge.app import reserve_node_name; "
         "print(reserve_node_name('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
     )
     with subprocess.Popen(

@@ -19,8 +19,8 @@ from celery.signals import setup_logging, worker_process_shutdown, worker_ready,
 from celery.worker import state
 from celery.worker.control import Panel
 
+from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ConfigError, RefusalReason
-from toolcrew.contract.settings import BrokerSettings
 from toolcrew.workers.celery_edge.broker import DUPLICATE_FILTER, DuplicateFilter, LiveTasks, register_transport
 from toolcrew.workers.celery_edge.tasks import BACKENDS
 

@@ -4,14 +4,14 @@ import asyncio
 import sys
 
 from toolcrew.contract.errors import OperatorError
+from toolcrew.contract.settings import EgressSettings, read_environment
 from toolcrew.workers.egress.daemon import run
 from toolcrew.workers.logs import configure_logging, log_not_started
-from toolcrew.workers.settings import load_egress_settings
 
 
 def main() -> int:
     try:
-        settings = load_egress_settings()
+        settings = read_environment(EgressSettings)
         configure_logging("egress", settings)
         asyncio.run(run(settings))
     except (OperatorError, OSError) as error:

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.secrets import MAX_SECRETS
+from toolcrew.contract.tenant_classes import EgressRules
 from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
 from toolcrew.workers.egress.processor_share import ProcessorShare
 from toolcrew.workers.egress.secrets import BoundSecret
-from toolcrew.workers.settings import EgressRules
 
 OpeningName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STORED_SESSIONS = 100_000

@@ -9,6 +9,7 @@ import socket
 import structlog
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import EgressSettings
 from toolcrew.workers.egress.allowances import ConnectionQuotas
 from toolcrew.workers.egress.authority import Authority
 from toolcrew.workers.egress.destinations import LOOKUPS_PER_TENANT, Destinations, ResolverPool
@@ -17,7 +18,6 @@ from toolcrew.workers.egress.limits import ProxyLimits
 from toolcrew.workers.egress.secrets import SecretUses
 from toolcrew.workers.egress.serving import Proxy
 from toolcrew.workers.lifeline import hold_lifeline
-from toolcrew.workers.settings import EgressSettings
 from toolcrew.workers.unix_listening import find_peer_uid, open_listener, socket_mode, unlink_own
 from toolcrew.workers.web.addresses import AddressRules
 from toolcrew.workers.web.resolver import SystemResolver

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from toolcrew.contract.errors import ToolFailure
+from toolcrew.contract.tenant_classes import EgressRules
 from toolcrew.workers.egress.limits import ProxyLimits
 from toolcrew.workers.egress.outcomes import EgressOutcome, Refusal, refuse, refuse_bad_gateway
-from toolcrew.workers.settings import EgressRules
 from toolcrew.workers.web.access_rules import is_private_name, matches
 from toolcrew.workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
 from toolcrew.workers.web.limits import Deadline

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolcrew.contract.settings import WebSettings
 from toolcrew.workers.mcp.answers import build_outcome
 from toolcrew.workers.mcp.http_server import HttpServer
 from toolcrew.workers.mcp.http_sessions import OpenSessions, ServerSessions
 from toolcrew.workers.mcp.imports import ImportedTool, import_tools
 from toolcrew.workers.mcp.settings import HttpEntry
-from toolcrew.workers.settings import WebSettings
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.web.addresses import AddressRules
 from toolcrew.workers.web.connections import build_tls

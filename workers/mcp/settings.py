@@ -1,7 +1,6 @@
 """File in TOOLCREW_MCP_SERVERS: the MCP servers, their tenants, and the trust in each server."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,11 +117,11 @@ Entry = HttpEntry | StdioEntry
 E = TypeVar("E", HttpEntry, StdioEntry)
 
 
-def load_servers(path: Path | None, entry_type: type[E], environment: Mapping[str, str] | None = None) -> dict[str, E]:
+def load_servers(path: Path | None, entry_type: type[E], environment: Mapping[str, str]) -> dict[str, E]:
     """Return the servers of one kind in the file, by name; an empty dict without a file.
 
     For entries of the other kind only the types of the fields are checked: a worker does not need the secrets of
-    servers that it does not call. `environment`: the variables for `${NAME}`; None means this process's environment.
+    servers that it does not call. `environment`: the variables for `${NAME}`.
 
     Raises ConfigError: an entry is wrong. The message names the entry and the fix, and never a variable's value.
     """
@@ -144,9 +143,8 @@ def load_servers(path: Path | None, entry_type: type[E], environment: Mapping[st
             f'{source}: write {{"mcpServers": {{NAME: {{...}}}}}}, at most {MAX_SERVERS} servers and {MAX_FILE_BYTES} '
             "bytes"
         )
-    variables = os.environ if environment is None else environment
     entries = {
-        name: _parse_entry(f"{source}: server '{name[:60]}'", name, entry, entry_type, variables)
+        name: _parse_entry(f"{source}: server '{name[:60]}'", name, entry, entry_type, environment)
         for name, entry in servers.items()
     }
     return {name: entry for name, entry in entries.items() if entry is not None}

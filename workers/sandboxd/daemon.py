@@ -24,6 +24,7 @@ import structlog
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.store.archives.choice import open_store
 from toolcrew.workers.lifeline import hold_lifeline
 from toolcrew.workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
@@ -61,7 +62,6 @@ from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions
 from toolcrew.workers.sandboxd.skill_store import SkillVolume
 from toolcrew.workers.sandboxd.suspension import open_suspension_store
-from toolcrew.workers.settings import SandboxdSettings
 from toolcrew.workers.unix_listening import refuse_second, socket_mode, unlink_own
 
 log = structlog.get_logger(__name__)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from toolcrew.contract.image_names import advise_missing
+from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.disks.base import Kind
 from toolcrew.workers.sandboxd.plans import Plans
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
-from toolcrew.workers.settings import SandboxdSettings
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
 """First version of each series with the fixes of November 2025. In series 1.4.0 the third release

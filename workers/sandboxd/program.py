@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolcrew.contract.errors import OperatorError
+from toolcrew.contract.settings import SandboxdSettings, read_environment
 from toolcrew.workers.logs import configure_logging, log_not_started
 from toolcrew.workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
 from toolcrew.workers.sandboxd.egress.relay import connect_proxy
 from toolcrew.workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
 from toolcrew.workers.sandboxd.plans import Plans, load_plans
 from toolcrew.workers.sandboxd.runtime.engine import Engine
-from toolcrew.workers.settings import SandboxdSettings, load_sandboxd_settings
 
 _KILLED_S: Final = 3600.0
 
@@ -101,7 +101,7 @@ async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str 
 def main() -> int:
     arguments = _parse_arguments()
     try:
-        settings = load_sandboxd_settings()
+        settings = read_environment(SandboxdSettings)
         # With `--check` log only errors: the table shows what the check finds.
         configure_logging("sandboxd", settings, "ERROR" if arguments.check else None)
         if arguments.check:

@@ -6,7 +6,6 @@ A parser that fails or exceeds a limit ends only that call.
 import hashlib
 import json
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from toolcrew.contract.programs import program
 from toolcrew.contract.settings import parser_environment
 from toolcrew.contract.skills import SkillBroken
 
@@ -53,8 +53,8 @@ class SkillExaminer:
 
 
 def _run(arguments: Sequence[str], data: bytes) -> dict[str, Any]:
-    # `-P` and `cwd="/"`: Python must not import a module from the current folder. The environment has no secrets.
-    command = [sys.executable, "-P", "-m", "toolcrew.workers.skills", *arguments]
+    # `program` and `cwd="/"`: Python must not import a module from the current folder. The environment has no secrets.
+    command = program("toolcrew.workers.skills", *arguments)
     try:
         process = subprocess.run(
             command, input=data, capture_output=True, check=True, timeout=EXAMINE_S, env=parser_environment(), cwd="/"

@@ -6,8 +6,8 @@ from typing import TypeGuard
 from pydantic import SecretStr
 
 from toolcrew.contract.errors import ConfigError, ToolFailure
+from toolcrew.contract.settings import WebSettings
 from toolcrew.store.web_pages import PageStore
-from toolcrew.workers.settings import WebSettings
 from toolcrew.workers.tools.base import WorkerTool
 from toolcrew.workers.web.access_rules import WebAccessRules
 from toolcrew.workers.web.addresses import AddressRules

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.api_state import ApiState
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import Credential, Identity, LoginStore, ShownCredential, login_digest
 
 COOKIE = "toolcrew_login"

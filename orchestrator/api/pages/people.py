@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Form, Query, Request, Response
 
 from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.access import depend_on_app_state
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.pages.logins import Login, find_login
@@ -19,7 +20,6 @@ from toolcrew.orchestrator.api.pages.rendering import Viewer, render
 from toolcrew.orchestrator.api.shares import Streams
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.audit import Actor
 
 MAX_CHOICE = 500

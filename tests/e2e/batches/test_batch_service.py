@@ -24,12 +24,12 @@ from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
 from tests.waiting import wait_until, wait_until_async
 from toolcrew.contract.run_events import CallFinished, FailureKind, RunClaimed
+from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.orchestrator.settings import OrchestratorSettings
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import (
     BatchDefaults,

@@ -7,13 +7,13 @@ import contextlib
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.programs import program
 from toolcrew.workers.sandboxd.budgets import FairBudget
 from toolcrew.workers.sandboxd.cgroups import HELPERS_BYTES, Cgroups
 
@@ -40,7 +40,7 @@ async def run_child(tenant: str, module: str, descriptors: Sequence[int], within
 
 
 async def _run_child(module: str, descriptors: Sequence[int], within_s: float) -> int:
-    argv = [sys.executable, "-P", "-m", module, *map(str, descriptors)]
+    argv = program(module, *map(str, descriptors))
     child = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, pass_fds=descriptors)
     try:
         Cgroups().add_helper(child.pid)
