@@ -54,7 +54,7 @@ PUBLISH = Script(
     + """
 local time = redis.call('TIME')
 local function reply(outcome) return {ok = outcome .. ' ' .. time[1] .. ' ' .. time[2]} end
-local record = redis.call('HMGET', call, 'state', 'attempt', 'nonce')
+local record = redis.call('HMGET', call, 'state', 'attempt', 'nonce', 'is_counted')
 -- A publish whose reply was lost is sent again. Its nonce shows that the first one succeeded.
 if record[3] == nonce then return reply('sent') end
 if slot ~= '' and redis.call('HEXISTS', slots, slot) == 0 then return reply('no_slot') end
@@ -82,6 +82,7 @@ redis.call('DEL', call)
 redis.call('HSET', call, 'state', 'queued', 'attempt', attempt, 'tool', tool, 'session', session,
   'queue', queue, 'queued_at', time[1] .. '.' .. string.format('%06d', time[2]),
   'nonce', nonce, 'task', task, 'ticket', ticket)
+if record[4] then redis.call('HSET', call, 'is_counted', record[4]) end  -- by an earlier attempt
 redis.call('EXPIRE', call, CALL_TTL_S)
 if first and not string.find(tool, '.', 1, true) then  -- no operation of a session, and no webhook
   redis.call('ZADD', calls, time[1] .. '.' .. string.format('%06d', time[2]), call_id)

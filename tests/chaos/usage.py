@@ -22,7 +22,7 @@ ROUNDING_S = 0.001
 @dataclass(frozen=True)
 class StoredUsage:
     """Usage in Redis at one moment. `sessions`: by session, from the totals of sandboxd. `ended`: the calls of tools
-    with a stored result. Opening and closing sessions are no calls of a tenant.
+    that have ended once: a call that is sent again has no result if its sender dies. Opening and closing sessions are no calls of a tenant.
     """
 
     tenant: Mapping[str, int]
@@ -40,7 +40,7 @@ def read_usage(client: "redis.Redis", deployment: str) -> StoredUsage:
         for key in [*days, *sessions]:
             pipe.hvals(key)
         for key in calls:
-            pipe.hmget(key, "state", "tool")
+            pipe.hmget(key, "is_counted", "tool")
         replies = iter(pipe.execute())
     return StoredUsage(
         sum_packed([packed for _ in days for packed in next(replies)]),
@@ -71,9 +71,9 @@ def judge_usage(stored: StoredUsage, lines: Iterable[Mapping[str, Any]]) -> Iter
             yield f"session {session}: {counted_s} CPU seconds are counted, and its results have {cpu_s}"
 
 
-def _is_ended_tool(state: bytes | None, tool: bytes | None) -> bool:
+def _is_ended_tool(is_counted: bytes | None, tool: bytes | None) -> bool:
     """Names of session operations contain a dot. Those of tools do not."""
-    return state == b"done" and b"." not in (tool or b"")
+    return is_counted is not None and b"." not in (tool or b"")
 
 
 def _id_of(key: bytes) -> str:

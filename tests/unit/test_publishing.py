@@ -26,9 +26,10 @@ from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.store import call_messages as publishing
 from toolcrew.store.call_messages import NotSent, Publisher
 from toolcrew.store.call_records import CALL_TTL_S, CallState, parse_record
-from toolcrew.store.calls import CallStore
+from toolcrew.store.calls import CallStore, FinishedCalls
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.scripts import ReplyMissing, ScriptConnection, Value
+from toolcrew.store.usage import CallEnding, UsageStore, sum_rows
 
 QUEUE = "host.a.b00t"
 LOCATION = location_key("d", "acme", "s1")
@@ -94,6 +95,19 @@ async def test_publish_writes_the_message_and_the_call_record(publisher: Publish
     assert stored.queue == QUEUE
     assert abs(stored.queued_at - time.time()) < 30
     assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
+
+
+async def test_a_call_that_is_sent_again_after_its_end_is_in_the_usage_once(
+    publisher: Publisher, server: "redis.Redis", redis_server: RedisProcess
+) -> None:
+    ended = FinishedCalls(server)
+    async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+        for number in (1, 2):
+            await publisher.publish(build_call_message(attempt(number=number), f"hub-{number}", "d"))
+            assert ended.store(f"hub-{number}", "{}", 60, CallEnding("d", "acme", "c1", number))
+            assert await CallStore(client, "d").renew("acme", "c1", number)
+        rows = await UsageStore(client, "d").read("acme", time.time() - 3600, time.time() + 3600)
+    assert sum_rows(rows)["calls"] == 1
 
 
 async def test_session_location_outlives_the_longest_call(publisher: Publisher, server: "redis.Redis") -> None:
