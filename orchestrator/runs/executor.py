@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,11 +33,13 @@ from toolcrew.orchestrator.admission import until_admitted
 from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.approvals.asking import QueueApprover
 from toolcrew.orchestrator.batches.rows import build_answer_body, build_call_body
+from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart, build_call
+from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
-from toolcrew.orchestrator.models.choice import FALLBACK_WARNING
+from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from toolcrew.orchestrator.models.notices import report_notices
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
@@ -49,7 +51,7 @@ from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_call, judge
 from toolcrew.orchestrator.runs.run_forks import name_attempt
 from toolcrew.orchestrator.runs.run_gate import GatedRun, RunDeferred, RunGate
 from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
-from toolcrew.orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
+from toolcrew.orchestrator.runs.run_slots import RunSlots, SlotReleasingApprover
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
@@ -307,10 +309,6 @@ class RunExecutor:
     ) -> tuple[dict[str, Any], Failure | None]:
         """Run the agent of an item. Return the same values as `_execute`."""
         item, agent_run = claim.record.item, _run_name(claim)
-
-        def notify(message: str) -> None:
-            on_event(Warned(run=agent_run, message=message))
-
         chosen_model = await self.models.get(claim.tenant, work.model or defaults.model)
         options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
@@ -323,10 +321,7 @@ class RunExecutor:
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
         journal.bill(session.id if session is not None else None)
-        endpoint_gate = self.gate.of(chosen_model.endpoint)
-        gate = GatedRun(endpoint_gate, claim.run)
-        spans = current_run() if self.pool.tracer is not None else None
-        source = item.forked_from
+        gate = GatedRun(self.gate.of(chosen_model.endpoint), claim.run)
 
         async def prepare_request() -> None:
             if is_over:
@@ -336,21 +331,16 @@ class RunExecutor:
                 return
             journal.check_session()
             if problem := await self._sessions.keep_state(session, journal):
-                notify(f"the state of the session after {count(journal.steps, 'step')} was not stored: {problem}")
+                message = f"the state of the session after {count(journal.steps, 'step')} was not stored: {problem}"
+                on_event(Warned(run=agent_run, message=message))
 
         async with AsyncExitStack() as stack:
-            stack.enter_context(report_notices(notify))
-            slot = await stack.enter_async_context(self.slots.run())
             on_event = await stack.enter_async_context(self._listen(claim, on_event))
-            if self.traces is not None:
-                trace = stack.enter_context(self.traces.open(claim.tenant, agent_run))
-                on_event = pass_to(trace.on_event, on_event)
-            if spans is not None:
-                spans.know_model(chosen_model.model)
-                on_event = pass_to(spans.on_event, on_event)
+            on_event = stack.enter_context(self.observe(claim.tenant, agent_run, on_event, current_run()))
             config = RunConfig(
                 run=agent_run,
                 tenant=claim.tenant,
+                journal=journal,
                 dialect=work.dialect or defaults.dialect,
                 profile=work.profile or defaults.profile,
                 options=options,
@@ -358,19 +348,15 @@ class RunExecutor:
                 on_event=on_event,
                 shows_output=self.publisher is not None and claim.record.batch == HOSTED_BATCH,
                 priority=self.priority,
-                approver=self._choose_approver(defaults, slot),
-                before_send=slot.wait,
-                journal=journal,
+                approver=self.approver or (self.parts.people if defaults.asks_people else None),
                 gate=gate,
                 sampling=work.sampling,
                 before_request=prepare_request,
                 is_chat=item.url == CHAT_URL,
+                copied_steps=item.forked_from.step if item.forked_from is not None else 0,
             )
-            with endpoint_gate.request(claim.run):
-                agent = await retry_until_available(lambda: self.parts.build_agent(session, chosen_model, config))
-            copied_steps = source.step if source is not None else 0
-            agent = replace(agent, run_call=slot.wrap(agent.run_call), copied_steps=copied_steps)
-            run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
+            history = [dict(message) for message in work.history]
+            run = await self.run_agent(session, chosen_model, config, work.instruction, history)
             if run.stop_reason is StopReason.MAX_WALL:
                 gate.check_answered()
         artifacts = (
@@ -403,10 +389,43 @@ class RunExecutor:
             self._warned.add(batch)
             on_event(BatchNotice(message=message, is_warning=True))
 
-    def _choose_approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
-        """Return the approver of the run. An approver that asks people releases the run's slot while the run waits."""
-        approver = self.approver or (self.parts.people if defaults.asks_people else self.parts.approver)
-        return SlotReleasingApprover(approver, slot) if isinstance(approver, QueueApprover) else approver
+    @contextmanager
+    def observe(self, tenant: str, run: str, on_event: OnEvent, spans: RunSpans | None) -> Iterator[OnEvent]:
+        """Yield the listener for the events of an agent: it also writes its trace and its spans. What the model's
+        requests wait for becomes a warning.
+        """
+        with ExitStack() as stack:
+            if self.traces is not None:
+                on_event = pass_to(stack.enter_context(self.traces.open(tenant, run)).on_event, on_event)
+            if spans is not None:
+                on_event = pass_to(spans.on_event, on_event)
+            stack.enter_context(report_notices(lambda message: on_event(Warned(run=run, message=message))))
+            yield on_event
+
+    async def run_agent(
+        self,
+        session: Session | None,
+        chosen_model: ChosenModel,
+        config: RunConfig,
+        instruction: str,
+        history: Sequence[Message] = (),
+    ) -> RunResult:
+        """Run an agent in an open session until it answers or reaches a limit. `session` None: the run has no tools.
+
+        Raises the exceptions of the pool and of the model.
+        """
+        if (spans := current_run()) is not None:
+            spans.know_model(chosen_model.model)
+        async with self.slots.run() as slot:
+            approver = config.approver or self.parts.approver
+            if isinstance(approver, QueueApprover):
+                # The run releases its slot while it waits for people.
+                approver = SlotReleasingApprover(approver, slot)
+            config = replace(config, approver=approver, before_send=slot.wait)
+            with config.gate.prepare():
+                agent = await retry_until_available(lambda: self.parts.build_agent(session, chosen_model, config))
+            agent = replace(agent, run_call=slot.wrap(agent.run_call))
+            return await agent.run(instruction, history=history)
 
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[OnEvent]:
@@ -444,7 +463,7 @@ class RunExecutor:
                 sent_since=journal.began_at if journal.is_resumed else None,
             )
             result = await until_admitted(lambda: session.send(request))
-        await journal.record(CallFinished, result=result)
+        await journal.record_result(result)
         self.pool.dispatcher.settle(claim.tenant, call_id)
         on_event(CallFinished(run=claim.run, result=result, seconds=time.monotonic() - began))
         return result

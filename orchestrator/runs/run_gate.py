@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from toolcrew.contract.errors import (
@@ -248,6 +248,10 @@ class GatedRun:
         with self._gate.request(self._run):
             yield
 
+    def prepare(self) -> AbstractContextManager[None]:
+        """Return a context manager around the requests before the first one of the run, with the same errors."""
+        return self._gate.request(self._run)
+
     def record_answer(self) -> None:
         """Note that a part of the reply has arrived."""
         if self._requested_at is not None:
@@ -270,9 +274,10 @@ class GatedRun:
 class UngatedRun:
     """Replacement of GatedRun for a run that never waits: each failed request raises its own error."""
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        yield
+    def request(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    prepare = request
 
     def record_answer(self) -> None:
         """Do nothing."""

@@ -20,7 +20,6 @@ from toolcrew.contract.errors import (
 from toolcrew.contract.registry import Switch, filter_specs, switches_for
 from toolcrew.contract.run_events import (
     ApprovalAsked,
-    CallFinished,
     CallSent,
     OnEvent,
     OutputArrived,
@@ -51,7 +50,7 @@ from toolcrew.orchestrator.loop.limits import ReActOptions, with_window
 from toolcrew.orchestrator.models.capabilities import CapabilityCache
 from toolcrew.orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
 from toolcrew.orchestrator.runs.file_list import list_files
-from toolcrew.orchestrator.runs.journal import Journal, MemoryJournal
+from toolcrew.orchestrator.runs.journal import MemoryJournal, RunJournal
 from toolcrew.orchestrator.runs.model_account import ModelAccount
 from toolcrew.orchestrator.runs.run_gate import GatedRun, UngatedRun
 from toolcrew.orchestrator.runs.run_model import RunModel, send_at_once
@@ -167,13 +166,13 @@ async def _do_not_wait(_: str) -> None:
 class RunConfig:
     """Configuration of one run.
 
-    `tenant`: pays for the run. `tools` None: the tools that suit the model. `journal` None: the run ends with this
-    process. `gate`: receives the failures of the model. `sampling`: fields of every request to the model.
-    `before_request`: is awaited before each new request.
+    `tenant`: pays for the run. `tools` None: the tools that suit the model. `gate`: receives the failures of the model.
+    `sampling`: fields of every request to the model. `before_request`: is awaited before each new request.
     """
 
     run: str
     tenant: str
+    journal: RunJournal
     dialect: str | None = None
     profile: str | None = None
     options: ReActOptions = field(default_factory=ReActOptions)
@@ -188,12 +187,13 @@ class RunConfig:
     """Function that waits, before the call with that id is sent, until the run has its slot again: the run may have
     released the slot while people decided about the call.
     """
-    journal: Journal | None = None
     gate: GatedRun | UngatedRun = field(default_factory=UngatedRun)
     sampling: Mapping[str, object] = field(default_factory=dict)
     before_request: Callable[[], Awaitable[None]] = send_at_once
     is_chat: bool = False
     """True: the model receives only the run's own messages and no system prompt."""
+    copied_steps: int = 0
+    """Number of the first steps that were copied from another run (Agent)."""
 
 
 class RunParts:
@@ -236,11 +236,12 @@ class RunParts:
             lambda spending: self.usage.count_reply(config.tenant, session_id, spending),
             options.prices,
         )
-        unlogged = MemoryJournal(account.count)
-        # The journal of a durable run does not contain the answers to model requests of tools.
-        questions = ModelRequests(RunModel(chosen_model.model, account, unlogged, UngatedRun(), {}))
+        # No journal contains the answers to model requests of tools.
+        asked_by_tools = RunModel(chosen_model.model, account, MemoryJournal(account.count), UngatedRun(), {})
+        questions = ModelRequests(asked_by_tools)
         if self._pool.tally is not None:
-            config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
+            replay = config.journal if config.journal.is_durable else None
+            config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, replay))
         run_call: RunCall = _refused
         files, has_shell = "", False
         if session is not None:
@@ -270,7 +271,7 @@ class RunParts:
         model = RunModel(
             chosen_model.model,
             account,
-            config.journal or unlogged,
+            config.journal,
             config.gate,
             config.sampling,
             config.before_request,
@@ -289,7 +290,8 @@ class RunParts:
             usage_by_tools=questions.usage,
             switched_off=switches,
             skills=[skill.name for skill in skills],
-            is_logged=config.journal is not None,
+            is_logged=config.journal.is_durable,
+            copied_steps=config.copied_steps,
         )
 
     async def _choose_profile(self, chosen_model: ChosenModel, config: RunConfig) -> ModelProfile:
@@ -391,9 +393,7 @@ class RunParts:
 
 
 class _Calls:
-    """Makes the calls of one run: reviews, dispatches and publishes them. Logs reviews and results in the journal if
-    the run has a journal.
-    """
+    """Makes the calls of one run: reviews, dispatches and publishes them. Logs reviews and results in the journal."""
 
     def __init__(
         self,
@@ -416,10 +416,17 @@ class _Calls:
 
     def run_call(self) -> RunCall:
         """Return the function with which the agent executes a call."""
-        make = self._run if self._config.journal is None else self._run_durably
+        journal = self._config.journal
 
         async def run_call(call: ToolCall) -> ToolResult:
-            result = await make(call)
+            result = journal.result_of(call.id)
+            if result is None:
+                result = await (self._run_durably(call) if journal.is_durable else self._run(call))
+                await journal.record_result(result)
+                if journal.is_durable:
+                    # Only now may the pool delete the result: until the result is in the journal, the pool has the
+                    # only copy.
+                    self._parts.settle(self._session, call.id)
             skill = self._active.record_use(call, result)
             if skill is not None:
                 await self._parts.skill_uses.count(self._session.tenant, skill)
@@ -428,20 +435,11 @@ class _Calls:
         return run_call
 
     async def _run_durably(self, call: ToolCall) -> ToolResult:
-        """Return the logged result of the call, or execute the call and log the result before it is returned."""
-        journal = self._config.journal
-        assert journal is not None
-        logged = journal.result_of(call.id)
-        if logged is not None:
-            return logged
+        """Execute the call. Repeat it while Redis does not answer."""
         try:
-            result = await retry_until_available(self._build_attempts(call, journal.now))
+            return await retry_until_available(self._build_attempts(call, self._config.journal.now))
         except BrokerUnavailable as error:
-            result = ToolResult.failed(call, error.code, str(error))
-        await journal.record(CallFinished, result=result)
-        # Only now may the pool delete the result: until the result is in the journal, the pool has the only copy.
-        self._parts.settle(self._session, call.id)
-        return result
+            return ToolResult.failed(call, error.code, str(error))
 
     def _build_attempts(self, call: ToolCall, clock: Callable[[], float]) -> Callable[[], Awaitable[ToolResult]]:
         """Return a function that makes one attempt at the call each time it is called.
@@ -481,8 +479,8 @@ class _Calls:
             model=self._model,
             priority=config.priority,
             handlers={MODEL: self._questions.open_call()} if spec.pool == "tools" else {},
-            keeps_result=journal is not None,
-            sent_since=(journal.sent_since(call.id) or tried_at) if journal is not None else None,
+            keeps_result=journal.is_durable,
+            sent_since=journal.sent_since(call.id) or tried_at,
         )
         on_output = self._build_on_output(call.id) if self._config.shows_output else None
 
@@ -492,7 +490,7 @@ class _Calls:
 
         # A durable run waits for a limit that only delays the call. Any other run returns a result that reports the
         # limit.
-        result = await (send() if self._config.journal is None else until_admitted(send))
+        result = await (until_admitted(send) if journal.is_durable else send())
         return add_used_aliases(result, find_aliases(spec, call.arguments))
 
     async def _review(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
@@ -504,7 +502,7 @@ class _Calls:
             was_asked |= isinstance(event, ApprovalAsked)
             self._config.on_event(event)
 
-        logged = journal.review_of(call.id) if journal is not None else None
+        logged = journal.review_of(call.id)
         if logged is not None:
             return logged
         session, config = self._session, self._config
@@ -518,7 +516,7 @@ class _Calls:
             approver=config.approver,
             active=self._active,
         )
-        if journal is not None and was_asked:
+        if was_asked:
             await journal.record_review(call.id, reviewed)
         return reviewed
 

@@ -5,14 +5,14 @@ client.
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.registry import Switch, ToolState, find_state, switch_field
-from toolcrew.contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
+from toolcrew.contract.run_events import OnEvent, SandboxClosed
 from toolcrew.contract.schema import find_nearest
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
@@ -30,10 +30,11 @@ from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions
 from toolcrew.orchestrator.models.choice import ChosenModel
-from toolcrew.orchestrator.models.notices import report_notices
 from toolcrew.orchestrator.operations.local_stack import StackInfo, embedded_stack
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.journal import MemoryJournal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.own_run import OwnRuns
 from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
@@ -511,29 +512,24 @@ class ToolClient:
         """
         if session is not None and workspace is not None:
             raise ConfigError("a run uses a session or a workspace: pass only one of them")
-        run, emit = secrets.token_hex(8), on_event or (lambda _: None)
+        run, shows_output = secrets.token_hex(8), on_event is not None and shows_output
         async with AsyncExitStack() as stack:
             tenant = session.tenant if session is not None else self.tenant
-            if has_trace:
-                emit = pass_to(stack.enter_context(self.traces.open(tenant, run)).on_event, emit)
+            name, own_model = (model, None) if isinstance(model, str) else (None, model)
+            models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
+            executor = RunExecutor(self._pool, self._parts, models, self.traces if has_trace else None)
             spans = None
             if self._pool.tracer is not None:
                 traced = TracedRun(tenant, run, session=session.id if session is not None else None)
-                spans = RunSpans(self._pool.tracer, traced)
-                stack.enter_context(run_spans(spans))
-                emit = pass_to(spans.on_event, emit)
-            name, own_model = (model, None) if isinstance(model, str) else (None, model)
-            models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
-            stack.enter_context(report_notices(lambda message: emit(Warned(run=run, message=message))))
+                spans = stack.enter_context(run_spans(RunSpans(self._pool.tracer, traced)))
+            emit = stack.enter_context(executor.observe(tenant, run, on_event or (lambda _: None), spans))
             chosen_model = await models.get(tenant, name)
-            if spans is not None:
-                spans.know_model(chosen_model.model)
             if session is None:
                 session = await stack.enter_async_context(self._own_session(workspace, run, emit))
-            shows_output = on_event is not None and shows_output
             config = RunConfig(
                 run=run,
                 tenant=tenant,
+                journal=MemoryJournal(partial(self._parts.usage.count_reply, tenant, session.id)),
                 dialect=dialect,
                 profile=profile,
                 options=options or ReActOptions(),
@@ -541,5 +537,4 @@ class ToolClient:
                 on_event=emit,
                 shows_output=shows_output,
             )
-            agent = await self._parts.build_agent(session, chosen_model, config)
-            return await agent.run(instruction)
+            return await executor.run_agent(session, chosen_model, config, instruction)
