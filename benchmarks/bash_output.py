@@ -13,6 +13,7 @@ from benchmarks.processes import running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
+from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.tools.text import MAX_LINES, MAX_OUTPUT_BYTES
 
@@ -92,7 +93,7 @@ def run(rounds: int = ROUNDS) -> Report:
         name = client.open("bench", "output")
         api = open_api()
         stack.callback(api.close)
-        container = str(client.describe_open(name, None, 1800.0)["sandbox"]["id"])
+        container = str(client.describe_open(name, EMPTY_SESSION)["sandbox"]["id"])
         guest = pid_of(api, container)
         _call(client, name, "seq 10000")
         before, worker_before = Peaks(guest, sandboxd.pid), read_resident(_own_pid())

@@ -25,6 +25,7 @@ from benchmarks.sandboxes import find_own, list_containers, list_folders, list_g
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.disks.image import TEMPLATES
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, encode_frame
@@ -150,7 +151,7 @@ class Rounds:
         with SandboxClient(self._sandboxd.socket) as client:
             short_lived = way == "abandon"
             name = f"bench:{way}-{number}"
-            opened = client.describe_open(name, None, SHORT_TTL_S if short_lived else 600.0)
+            opened = client.describe_open(name, SessionSpec(ttl_s=SHORT_TTL_S if short_lived else 600.0))
             pid = self.traces.learn(self.api, str(opened["sandbox"]["id"]))
             sandbox_call(client, name)
             if not short_lived:

@@ -9,6 +9,7 @@ from benchmarks.report import Report, median
 from benchmarks.sandboxes import pid_of
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
+from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.workers.sandbox_client import SandboxClient
 
 SANDBOXES = size(50, 2)
@@ -32,7 +33,7 @@ def run(sandboxes: int = SANDBOXES) -> Report:
         pids = []
         for number in range(sandboxes):
             name = client.open("bench", f"memory-{number}")
-            container = str(client.describe_open(name, None, 1800.0)["sandbox"]["id"])
+            container = str(client.describe_open(name, EMPTY_SESSION)["sandbox"]["id"])
             pids.append(pid_of(api, container))
         fresh = [memory_of(pid) for pid in pids]
         for number in range(sandboxes):

@@ -20,6 +20,7 @@ from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
+from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.admission import SharedAdmission
@@ -156,7 +157,7 @@ class Orchestrator:
         """Open the session. Return whether the session is open."""
         self._results.openings += 1
         try:
-            result = await self.locator.open(session.tenant, session.name, session.policy, {})
+            result = await self.locator.open(session.tenant, session.name, session.policy, EMPTY_SESSION)
         except OperatorError:
             result = None
         if result is None or not result.success:
@@ -196,7 +197,7 @@ class Orchestrator:
             raise CallLost("the host is gone", has_started=False)
         if not has_room:
             return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
-        if "moved" in opening.arguments:
+        if opening.moved is not None:
             self._results.moved_s.append(
                 self._world.loop.time() - self._world.stopped_at[self._results.lived[opening.session]]
             )

@@ -12,6 +12,7 @@ from benchmarks.processes import RunningSandboxd, running_sandboxd
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 
 ROUNDS = size(2000, 20)
@@ -53,7 +54,7 @@ def _use(rounds: Rounds, sandboxd: RunningSandboxd, number: int) -> float:
     """Return the duration of one session in seconds, without the time in which the benchmark looks for its sandbox."""
     with SandboxClient(sandboxd.socket) as client:
         name, started = f"bench:row-{number}", time.perf_counter()
-        opened = client.describe_open(name, None, 600.0)
+        opened = client.describe_open(name, SessionSpec(ttl_s=600.0))
         sandbox_call(client, name)
         took = time.perf_counter() - started
         rounds.traces.learn(rounds.api, str(opened["sandbox"]["id"]))

@@ -1,21 +1,17 @@
-"""Location of a session: which host runs the session, and the arguments that open the session on another host.
+"""Location of a session: which host runs the session, and the options that open the session on another host.
 
 The docstring of store/sessions.py shows the states.
 """
 
-import json
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
 
 from pydantic import Field
 
 from toolcrew.contract.calls import Record
 from toolcrew.contract.errors import EnvelopeRefused, SandboxUnavailable
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, SessionSpec
 from toolcrew.contract.signing import SigningKeys
 
-DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
-"""Seconds without a call after which a session is closed: the default, and the maximum."""
 MAX_FORKS = 100
 """Maximum number of new sessions of one fork."""
 LOCATION_MARGIN_S = 3600
@@ -33,7 +29,7 @@ class LocationState(StrEnum):
 class SessionLocation(Record):
     """Fields of the hash, all stored as text in Redis. Times are Unix seconds; "" means that there is no checkpoint.
 
-    `start`: the signed arguments of `session.open` (seal_start). `checkpoint`: the last checkpoint, taken at
+    `start`: the signed options of the session (seal_start). `checkpoint`: the last checkpoint, taken at
     `checkpoint_at`. `automatic`: the last checkpoint that a worker took on its own. The automatic checkpoint may be
     older than `checkpoint`, and is deleted after the next automatic checkpoint. `ttl_s`: seconds that the session
     lives without a call. `moving_until`: the time from which another process may open the session elsewhere. `held`:
@@ -48,7 +44,7 @@ class SessionLocation(Record):
     start: str = "{}"
     checkpoint: str = ""
     checkpoint_at: float = 0.0
-    ttl_s: float = 1800.0
+    ttl_s: float = DEFAULT_TTL_S
     opened_at: float = 0.0
     moving_until: float = 0.0
     automatic: str = ""
@@ -56,34 +52,22 @@ class SessionLocation(Record):
     folder: str = ""
 
 
-TOOL_CONFIG = "tool_config"
-"""Argument of the opening with the configuration of tools (contract/tool_configs.py). Hosts do not get it."""
+def seal_start(keys: SigningKeys, tenant: str, session: str, spec: SessionSpec) -> str:
+    """Return the signed options that open the session on another host, without the source of its first files."""
+    return keys.seal(f"start {tenant} {session}", spec.model_dump_json(exclude={"restore", "workspace", "fork"}))
 
 
-def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[str, Any]) -> str:
-    """Return the signed arguments that open the session on another host: image, network and sizes, and the
-    configuration of tools.
-    """
-    # Escapes would make the text up to six times as large.
-    return keys.seal(f"start {tenant} {session}", json.dumps(arguments, ensure_ascii=False))
-
-
-def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> dict[str, Any]:
-    """Return the arguments that `seal_start` signed. Raises SandboxUnavailable when they are not signed for that
+def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> SessionSpec:
+    """Return the options that `seal_start` signed. Raises SandboxUnavailable when they are not signed for that
     session.
     """
     try:
-        return dict(json.loads(keys.unseal(f"start {tenant} {session}", location.start)))
+        return SessionSpec.model_validate_json(keys.unseal(f"start {tenant} {session}", location.start))
     except EnvelopeRefused as error:
         raise SandboxUnavailable(
             f"the signature of the session's options is not valid, so the session is not opened again: open a new "
             f"session. {error}"
         ) from error
-
-
-def host_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an opening that its host gets."""
-    return {name: value for name, value in arguments.items() if name != TOOL_CONFIG}
 
 
 def seal_checkpoint(keys: SigningKeys, tenant: str, session: str, checkpoint: str) -> str:

@@ -1,12 +1,18 @@
-"""The options that a session may set for its sandbox, within the limits of its tenant class."""
+"""The fields of a new session, with their rules: the only place where an option of a session stands.
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+Every request that opens a session inherits from these records: of the HTTP API, a line of a batch, the call
+`session.open`, the request to sandboxd. The options of the CLI are made from their fields.
+"""
+
+from collections.abc import Sized
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, pick_fields
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Identifier, Record, pick_fields
+from toolcrew.contract.image_names import ImageText
 from toolcrew.contract.secrets import MAX_SECRETS, SecretName
+from toolcrew.contract.tool_configs import ToolConfig
 
 MIB = 1024 * 1024
 MIN_MEMORY_BYTES = 224 * MIB
@@ -15,6 +21,12 @@ Cpus = Annotated[float, Field(ge=0.01, le=4096)]
 Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
 SandboxUser = Literal["sandbox", "root"]
+NetworkPolicy = Literal["none", "egress"]
+DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
+"""Seconds without a call after which a session is closed: the default, and the maximum."""
+TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
+WorkspaceName = Annotated[str, Field(min_length=1, max_length=4096)]
+"""A file of the store (store/archives/files.py), or a path on the machine of the orchestrator."""
 CHECKPOINT_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
 CheckpointId = Annotated[str, Field(pattern=CHECKPOINT_PATTERN)]
 """The id of a checkpoint in a request, a line of a batch or a call."""
@@ -24,8 +36,8 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-def _is_empty(names: Sequence[str]) -> bool:
-    return not names
+def _is_empty(value: Sized) -> bool:
+    return not value
 
 
 class SandboxOptions(Record):
@@ -69,3 +81,50 @@ DEFAULT_OPTIONS = SandboxOptions()
 def pick_options(record: SandboxOptions) -> SandboxOptions:
     """Return a copy of the record as SandboxOptions, without the fields that a subclass adds."""
     return pick_fields(SandboxOptions, record)
+
+
+class SessionOptions(SandboxOptions):
+    """The options of a new session that every client may set, with the options of its sandbox."""
+
+    image: ImageText | None = Field(
+        default=None,
+        exclude_if=_is_none,
+        description="An image that the tenant may use. Default: the image of its class.",
+    )
+    network: NetworkPolicy | None = Field(
+        default=None,
+        exclude_if=_is_none,
+        description="egress: reach the hosts that the operator allows. Default: the network of the tenant's class.",
+    )
+    restore: CheckpointId | None = Field(
+        default=None, exclude_if=_is_none, description="Start with the files of this checkpoint id."
+    )
+    tool_config: ToolConfig = Field(
+        default_factory=dict, exclude_if=_is_empty, description="What tools read as their configuration."
+    )
+
+
+class SessionSpec(SessionOptions):
+    """A new session. `workspace`: its first files. `fork`: an open session of the tenant, which is forked; the other
+    fields are then not used. `ttl_s`: seconds without a call after which the session is closed.
+    """
+
+    workspace: WorkspaceName | None = Field(default=None, exclude_if=_is_none)
+    fork: Identifier | None = Field(default=None, exclude_if=_is_none)
+    ttl_s: TtlS = Field(default=DEFAULT_TTL_S, exclude_if=lambda ttl_s: ttl_s == DEFAULT_TTL_S)
+
+    def __hash__(self) -> int:
+        """Return a hash that leaves out `tool_config`, which is not hashable. Equal records have equal hashes."""
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields if name != "tool_config"))
+
+    def with_defaults(self, options: SandboxOptions) -> Self:
+        """Return a copy with the values of `options` for options of the sandbox that are not set here."""
+        return self.model_copy(update=options.model_dump() | pick_options(self).model_dump())
+
+    def host_arguments(self) -> dict[str, Any]:
+        """Return the fields that the host of the session gets: the arguments of `session.open`."""
+        return self.model_dump(mode="json", include=HOST_FIELDS)
+
+
+HOST_FIELDS = SessionSpec.model_fields.keys() - {"fork", "tool_config"}
+EMPTY_SESSION = SessionSpec()

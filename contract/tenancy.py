@@ -10,7 +10,7 @@ from toolcrew.contract.calls import MAX_TIMEOUT_S, Record
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.image_names import ImagePatternText
 from toolcrew.contract.secrets import MAX_SECRETS, SecretName
-from toolcrew.contract.session_spec import WorkspaceBytes
+from toolcrew.contract.session_spec import NetworkPolicy, WorkspaceBytes
 from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys, readable
 from toolcrew.contract.specs import ToolSpec
 
@@ -36,7 +36,6 @@ LONG_TOOLS = (BASH_TOOL, SKILL_TOOL, "session.exec")
 """Tools whose calls may run longer than MAX_TIMEOUT_S if the tenant class allows it. Calls of installed skills may do
 so, too.
 """
-NetworkPolicy = Literal["none", "egress"]
 SkillDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NamePattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 

@@ -6,8 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolcrew.contract.image_names import ImageNameText, ImagePatternText, RegistryText
-from toolcrew.contract.session_spec import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
-from toolcrew.contract.tenancy import NetworkPolicy
+from toolcrew.contract.session_spec import Cpus, LargestOptions, NetworkPolicy, Pids, SandboxUser, WorkspaceBytes
 
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """A host name in ASCII. `*.example.org` matches every name below example.org, and not example.org itself."""

@@ -15,7 +15,7 @@ from toolcrew.contract.calls import CallUsage, Record
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import tenant_key
 from toolcrew.contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.webhooks import parse_delivery
@@ -84,29 +84,14 @@ class RunLimits(Record):
     enable_tool_action_parsing: bool | None = Field(default=None, exclude_if=lambda reads: reads is None)
 
 
-class ItemEnvironment(SandboxOptions):
-    """The environment of an item. `workspace`: a folder, an archive or a git bundle that the orchestrator reads, or a
-    file of the store (store/archives/files.py) that the host reads. `restore`: a checkpoint in place of a workspace.
-
-    `artifacts`: patterns below /workspace of files to copy out at the end. `session`: an open session of the tenant,
-    which stays open; None: the item gets its own session, with the options of its sandbox. `fork`: an open session of
-    the tenant, which is forked for the item. `session` and `fork` are not serialized if they are None, so that earlier
-    releases can read the record.
+class ItemEnvironment(SessionSpec):
+    """The environment of an item: its own session, or an open session. `artifacts`: patterns below /workspace of files
+    to copy out at the end. `session`: an open session of the tenant, which stays open; the options of a new session are
+    then not used.
     """
 
-    workspace: str | None = None
-    restore: str | None = None
-    image: str | None = None
-    network: Literal["none", "egress"] | None = None
     artifacts: tuple[str, ...] = ()
     session: str | None = Field(default=None, exclude_if=lambda session: session is None)
-    fork: str | None = Field(default=None, exclude_if=lambda session: session is None)
-    tool_config: dict[str, dict[str, JsonValue]] = Field(default_factory=dict, exclude_if=lambda config: not config)
-    """Configuration of tools (contract/tool_configs.py)."""
-
-    def __hash__(self) -> int:
-        """Return a hash that leaves out `tool_config`, which is not hashable. Equal environments have equal hashes."""
-        return hash((self.workspace, self.restore, self.image, self.network, self.artifacts, self.session, self.fork))
 
 
 class RunBody(Record):

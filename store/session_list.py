@@ -12,6 +12,7 @@ from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.names import deployment_key, host_of, location_key, tenant_sessions_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.sessions import (
@@ -216,7 +217,7 @@ def _cursor(row: _Row | None) -> str | None:
     return f"{row.at}.{row.tenant}.{row.session}" if row is not None else None
 
 
-def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> OpenSession:
+def _listed(row: _Row, location: SessionLocation, spec: SessionSpec) -> OpenSession:
     return OpenSession(
         id=row.session,
         tenant=row.tenant,
@@ -224,8 +225,8 @@ def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> O
         host=host_of(location.queue) if location.queue else "",
         queue=location.queue,
         fence=location.fence,
-        image=start.get("image"),
-        network=start.get("network"),
+        image=spec.image,
+        network=spec.network,
         opened_at=location.opened_at or None,
         ttl_s=location.ttl_s,
         checkpoint=show_checkpoint(location.checkpoint),

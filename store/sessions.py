@@ -48,13 +48,13 @@ from toolcrew.contract.names import (
     tombstone_key,
 )
 from toolcrew.contract.session_locations import (
-    DEFAULT_TTL_S,
     LOCATION_MARGIN_S,
     LocationState,
     SessionLocation,
     open_checkpoint,
     seal_checkpoint,
 )
+from toolcrew.contract.session_spec import DEFAULT_TTL_S
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.scripts import Script

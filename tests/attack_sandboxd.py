@@ -18,6 +18,7 @@ from tests.service_process import run_program
 from tests.stack import ROOT, UP_S, Footprint, is_alive, open_footprint
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
 CAPTURE = {"stdout": 8192, "stderr": 8192, "merged": 8192}
@@ -57,7 +58,7 @@ class HostileSession:
 
     def look(self) -> Watched:
         """Return the session's current container."""
-        short = str(self._client.describe_open(self.name, None, 1800.0)["sandbox"]["id"])
+        short = str(self._client.describe_open(self.name, EMPTY_SESSION)["sandbox"]["id"])
         return watch(self._api, short)
 
     def bash(self, script: str, **changes: Any) -> GuestResponse:
@@ -160,7 +161,7 @@ class OwnSandboxd:
     def session(self, tenant: str = "acme", session: str = "s1", image: str | None = None) -> Iterator[HostileSession]:
         """Open a session and close it on exit."""
         client = SandboxClient(self.path)
-        hostile = HostileSession(self.path, client, self.api, client.open(tenant, session, image))
+        hostile = HostileSession(self.path, client, self.api, client.open(tenant, session, SessionSpec(image=image)))
         try:
             yield hostile
         finally:

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from tests.fake_engine import Behaviour, FakeEngine
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.settings import SandboxdSettings
+from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.connection import RequestServer
 from toolcrew.workers.sandboxd.control import ControlRequests, HostStores, SecretExchange
@@ -236,9 +238,16 @@ class Sandboxd:
         assert entry is not None
         return entry
 
-    async def open(self, session: str = "s1", **fields: Any) -> tuple[SandboxClient, str]:
-        client = self.client()
-        return client, await asyncio.to_thread(client.open, "acme", session, **fields)
+    async def open(
+        self,
+        session: str = "s1",
+        *,
+        options: SandboxOptions = DEFAULT_OPTIONS,
+        policy: SandboxPolicy | None = None,
+        **fields: Any,
+    ) -> tuple[SandboxClient, str]:
+        client, spec = self.client(), SessionSpec(**fields).with_defaults(options)
+        return client, await asyncio.to_thread(client.open, "acme", session, spec, policy=policy)
 
 
 def sandbox_of(entry: HostSession) -> Sandbox:

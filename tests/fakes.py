@@ -9,6 +9,7 @@ from tests.builders import KEY
 from toolcrew.contract.calls import BLOB_TTL_S, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import decode_call, encode_result
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.signing import ResultSeal
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
@@ -212,14 +213,13 @@ class FakeSandboxClient(SandboxClient):
         self.placed += 1
         return place
 
-    def describe_open(self, name: str, image: str | None, ttl_s: float, **options: Any) -> dict[str, Any]:
+    def describe_open(self, name: str, spec: SessionSpec, **options: Any) -> dict[str, Any]:
         self.names.append(name)
         set_options = {field: value for field, value in options.items() if value is not None}
-        self.requests.append({"image": image, "ttl_s": ttl_s, **set_options})
+        self.requests.append({"spec": spec, **set_options})
         sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
-        network = options.get("network") or "none"
-        facts = {"image": image or "default", "network": network, "hosts": [], "workspace": "image", "start_s": 0.25}
-        return {"ok": True, "sandbox": sandbox, **facts}
+        facts = {"image": spec.image or "default", "network": spec.network or "none", "hosts": []}
+        return {"ok": True, "sandbox": sandbox, **facts, "workspace": "image", "start_s": 0.25}
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
         self.names.append(name)

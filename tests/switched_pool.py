@@ -24,6 +24,7 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_key
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.session_locations import seal_start
+from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
@@ -82,7 +83,9 @@ class SwitchedPool:
         catalog, switches = RedisCatalog(redis, "default", KEY), RedisSwitches(redis, "default", KEY)
         events = CallEventListener(redis, "default", KEY)
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
-        await hosts.sessions.open("acme", SESSION, "q", start=seal_start(KEY, "acme", SESSION, {}), ttl_s=60, limit=1)
+        await hosts.sessions.open(
+            "acme", SESSION, "q", start=seal_start(KEY, "acme", SESSION, EMPTY_SESSION), ttl_s=60, limit=1
+        )
         tenants = RedisTenants(redis, "default", KEY)
         admission = (
             PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else UnlimitedAdmission()
@@ -113,7 +116,9 @@ class _Client(ToolClient):
     """A client whose sessions need no sandbox."""
 
     async def open_session(self, *_: Any, **__: Any) -> Session:
-        info = SessionInfo(SESSION, self.tenant, "h", "q", "image", None, 0.0)
+        info = SessionInfo(
+            session=SESSION, tenant=self.tenant, host="h", queue="q", image="image", sandbox=None, start_s=0.0
+        )
         session = Session(self._dispatcher, self._blobs, self.tenant, info)
         session._closed = True
         return session

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolcrew.contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
@@ -78,32 +78,21 @@ class SandboxClient:
         self,
         tenant: str,
         session: str,
-        image: str | None = None,
+        spec: SessionSpec = EMPTY_SESSION,
         *,
-        ttl_s: float = 1800.0,
-        restore: str | None = None,
-        network: str | None = None,
-        options: SandboxOptions | None = None,
         policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
         """Open a sandbox for the session. Return the sandbox's id. An open session keeps its sandbox and id."""
         name = sandbox_id(tenant, session)
-        self.describe_open(
-            name, image, ttl_s, restore=restore, network=network, options=options, policy=policy, moved=moved
-        )
+        self.describe_open(name, spec, policy=policy, moved=moved)
         return name
 
     def describe_open(
         self,
         name: str,
-        image: str | None,
-        ttl_s: float,
+        spec: SessionSpec,
         *,
-        restore: str | None = None,
-        workspace: str | None = None,
-        network: str | None = None,
-        options: SandboxOptions | None = None,
         policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -111,9 +100,7 @@ class SandboxClient:
 
         Return its container id, generation, image, network, kind of workspace, options, and start time.
 
-        - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays unchanged.
-        - `workspace`: a file of the store in place of a checkpoint, by its id or location.
-        - `options`: sizes and user of the sandbox. None: those of the class.
+        - `spec`: the options of the session. An open session stays unchanged.
         - `policy`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
           open session.
         - `moved`: set when another host had the session. `generation` is the number of the session's new opening.
@@ -123,13 +110,11 @@ class SandboxClient:
         The first call of a moved session reports what was lost. Without `restore` the first call fails with this
         report. If this host still has the session under an older number, sandboxd closes it first.
         """
-        values: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
-        values |= {"network": network, "moved": moved, "options": options.model_dump() if options is not None else None}
-        fields = {field: value for field, value in values.items() if value is not None} | _build_policy_field(policy)
+        fields = spec.host_arguments() | _build_policy_field(policy) | ({"moved": moved} if moved is not None else {})
+        # sandboxd may have to pull the image first.
+        is_short = spec.restore is None and spec.workspace is None and spec.image is None
         return self._request(
-            {"verb": "open", "sandbox": name, **fields},
-            # sandboxd may have to pull the image first.
-            OPEN_TIMEOUT_S if restore is None and workspace is None and image is None else ARCHIVE_TIMEOUT_S,
+            {"verb": "open", "sandbox": name, **fields}, OPEN_TIMEOUT_S if is_short else ARCHIVE_TIMEOUT_S
         )
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:

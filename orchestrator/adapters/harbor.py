@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.session_spec import MIB, SandboxOptions
+from toolcrew.contract.session_spec import MIB, SessionSpec
 from toolcrew.orchestrator.adapters.inspect_users import OWN, read_as, run_as, write_as
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
@@ -95,18 +95,17 @@ class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
     async def start(self, force_build: bool) -> None:
         image, folder = self._find_image()
         config, is_offline = self.task_env_config, self._network_policy.network_mode.value == "no-network"
-        options = SandboxOptions(
+        spec = SessionSpec(
+            image=image,
+            ttl_s=TTL_S,
+            network="none" if is_offline else self.options.network,
             user="root",
             cpus=self._override_cpus or config.cpus,
             memory_bytes=mib * MIB if (mib := self._override_memory_mb or config.memory_mb) else None,
         )
         try:
             client = await self._stack.enter_async_context(ToolClient.connect())
-            self._session = await self._stack.enter_async_context(
-                await client.open_session(
-                    image=image, ttl_s=TTL_S, network="none" if is_offline else self.options.network, options=options
-                )
-            )
+            self._session = await self._stack.enter_async_context(await client.open_session_from(spec))
             await self.exec(f"mkdir -p {shlex.quote(folder)}", cwd="/", user="root")
             await self.ensure_dirs(self._mount_targets(writable_only=True))
             await self._upload_environment_dir_after_start()

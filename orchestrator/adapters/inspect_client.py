@@ -5,8 +5,9 @@ one client.
 import asyncio
 from weakref import WeakKeyDictionary
 
+from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.session_spec import pick_options
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from toolcrew.orchestrator.dispatch.sessions import Session
@@ -35,13 +36,7 @@ class SharedClient:
 
     async def open_session(self, config: ToolcrewSandboxConfig) -> Session:
         client = await self.client()
-        session = await client.open_session(
-            tenant=config.tenant,
-            image=config.image,
-            network=config.network,
-            ttl_s=config.ttl_s,
-            options=pick_options(config),
-        )
+        session = await client.open_session_from(pick_fields(SessionSpec, config), tenant=config.tenant)
         self._sessions[session.id] = session
         return session
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.image_names import ImageText
 from toolcrew.contract.invalid_input import describe_invalid
-from toolcrew.contract.session_locations import MAX_TTL_S
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import NetworkPolicy, SandboxOptions, TtlS
 
 CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 
@@ -18,11 +18,11 @@ CONFIG_FILES = ["toolcrew.yaml", "toolcrew.yml"]
 class ToolcrewSandboxConfig(SandboxOptions):
     """Options of a sample's session. A missing option has the default of the tenant's class."""
 
-    image: str | None = Field(default=None, min_length=1)
-    network: Literal["none", "egress"] | None = None
+    image: ImageText | None = None
+    network: NetworkPolicy | None = None
     tenant: str | None = Field(default=None, min_length=1)
     """Tenant of the session; None: the tenant of TOOLCREW_API_KEY, or `default`."""
-    ttl_s: float = Field(default=7200.0, gt=0, le=MAX_TTL_S)
+    ttl_s: TtlS = 7200.0
     """Seconds without a call after which the sandbox is removed. It must be longer than the longest reply of the model
     takes, and short enough that the sandboxes of a killed evaluation are removed soon.
     """

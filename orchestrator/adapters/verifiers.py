@@ -15,9 +15,10 @@ import verifiers.v1 as vf
 from pydantic import Field
 from typing_extensions import override
 
+from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
-from toolcrew.contract.session_spec import pick_options
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dialects.profiles import STANDARD
@@ -166,13 +167,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             with _rollout_errors():
                 async with (
                     ToolClient.connect(tenant=data.tenant) as client,
-                    await client.open_session(
-                        environment.workspace,
-                        image=environment.image,
-                        restore=environment.restore,
-                        network=environment.network,
-                        options=pick_options(environment),
-                    ) as session,
+                    await client.open_session_from(pick_fields(SessionSpec, environment)) as session,
                 ):
                     await list_start_files(session, grader)
                     await self._run(client, session, model, trace, data)

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from toolcrew.contract.calls import LONGEST_TIMEOUT_S, pick_fields
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Identifier, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from toolcrew.contract.image_names import ImageText
 from toolcrew.contract.json_limits import is_deeper
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import CheckpointId, SandboxOptions
-from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.contract.session_spec import SessionOptions, WorkspaceName
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
@@ -30,7 +28,7 @@ from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import RunView, view_run
 from toolcrew.orchestrator.runs.hosted import HostedRuns
-from toolcrew.store.archives.files import MAX_LOCATION_CHARS, is_file_id
+from toolcrew.store.archives.files import is_file_id
 from toolcrew.store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from toolcrew.store.run_events import parse_id
 from toolcrew.store.run_records import HostedState
@@ -49,7 +47,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-class NewRun(SandboxOptions):
+class NewRun(SessionOptions):
     """A new run. `history`: earlier messages, in the format of OpenAI's chat API.
 
     `model`, `dialect` (format of tool calls) and `profile` (texts for small or standard models) null: the values of the
@@ -72,13 +70,9 @@ class NewRun(SandboxOptions):
     dialect: Literal["native", "tags", "json", "auto"] | None = None
     profile: ProfileName | None = None
     tools: list[str] | None = Field(default=None, max_length=200)
-    session: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    image: ImageText | None = None
-    workspace: str | None = Field(default=None, min_length=1, max_length=MAX_LOCATION_CHARS)
+    session: Identifier | None = None
+    workspace: WorkspaceName | None = None
     artifacts: list[str] = Field(default_factory=list, max_length=MAX_PATTERNS)
-    restore: CheckpointId | None = None
-    network: Literal["none", "egress"] | None = None
-    tool_config: ToolConfig = Field(default_factory=dict)
     max_iterations: MaxIterations | None = None
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: MaxWallS | None = None

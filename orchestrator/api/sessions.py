@@ -1,17 +1,16 @@
 """Sessions over HTTP: open, read, list and close sessions, and read and write their files."""
 
 from contextlib import AsyncExitStack
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.image_names import ImageText
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from toolcrew.contract.session_spec import CheckpointId, SandboxOptions, pick_options
-from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, SandboxOptions, SessionOptions, SessionSpec, TtlS
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from toolcrew.orchestrator.api.piece_responses import FileAnswer
@@ -33,7 +32,7 @@ FilePath = Annotated[
 MAX_PATH_BYTES = 4096
 
 
-class NewSession(SandboxOptions):
+class NewSession(SessionOptions):
     """A new session. `ttl_s`: seconds without a call after which the session expires.
 
     `network`, sizes or `user` null: the value of the tenant's class. Sizes are in bytes; `cpus` are processors, `pids`
@@ -41,11 +40,7 @@ class NewSession(SandboxOptions):
     files. `tool_config`: name of a tool -> the object that the tool reads as its configuration; at most 64 KiB of JSON.
     """
 
-    image: ImageText | None = None
-    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
-    network: Literal["none", "egress"] | None = None
-    restore: CheckpointId | None = None
-    tool_config: ToolConfig = Field(default_factory=dict)
+    ttl_s: TtlS = DEFAULT_TTL_S
 
 
 class SessionView(SandboxOptions):
@@ -98,14 +93,7 @@ async def open_session(body: NewSession, caller: AnyCaller, response: Response) 
     """Open a session with its own sandbox. The session ends when it is deleted, or after `ttl_s` seconds without a
     call.
     """
-    session = await caller.client.open_session(
-        image=body.image,
-        ttl_s=body.ttl_s,
-        network=body.network,
-        restore=body.restore,
-        options=pick_options(body),
-        tool_config=body.tool_config,
-    )
+    session = await caller.client.open_session_from(pick_fields(SessionSpec, body))
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.image_names import ImageNameError, is_allowed, parse_image_name
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions, pick_options
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy, largest_limit
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
@@ -44,7 +44,7 @@ class TenantLimits:
         if environment.fork is not None and environment.fork not in self.open_sessions:
             yield f"`fork`: there is no open session '{environment.fork}': open one, or name another session"
         if environment.fork is None and environment.session is None:
-            requested = options.model_copy(update=pick_options(environment).model_dump())
+            requested = environment.with_defaults(options)
             yield from self._find_sandbox_errors("", environment.image, environment.network, requested)
         if item.grader is not None:
             # A grader has no network, and its secrets were refused with the line.

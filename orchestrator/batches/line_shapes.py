@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, Identifier, pick_fields
 from toolcrew.contract.image_names import ImageText
-from toolcrew.contract.session_spec import CheckpointId, SandboxOptions, pick_options
-from toolcrew.contract.tool_configs import ToolConfig
+from toolcrew.contract.session_spec import SandboxOptions, SessionOptions, WorkspaceName, pick_options
 from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.store.batches import (
     ARTIFACTS_FOLDER,
@@ -84,7 +83,7 @@ class GraderFields(SandboxOptions, Shape):
     """Grading of items, and the options of the grader's sandbox."""
 
     command: Annotated[str, Field(min_length=1, max_length=65_536)]
-    files: _Path | None = None
+    files: WorkspaceName | None = None
     image: ImageText | None = None
     artifacts: list[str] = []
     reward_file: _Path | None = None
@@ -117,15 +116,11 @@ class GraderFields(SandboxOptions, Shape):
         return self.reward_file and os.path.normpath(os.path.join("/workspace", self.reward_file))
 
 
-class EnvironmentFields(SandboxOptions, Shape):
+class EnvironmentFields(SessionOptions, Shape):
     """Fields of a line for the item's environment and priority, and for the number of its attempts and samples."""
 
-    workspace: _Path | None = None
-    restore: CheckpointId | None = None
-    image: ImageText | None = None
-    network: Literal["none", "egress"] | None = None
-    fork: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
-    tool_config: ToolConfig = {}
+    workspace: WorkspaceName | None = None
+    fork: Identifier | None = None
     artifacts: list[str] = []
     priority: int = Field(default=0, ge=-100, le=100)
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)

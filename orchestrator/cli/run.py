@@ -12,7 +12,7 @@ from rich.console import Console
 
 from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format

@@ -12,7 +12,8 @@ import typer
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ExecResult
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import open_running
 from toolcrew.orchestrator.cli.runner import (

@@ -13,7 +13,7 @@ from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, Tool
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.schema import is_quick, prepare_arguments
-from toolcrew.contract.session_locations import TOOL_CONFIG, host_arguments
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
@@ -118,14 +118,14 @@ class Dispatcher:
 
     # --- Sessions --------------------------------------------------------------------------------------------------
 
-    async def open_session(self, tenant: str, session: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def open_session(self, tenant: str, session: str, spec: SessionSpec) -> ToolResult:
         """Open a session on a host with free capacity. Return the result of `session.open`."""
-        request = _session_request("open", tenant, session, arguments)
+        request = _session_request("open", tenant, session, spec.host_arguments())
 
         async def work(_: Request) -> ToolResult:
-            await self._check_tool_config(tenant, arguments.get(TOOL_CONFIG, {}))
+            await self._check_tool_config(tenant, spec.tool_config)
             policy = await self._rules.tenants.policy(tenant)
-            return await self.locator.open(tenant, session, policy, arguments)
+            return await self.locator.open(tenant, session, policy, spec)
 
         return await self._run(request, work)
 
@@ -323,7 +323,8 @@ class Dispatcher:
 
     async def _send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         """Make one attempt at `session.open` at that address."""
-        request = _session_request("open", opening.tenant, opening.session, opening.arguments)
+        arguments = opening.spec.host_arguments() | ({"moved": opening.moved} if opening.moved is not None else {})
+        request = _session_request("open", opening.tenant, opening.session, arguments)
         await self._complete(request)
         return await self._delivery.send_once(request, address)
 
@@ -342,7 +343,7 @@ class Dispatcher:
 
 
 def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[str, Any] | None = None) -> Request:
-    call = ToolCall(id=secrets.token_hex(16), name=f"session.{verb}", arguments=host_arguments(arguments or {}))
+    call = ToolCall(id=secrets.token_hex(16), name=f"session.{verb}", arguments=dict(arguments or {}))
     timeout_s = ARCHIVE_TIMEOUT_S if call.arguments.keys() & {"restore", "workspace", "image"} else OPEN_TIMEOUT_S
     return Request(call, tenant, session, timeout_s=timeout_s, audience="session")
 

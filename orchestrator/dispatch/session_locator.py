@@ -24,13 +24,13 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavai
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import HOST_QUEUES, POOL_QUEUES
 from toolcrew.contract.session_locations import (
-    TOOL_CONFIG,
     LocationState,
     SessionLocation,
     open_checkpoint,
     open_start,
     seal_start,
 )
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
@@ -74,11 +74,12 @@ class HostSource(Protocol):
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A session that is being opened, with the arguments of the call `session.open`."""
+    """A session that is being opened. `moved`: set when another host had it (SandboxClient.describe_open)."""
 
     tenant: str
     session: str
-    arguments: Mapping[str, Any]
+    spec: SessionSpec
+    moved: Mapping[str, Any] | None = None
 
 
 _Key = TypeVar("_Key")
@@ -106,8 +107,8 @@ class SessionLocator:
         self._placed: Counter[str] = Counter()
         self._reported_at: dict[str, float] = {}
 
-    async def start(self, tenant: str, session: str) -> dict[str, Any]:
-        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND),
+    async def start(self, tenant: str, session: str) -> SessionSpec:
+        """Return the options with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND),
         OperatorError.
         """
         return open_start(self._keys, tenant, session, await self.location(tenant, session))
@@ -122,30 +123,24 @@ class SessionLocator:
         location = await self._sessions.find(tenant, session)
         if location is None:
             return {}
-        config = open_start(self._keys, tenant, session, location).get(TOOL_CONFIG)
+        config = open_start(self._keys, tenant, session, location).tool_config
         if not config:
             _add_bounded(self._unconfigured, (tenant, session), None)
         cwd = {"cwd": location.folder} if is_outside and location.folder else {}
-        return {"config": (config or {}).get(spec.name, {}), **cwd}
+        return {"config": config.get(spec.name, {}), **cwd}
 
-    async def open(self, tenant: str, session: str, policy: TenantPolicy, arguments: Mapping[str, Any]) -> ToolResult:
+    async def open(self, tenant: str, session: str, policy: TenantPolicy, spec: SessionSpec) -> ToolResult:
         """Open a new session on a host with free capacity. Waits for a host that starts or does not report. Raises
         ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable.
         """
         excluded: set[str] = set()
-        queue = await self._await_host(lambda: self._choose(policy, arguments, excluded))
-        start = seal_start(
-            self._keys,
-            tenant,
-            session,
-            {name: value for name, value in arguments.items() if name not in ("restore", "workspace")},
-        )
-        ttl_s = float(arguments.get("ttl_s", 1800.0))
+        queue = await self._await_host(lambda: self._choose(policy, spec, excluded))
+        start = seal_start(self._keys, tenant, session, spec)
         address = await self._count_claim(
-            queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes)
+            queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=spec.ttl_s, limit=policy.sandboxes)
         )
         try:
-            result, _ = await self._send_to_hosts(OpenRequest(tenant, session, arguments), address, policy, excluded)
+            result, _ = await self._send_to_hosts(OpenRequest(tenant, session, spec), address, policy, excluded)
         except BaseException:
             # No caller knows the name of this session, so its location must not count towards the tenant's limit.
             await asyncio.shield(self._forget_quietly(tenant, session))
@@ -221,9 +216,9 @@ class SessionLocator:
         """Create the locations of the sessions that a host has forked from a session. `facts`: the report of the host.
         Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable, BrokerUnavailable.
         """
-        arguments, queue = await self.start(tenant, session), str(facts["queue"])
-        # Sign the arguments separately for each new session, because a signature is valid for one session only.
-        starts = {name: seal_start(self._keys, tenant, name, arguments) for name in names}
+        spec, queue = await self.start(tenant, session), str(facts["queue"])
+        # Sign the options separately for each new session, because a signature is valid for one session only.
+        starts = {name: seal_start(self._keys, tenant, name, spec) for name in names}
         await self._sessions.fork(tenant, session, starts, queue, facts=json.dumps(dict(facts)), limit=policy.sandboxes)
         for name in names:
             self._cache_address(tenant, name, SessionAddress(queue, 1))
@@ -320,10 +315,10 @@ class SessionLocator:
     async def _has_silent_host(self) -> bool:
         return any(queue.startswith(HOST_QUEUES) for queue in await self._hosts.silent())
 
-    async def _choose(self, policy: TenantPolicy, arguments: Mapping[str, Any], excluded: set[str]) -> str:
+    async def _choose(self, policy: TenantPolicy, spec: SessionSpec, excluded: set[str]) -> str:
         reports = await self._reports()
-        memory_bytes = max(arguments.get("options", {}).get("memory_bytes", 0), LOW_MEMORY_BYTES)
-        needs = HostRequirements(policy.sandbox.tenant_class, arguments.get("image"), memory_bytes)
+        memory_bytes = max(spec.memory_bytes or 0, LOW_MEMORY_BYTES)
+        needs = HostRequirements(policy.sandbox.tenant_class, spec.image, memory_bytes)
         queue = choose_host(reports, needs, placed=self._placed, excluded=excluded).queue
         # Counted before the claim, without an await in between. Otherwise a burst of openings would choose one host.
         self._placed[queue] += 1
@@ -408,7 +403,7 @@ class SessionLocator:
                 f"{MAX_HOSTS} hosts in a row were lost or refused the session while it was opened; see `toolcrew "
                 "hosts list`"
             )
-        queue = await self._choose(policy, opening.arguments, excluded)
+        queue = await self._choose(policy, opening.spec, excluded)
         # A move is claimed only from the state `moving` without a holder, so this process gives up its own claim first.
         await self._release(opening.tenant, opening.session, address.fence)
         claimed = await self._count_claim(
@@ -426,9 +421,7 @@ class SessionLocator:
         session over. Sending `session.open` there again returns the existing session, so that the session does not stay
         without a caller.
         """
-        location = (
-            await self._sessions.find(opening.tenant, opening.session) if "moved" not in opening.arguments else None
-        )
+        location = await self._sessions.find(opening.tenant, opening.session) if opening.moved is None else None
         is_taken_over = location is not None and location.state is LocationState.OPEN and location.fence > address.fence
         return SessionAddress(location.queue, location.fence) if location is not None and is_taken_over else None
 
@@ -438,9 +431,9 @@ class SessionLocator:
         """Open the session on another host. Return None if its location changed or another process moves it; the
         caller then reads the location again.
         """
-        start = open_start(self._keys, tenant, session, location)
+        spec = open_start(self._keys, tenant, session, location)
         excluded = {location.queue} if location.state is LocationState.OPEN else set[str]()
-        queue = await self._choose(policy, start, excluded)
+        queue = await self._choose(policy, spec, excluded)
         address = await self._count_claim(
             queue, self._sessions.begin_move(tenant, session, location.fence, location.state, queue)
         )
@@ -458,9 +451,8 @@ class SessionLocator:
         for checkpoint in [*dict.fromkeys(filter(None, checkpoints)), ""]:
             # The time of an older automatic checkpoint is not stored.
             at = latest.checkpoint_at if checkpoint and checkpoint == checkpoints[0] else None
-            arguments = {**start, "moved": _describe_move(location, at, address)} | (
-                {"restore": checkpoint} if checkpoint else {}
-            )
+            spec = spec.model_copy(update={"restore": checkpoint or None})
+            moved = _describe_move(location, at, address)
             log.warning(
                 "session_moving",
                 session=session,
@@ -471,7 +463,7 @@ class SessionLocator:
             # Use the address of the host that answered: it may be another host than the first one, and the location
             # then names that host.
             result, address = await self._send_to_hosts(
-                OpenRequest(tenant, session, arguments), address, policy, excluded
+                OpenRequest(tenant, session, spec, moved), address, policy, excluded
             )
             if result.success:
                 return address

@@ -11,14 +11,14 @@ import os
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from toolcrew.contract.call_events import OUTPUT
-from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, SandboxInfo, ToolCall, ToolResult
+from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, Record, SandboxInfo, ToolCall, ToolResult
 from toolcrew.contract.closed_files import OPEN_CLOSED
 from toolcrew.contract.errors import (
     OPERATOR_CODES,
@@ -31,8 +31,8 @@ from toolcrew.contract.errors import (
 )
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, TOOL_CONFIG, host_arguments
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_events import OnOutput, output_handler
@@ -42,6 +42,7 @@ from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
 from toolcrew.orchestrator.dispatch.workspace_sources import load_source
 from toolcrew.store.api_keys import Credential
+from toolcrew.store.archives.files import is_stored
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.read_memory import Reservation, read_memory
 
@@ -77,37 +78,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class SessionStart:
-    """Initial content and options of a session. `workspace`: a file or folder of this machine. `stored`: instead of
-    `workspace`, the id or URL of a file in the store, which the host copies. `restore`: a checkpoint's id. `network`
-    None: the default of the tenant's class. `options`: sizes and user of the sandbox. `fork`: an open session of the
-    tenant, which is forked; the other fields are not used. `tool_config`: name of a tool -> the object that it reads as
-    `CallContext.config`.
-    """
-
-    image: str | None = None
-    ttl_s: float = DEFAULT_TTL_S
-    workspace: Path | None = None
-    stored: str | None = None
-    restore: str | None = None
-    network: str | None = None
-    options: SandboxOptions = DEFAULT_OPTIONS
-    fork: str | None = None
-    tool_config: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the call `session.open`."""
-        arguments: dict[str, Any] = {"ttl_s": self.ttl_s, "image": self.image, "restore": self.restore}
-        arguments |= {
-            "workspace": self.stored,
-            "network": self.network,
-            "options": self.options.model_dump(mode="json") or None,
-            TOOL_CONFIG: self.tool_config or None,
-        }
-        return {name: value for name, value in arguments.items() if value is not None}
-
-
-@dataclass(frozen=True)
 class WorkspaceListing:
     """Paths below /workspace. `files`: files, and links to files of the workspace. `others`: path -> letter of the type
     of `find`, for all other links (`l`), named pipes, sockets and devices.
@@ -117,8 +87,7 @@ class WorkspaceListing:
     others: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class SessionInfo:
+class SessionInfo(Record):
     """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `workspace`: the
     kind of its storage: image, tmpfs or folder (docs/sessions.md). `options`: sizes and user of the sandbox.
     `timeout_s`: the largest limit of a call.
@@ -194,23 +163,26 @@ class Session:
         blobs: Blobs,
         *,
         tenant: str,
-        start: SessionStart,
+        spec: SessionSpec,
         credential: Credential | None = None,
         name: str | None = None,
     ) -> "Session":
-        """Open a session with a new sandbox. `start.workspace`, if given, is copied to /workspace. `name`: the
-        session's id, from new_session_name.
+        """Open a session with a new sandbox. If `spec.workspace` is a path of this machine, its files are copied to
+        /workspace. `name`: the session's id, from new_session_name.
 
         Raises ConfigError for a workspace that is not a supported source, SandboxUnavailable, ToolFailure.
         """
-        if start.fork is not None:
-            parent = await cls.attach(dispatcher, blobs, tenant=tenant, session=start.fork, credential=credential)
+        if spec.fork is not None:
+            parent = await cls.attach(dispatcher, blobs, tenant=tenant, session=spec.fork, credential=credential)
             return (await parent.fork_as([name or new_session_name()]))[0]
-        source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
+        source = None
+        if spec.workspace is not None and not is_stored(spec.workspace):
+            source = await asyncio.to_thread(load_source, Path(spec.workspace))
+            spec = spec.model_copy(update={"workspace": None})
         name = name or new_session_name()
         # Open the session in a separate task. A cancellation of this task must not stop the opening after a host has
         # created the sandbox and before this process knows it.
-        opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
+        opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, spec))
         try:
             result = _require_success(await asyncio.shield(opening))
         except asyncio.CancelledError:
@@ -244,11 +216,11 @@ class Session:
         location = await dispatcher.locator.location(tenant, session)
         facts = await dispatcher.locator.facts(tenant, session)
         if facts is None:
-            # The record is from an earlier release, or very old. The host reports the same facts again.
+            # The facts have expired. The host reports the same facts again.
             call = ToolCall(
                 id=_call_id(),
                 name="session.open",
-                arguments=host_arguments(await dispatcher.locator.start(tenant, session)),
+                arguments=(await dispatcher.locator.start(tenant, session)).host_arguments(),
             )
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)
@@ -289,7 +261,7 @@ class Session:
         try:
             result = await self._dispatcher.dispatch(request)
             if result.sandbox is not None:
-                self._info = replace(self._info, sandbox=result.sandbox)
+                self._info = self._info.model_copy(update={"sandbox": result.sandbox})
             return result
         except asyncio.CancelledError:
             # With `keeps_result` another process continues the run and reads the result, so the call must go on.
@@ -478,7 +450,7 @@ class Session:
         """Return the session's location, as its last call found it."""
         queue = self._dispatcher.session_queue(self.tenant, self.id)
         if queue is not None and queue != self._info.queue:
-            self._info = replace(self._info, queue=queue, host=host_of(queue))
+            self._info = self._info.model_copy(update={"queue": queue, "host": host_of(queue)})
         return self._info
 
     async def close(self) -> None:
@@ -566,25 +538,9 @@ async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str
 
 
 def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo | None = None) -> SessionInfo:
-    return SessionInfo(
-        session=name,
-        tenant=tenant,
-        host=str(facts["host"]),
-        queue=str(facts["queue"]),
-        image=str(facts["image"]),
-        sandbox=sandbox,
-        start_s=float(str(facts["start_s"])),
-        network=str(facts["network"]),
-        hosts=_hosts(facts["hosts"]),
-        workspace=str(facts["workspace"]),
-        # A host of an earlier release does not report these fields.
-        options=SandboxOptions.model_validate(facts.get("options", {})),
-        timeout_s=float(facts.get("timeout_s", MAX_TIMEOUT_S)),
-    )
-
-
-def _hosts(value: object) -> tuple[str, ...]:
-    return tuple(str(host) for host in value) if isinstance(value, list) else ()
+    """Return the properties of a session that its host reports in the metadata of a result."""
+    fields = {field: facts[field] for field in SessionInfo.model_fields.keys() & facts.keys()}
+    return SessionInfo.model_validate({**fields, "session": name, "tenant": tenant, "sandbox": sandbox})
 
 
 async def _close_when_open(

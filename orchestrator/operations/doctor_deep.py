@@ -11,9 +11,10 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import OperatorError, ToolcrewError, ToolFailure
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.metrics import REFUSALS
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.store.clock import SKEW_WARNING_S, read_clock
 
@@ -97,7 +98,7 @@ def _report_failure(name: str, failure: ToolFailure, report: Report) -> None:
 async def _call(pool: PoolConnection, name: str, report: Report) -> None:
     began = time.monotonic()
     async with await Session.open(
-        pool.dispatcher, pool.blobs, tenant=DEFAULT_TENANT, start=SessionStart(ttl_s=SESSION_TTL_S)
+        pool.dispatcher, pool.blobs, tenant=DEFAULT_TENANT, spec=SessionSpec(ttl_s=SESSION_TTL_S)
     ) as session:
         opened_s = time.monotonic() - began
         before = await read_clock(pool.redis)

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toolcrew.contract.calls import ToolResult
+from toolcrew.contract.calls import ToolResult, pick_fields
 from toolcrew.contract.errors import (
     ConfigError,
     ContextWindowExceeded,
@@ -27,8 +27,7 @@ from toolcrew.contract.run_events import (
     Warned,
     pass_to,
 )
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
-from toolcrew.contract.session_spec import pick_options
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.orchestrator.admission import until_admitted
 from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.approvals.asking import QueueApprover
@@ -36,13 +35,13 @@ from toolcrew.orchestrator.batches.rows import build_answer_body, build_call_bod
 from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart, build_call
+from toolcrew.orchestrator.dispatch.sessions import Session, build_call
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from toolcrew.orchestrator.models.notices import report_notices
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
+from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files
 from toolcrew.orchestrator.runs.item_artifacts import CopiedOut, copy_item_artifacts
 from toolcrew.orchestrator.runs.item_sessions import ItemSessions
 from toolcrew.orchestrator.runs.journal import Journal
@@ -269,17 +268,9 @@ class RunExecutor:
             return self._sessions.resume(claim.tenant, journal.session.info)
         if journal.opening is not None:
             await self.abandon(claim, journal)
-        start = SessionStart(
-            **source_of(environment.workspace),
-            image=environment.image,
-            restore=environment.restore,
-            network=environment.network,
-            fork=environment.fork,
-            tool_config=environment.tool_config,
-            ttl_s=MAX_TTL_S if keeps_states(claim.record.item) else DEFAULT_TTL_S,
-            options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
-        )
-        return await self._sessions.open(claim.tenant, journal, start)
+        ttl_s = MAX_TTL_S if keeps_states(claim.record.item) else DEFAULT_TTL_S
+        spec = pick_fields(SessionSpec, environment.with_defaults(defaults.options), ttl_s=ttl_s)
+        return await self._sessions.open(claim.tenant, journal, spec)
 
     async def _execute(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent

@@ -24,15 +24,15 @@ from typing import Any
 from toolcrew.contract.calls import ExecResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from toolcrew.contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tar_archives import read_tar
 from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, choose_paths
 from toolcrew.orchestrator.batches.rewards import InvalidReward, parse_reward
-from toolcrew.orchestrator.dispatch.sessions import SandboxProgramFailed, Session, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import SandboxProgramFailed, Session
 from toolcrew.orchestrator.runs.item_sessions import ItemSessions
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.outcomes import GRADER_ERROR, judge_error
 from toolcrew.orchestrator.runs.run_gate import QUOTA_CODES
-from toolcrew.store.archives.files import is_stored
 from toolcrew.store.batches import ARTIFACTS_FOLDER, Grader
 from toolcrew.store.tasks import is_being_cancelled, retry_until_available
 from toolcrew.store.tenant_threads import in_tenant_thread
@@ -124,15 +124,6 @@ def is_gradable(failure: Failure | None) -> bool:
     return failure is None or failure.kind in (FailureKind.MODEL, FailureKind.TOOL)
 
 
-def source_of(workspace: str | None) -> dict[str, Any]:
-    """Return the keyword argument of SessionStart for a workspace: `workspace` for a path of this machine, `stored` for
-    a file of the store; empty for None.
-    """
-    if workspace is None:
-        return {}
-    return {"stored": workspace} if is_stored(workspace) else {"workspace": Path(workspace)}
-
-
 class Grading:
     """Grades the items that one process runs."""
 
@@ -173,13 +164,13 @@ class Grading:
         archive = await journal.load_artifacts(submission.sha256)
         artifacts = Submission(archive, submission.files, submission.bytes, missing=submission.missing)
         # Without network: the artifacts are hostile, and could send the solutions of the grader to the outside.
-        start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
+        spec = SessionSpec(workspace=grader.files, image=grader.image, network="none").with_defaults(grader.options)
 
         async def open_session() -> Session:
             # Close a session that the log may still name: that of the agent, that of a grading whose process died, or
             # one that was being opened.
             await self._sessions.abandon_last(tenant, journal)
-            return await self._sessions.open(tenant, journal, start)
+            return await self._sessions.open(tenant, journal, spec)
 
         async def grade_once() -> GradingResult:
             began = time.monotonic()

@@ -4,13 +4,12 @@ process can remove it.
 
 from contextlib import suppress
 
-from pydantic import TypeAdapter
-
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.run_events import SessionOpened, SessionOpening, StateForking, StateKept
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.run_slots import RunSlots
 from toolcrew.orchestrator.runs.session_queue import SessionQueue
@@ -21,7 +20,6 @@ log = get_logger(__name__)
 
 BUSY_S = 10.0
 """Seconds that the fork of a session waits while a checkpoint or a call of another program runs in the session."""
-_INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemSessions:
@@ -32,20 +30,20 @@ class ItemSessions:
         self._slots = slots
         self._queue = SessionQueue(pool.dispatcher.capacity)
 
-    async def open(self, tenant: str, journal: Journal, start: SessionStart) -> Session:
+    async def open(self, tenant: str, journal: Journal, spec: SessionSpec) -> Session:
         """Open a session as soon as a host has free capacity. Raises the same errors as Session.open."""
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
-            async with self._queue.enter(tenant, start.image):
+            async with self._queue.enter(tenant, spec.image):
                 await journal.record(SessionOpening, session=name)
-                session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, start=start, name=name)
-            info = _INFO.dump_python(await session.info(), mode="json")
+                session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, spec=spec, name=name)
+            info = (await session.info()).model_dump(mode="json")
             await journal.record(SessionOpened, session=name, info=info)
         return session
 
     def resume(self, tenant: str, info: object) -> Session:
         """Return the open session that a log describes. `info`: the field `info` of the SessionOpened event."""
-        return Session(self._pool.dispatcher, self._pool.blobs, tenant, _INFO.validate_python(info))
+        return Session(self._pool.dispatcher, self._pool.blobs, tenant, SessionInfo.model_validate(info))
 
     async def close(self, session: Session) -> None:
         """Close the session. If the sandbox cannot be removed now, the outcome of the item does not change, and the

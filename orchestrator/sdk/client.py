@@ -9,12 +9,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.registry import Switch, ToolState, find_state, switch_field
 from toolcrew.contract.run_events import OnEvent, SandboxClosed
 from toolcrew.contract.schema import find_nearest
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, DEFAULT_TTL_S, SandboxOptions, SessionSpec
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
@@ -25,7 +28,7 @@ from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_ap
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, SessionStart, delete_checkpoint
+from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, delete_checkpoint
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions
@@ -160,7 +163,7 @@ class ToolClient:
         *,
         tenant: str | None = None,
         image: str | None = None,
-        ttl_s: float = SessionStart.ttl_s,
+        ttl_s: float = DEFAULT_TTL_S,
         restore: Checkpoint | str | None = None,
         network: Literal["none", "egress"] | None = None,
         options: SandboxOptions | None = None,
@@ -178,20 +181,28 @@ class ToolClient:
             raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
         if workspace is not None and restore is not None:
             raise ConfigError("a session starts from a workspace or from a checkpoint: pass only one of them")
-        start = SessionStart(
-            image=image,
-            ttl_s=ttl_s,
-            workspace=Path(workspace) if workspace is not None else None,
-            restore=restore.id if isinstance(restore, Checkpoint) else restore,
-            network=network,
-            options=options or DEFAULT_OPTIONS,
-            tool_config=parse_tool_config(tool_config or {}),
-        )
+        try:
+            spec = SessionSpec(
+                image=image,
+                ttl_s=ttl_s,
+                workspace=_name_path(workspace) if workspace is not None else None,
+                restore=restore.id if isinstance(restore, Checkpoint) else restore,
+                network=network,
+                tool_config=parse_tool_config(tool_config or {}),
+            )
+        except ValidationError as error:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{find_invalid(error)}; correct the options") from None
+        return await self.open_session_from(spec.with_defaults(options or DEFAULT_OPTIONS), tenant=tenant)
+
+    async def open_session_from(self, spec: SessionSpec, *, tenant: str | None = None) -> Session:
+        """Open a session with these options. Like `open_session`, but `spec.workspace` may also be a file of the
+        store.
+        """
         return await Session.open(
             self._dispatcher,
             self._blobs,
             tenant=await self._as_tenant(tenant),
-            start=start,
+            spec=spec,
             credential=self._credential,
         )
 
@@ -538,3 +549,8 @@ class ToolClient:
                 shows_output=shows_output,
             )
             return await executor.run_agent(session, chosen_model, config, instruction)
+
+
+def _name_path(path: Path | str) -> str:
+    """Return the absolute path, which is never the id of a file in the store."""
+    return str(Path(path).absolute())

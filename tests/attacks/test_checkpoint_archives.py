@@ -22,6 +22,7 @@ from docker import APIClient
 from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.containers import IMAGE
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.store.archives.folder import FolderStore
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.archives.root_changes import ArchiveHead
@@ -102,7 +103,7 @@ def restore(rooted: OwnSandboxd, checkpoint: str) -> HostileSession | None:
     client = SandboxClient(rooted.path)
     before = len(client.sessions())
     try:
-        name = client.open("acme", checkpoint, restore=checkpoint)
+        name = client.open("acme", checkpoint, SessionSpec(restore=checkpoint))
     except (ToolFailure, SandboxUnavailable):
         assert (len(client.sessions()), client.status()["sandboxes"]) == (before, before)
         client.disconnect()
@@ -264,7 +265,7 @@ def test_lists_of_many_checkpoints_use_no_sandboxd_memory(
 
     def open_one(number: int) -> None:
         with SandboxClient(rooted.path) as client, contextlib.suppress(ToolFailure, SandboxUnavailable):
-            client.close(client.open("acme", f"many{number}", restore=checkpoint))
+            client.close(client.open("acme", f"many{number}", SessionSpec(restore=checkpoint)))
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(open_one, range(3)))

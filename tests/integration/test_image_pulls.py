@@ -18,6 +18,7 @@ from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
 from tests.stack import Stack, open_stack
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.sdk.client import ToolClient
@@ -66,11 +67,15 @@ def test_an_image_is_pulled_by_the_first_session_that_uses_it(
     image = registry.push("tool:v1", {"mark": b"one\n"})
     daemon = start(daemons, registry, sandbox_workspace="folder")
     with daemon.client() as client:
-        opened = client.describe_open("acme:s1", image, 600.0)
+        opened = client.describe_open("acme:s1", SessionSpec(image=image, ttl_s=600.0))
         assert opened["image"] == image
         assert run_script(client, "acme:s1", READ) == "one\n"
-        client.open("acme", "s2", image)
-        client.open("acme", "s3", image.replace(":v1", "@" + engine.inspect_image(image)["RepoDigests"][0][-71:]))
+        client.open("acme", "s2", SessionSpec(image=image))
+        client.open(
+            "acme",
+            "s3",
+            SessionSpec(image=image.replace(":v1", "@" + engine.inspect_image(image)["RepoDigests"][0][-71:])),
+        )
     assert registry.count_pulls(image) == 1
     records = [json.loads(path.read_text()) for path in (daemon.state / "sessions").glob("*.json")]
     assert {record["plan"]["image_id"] for record in records} == {engine.inspect_image(image)["Id"]}
@@ -85,7 +90,7 @@ def test_eight_concurrent_sessions_pull_an_image_once(daemons: Daemons, registry
 
     def open_session(number: int) -> str:
         with daemon.client() as client:
-            return run_script(client, client.open("acme", f"s{number}", image), READ)
+            return run_script(client, client.open("acme", f"s{number}", SessionSpec(image=image)), READ)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(open_session, range(8))) == ["one\n"] * 8
@@ -122,7 +127,7 @@ def test_an_image_that_no_pattern_allows_is_not_pulled(daemons: Daemons, registr
     address, _, team = registry.repository.partition("/")
     image = name.format(repository=registry.repository, port=address.rpartition(":")[2], team=team)
     with daemon.client() as client, pytest.raises(ToolFailure, match="is not allowed on this host") as refused:
-        client.open("acme", "s", image)
+        client.open("acme", "s", SessionSpec(image=image))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
     assert "image_pull_started" not in daemon.log()
 
@@ -130,7 +135,7 @@ def test_an_image_that_no_pattern_allows_is_not_pulled(daemons: Daemons, registr
 def test_an_image_name_without_a_registry_is_never_pulled(daemons: Daemons, registry: ImageRegistry) -> None:
     daemon = start(daemons, registry, sandbox_images_allowed='["no-such-image:v1"]')
     with daemon.client() as client, pytest.raises(SandboxUnavailable, match="no image no-such-image:v1: build"):
-        client.open("acme", "s", "no-such-image:v1")
+        client.open("acme", "s", SessionSpec(image="no-such-image:v1"))
     assert "image_pull_started" not in daemon.log()
 
 
@@ -140,7 +145,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
     image = registry.push("tool:v1", {"mark": b"one\n"})
     daemon = start(daemons, registry, sandbox_workspace="folder")
     with daemon.client() as client:
-        first = client.open("acme", "first", image)
+        first = client.open("acme", "first", SessionSpec(image=image))
         assert run_script(client, first, READ + "; echo kept > file") == "one\n"
     registry.push("tool:v1", {"mark": b"two\n"}, keep=True)
     assert daemon.stop() == 0
@@ -149,7 +154,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
         answer = bash(client, first, READ + '; echo "$(<file)"')
         assert answer.streams["merged"] == b"one\nkept\n"
         assert "the version of image" not in answer.done["sandbox"].get("news", "")
-        assert run_script(client, client.open("acme", "second", image), READ) == "two\n"
+        assert run_script(client, client.open("acme", "second", SessionSpec(image=image)), READ) == "two\n"
 
 
 def test_a_session_is_informed_that_its_image_was_removed(
@@ -158,7 +163,7 @@ def test_a_session_is_informed_that_its_image_was_removed(
     image = registry.push("tool:v1", {"mark": b"one\n"})
     daemon = start(daemons, registry, sandbox_workspace="folder")
     with daemon.client() as client:
-        name = client.open("acme", "s", image)
+        name = client.open("acme", "s", SessionSpec(image=image))
     assert daemon.stop() == 0
     engine.remove_image(image)
     registry.push("tool:v1", {"mark": b"two\n"})
@@ -176,13 +181,13 @@ def test_the_least_recently_used_images_are_removed_and_images_in_use_stay(
     own = registry.push("own:v1", {"mark": secrets.token_bytes(4 * MIB)}, keep=True)
     daemon = start(daemons, registry, image_cache_bytes=str(9 * MIB))
     with daemon.client() as client:
-        client.open("acme", "s0", images[0])
+        client.open("acme", "s0", SessionSpec(image=images[0]))
         for at in (1, 2):
-            client.close(client.open("acme", f"s{at}", images[at]))
+            client.close(client.open("acme", f"s{at}", SessionSpec(image=images[at])))
         wait_until(lambda: not is_in_engine(engine, images[1]), SOON_S, "the oldest unused image is removed")
         assert is_in_engine(engine, images[0])
         client.close(client.open("acme", "own", own))
-        client.close(client.open("acme", "s3", images[3]))
+        client.close(client.open("acme", "s3", SessionSpec(image=images[3])))
         wait_until(lambda: not is_in_engine(engine, images[2]), SOON_S, "the next image is removed")
         assert run_script(client, "acme:s0", "[ -s /mark ] && echo there") == "there\n"
     assert is_in_engine(engine, images[0])
@@ -198,7 +203,7 @@ def test_the_image_of_an_evicted_session_stays_across_a_restart(
     other = registry.push("other:v1", {"mark": b"two\n"})
     daemon = start(daemons, registry, sandbox_workspace="folder", image_cache_bytes="0")
     with daemon.client() as client:
-        name = client.open("acme", "s", image)
+        name = client.open("acme", "s", SessionSpec(image=image))
         assert daemon.stop() == 0
     assert daemon.containers() == {}
     daemon.start()
@@ -220,7 +225,7 @@ def test_a_sandboxd_that_was_killed_after_the_pull_knows_the_image(
     def open_session() -> None:
         with daemon.client() as client:
             try:
-                client.open("acme", "s", image)
+                client.open("acme", "s", SessionSpec(image=image))
             except BaseException as error:  # noqa: BLE001  # the future holds it
                 opened.set_exception(error)
             else:
@@ -234,7 +239,7 @@ def test_a_sandboxd_that_was_killed_after_the_pull_knows_the_image(
     daemon.start()
     wait_until(lambda: cached_bytes(daemon) > 20 * MIB, SOON_S, "the image is known again")
     with daemon.client() as client:
-        assert run_script(client, client.open("acme", "s", image), READ) == "one\n"
+        assert run_script(client, client.open("acme", "s", SessionSpec(image=image)), READ) == "one\n"
     assert registry.count_pulls(image) == 1
 
 
@@ -244,7 +249,7 @@ def test_a_pull_interrupted_by_a_kill_is_repeated(engine: APIClient, daemons: Da
 
     def open_session() -> None:
         with contextlib.suppress(SandboxUnavailable), daemon.client() as client:
-            client.open("acme", "s", image)
+            client.open("acme", "s", SessionSpec(image=image))
 
     opening = threading.Thread(target=open_session, daemon=True)
     opening.start()
@@ -253,7 +258,7 @@ def test_a_pull_interrupted_by_a_kill_is_repeated(engine: APIClient, daemons: Da
     opening.join(SOON_S)
     daemon.start()
     with daemon.client() as client:
-        assert run_script(client, client.open("acme", "s", image), READ) == "one\n"
+        assert run_script(client, client.open("acme", "s", SessionSpec(image=image)), READ) == "one\n"
     assert cached_bytes(daemon) > 60 * MIB
 
 
@@ -309,9 +314,9 @@ def test_only_the_class_with_a_login_pulls_a_private_image_and_its_password_stay
         with daemon.client() as client:
             for tenant_class in ("default", "strangers"):
                 with pytest.raises(ToolFailure, match=r"refuses access .* 'registries' of the tenant class") as refused:
-                    client.open("acme", "s", image, policy=SandboxPolicy(tenant_class=tenant_class))
+                    client.open("acme", "s", SessionSpec(image=image), policy=SandboxPolicy(tenant_class=tenant_class))
                 refusals.append(str(refused.value))
-            name = client.open("acme", "s", image, policy=SandboxPolicy(tenant_class="builders"))
+            name = client.open("acme", "s", SessionSpec(image=image), policy=SandboxPolicy(tenant_class="builders"))
             assert run_script(client, name, READ) == "one\n"
             assert PASSWORD not in run_script(
                 client, name, 'for file in /proc/*/{environ,cmdline}; do echo "$(<"$file")"; done 2>&1'

@@ -6,6 +6,7 @@ import pytest
 
 from tests.daemons import Daemons, bash, run_script
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 
 pytestmark = pytest.mark.stack
 
@@ -29,10 +30,10 @@ def test_a_session_of_a_killed_sandboxd_continues_elsewhere_and_reports_what_was
 
     with two.client() as client:
         with pytest.raises(ToolFailure, match="no such checkpoint") as refused:
-            client.open("umbrella", "s1", restore=checkpoint, moved={"generation": 2})
+            client.open("umbrella", "s1", SessionSpec(restore=checkpoint), moved={"generation": 2})
         assert refused.value.code is ErrorCode.FILE_NOT_FOUND
         moved = {"generation": 2, "checkpoint_at": AT}
-        name = client.open("acme", "s1", restore=checkpoint, moved=moved)
+        name = client.open("acme", "s1", SessionSpec(restore=checkpoint), moved=moved)
         answer = bash(client, name, 'cat /workspace/file; echo "$COLOUR"')
         assert answer.streams["merged"] == b"kept\nblue\n"
         sandbox = answer.done["sandbox"]
@@ -41,7 +42,7 @@ def test_a_session_of_a_killed_sandboxd_continues_elsewhere_and_reports_what_was
         following = client.checkpoint(name, automatic=True)["checkpoint"]
         assert client.delete_checkpoint(name, checkpoint)["deleted"]
         assert client.close(name)
-        again = client.open("acme", "s2", restore=following)
+        again = client.open("acme", "s2", SessionSpec(restore=following))
         assert run_script(client, again, "cat /workspace/file") == "kept\n"
         assert client.status()["sandboxes"] == 1
 

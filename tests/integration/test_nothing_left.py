@@ -8,6 +8,7 @@ from docker import APIClient
 from benchmarks.kill_rounds import WAYS, Rounds
 from tests.daemons import Daemon, Daemons, bash, start_call, wait_running
 from tests.waiting import SOON_S, wait_until
+from toolcrew.contract.session_spec import SessionSpec
 
 pytestmark = pytest.mark.stack
 
@@ -73,4 +74,4 @@ def _fill(daemon: Daemon, played: Rounds, engine: APIClient) -> None:
 
 def _id_of(daemon: Daemon, name: str) -> str:
     with daemon.client() as client:
-        return str(client.describe_open(name, None, 600.0)["sandbox"]["id"])
+        return str(client.describe_open(name, SessionSpec(ttl_s=600.0))["sandbox"]["id"])

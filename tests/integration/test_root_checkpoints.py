@@ -5,6 +5,7 @@ import pytest
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import close_all
 from tests.daemons import Daemon, Daemons, bash, run_script
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]
@@ -56,7 +57,7 @@ def test_a_moved_session_keeps_its_whole_root_file_system(pair: tuple[Daemon, Da
     one.kill()
 
     with two.client() as client:
-        name = client.open("acme", "s1", restore=checkpoint, moved={"generation": 2})
+        name = client.open("acme", "s1", SessionSpec(restore=checkpoint), moved={"generation": 2})
         answer = bash(client, name, "pwd; echo $COLOUR; ls /tmp /output")
         assert answer.streams["merged"].decode().split() == ["/srv", "blue", "/output:", "o", "/tmp:"]
         assert "outside of /workspace" not in answer.done["sandbox"]["news"]
@@ -65,7 +66,7 @@ def test_a_moved_session_keeps_its_whole_root_file_system(pair: tuple[Daemon, Da
         look = "stat -c '%U %a' /workspace/f /etc/motd; cat /etc/motd /usr/local/lib/pkg/same"
         assert run_script(client, name, look).split() == ["eve", "644", "eve", "4750", "new", "code"]
         # A checkpoint of the restored session has all of it again.
-        again = client.open("acme", "s2", restore=client.checkpoint(name)["checkpoint"])
+        again = client.open("acme", "s2", SessionSpec(restore=client.checkpoint(name)["checkpoint"]))
         survey(client, again, "/tmp/after")
         assert run_script(client, again, "diff /workspace/before /tmp/after") == ""
     close_all(two)
@@ -84,7 +85,7 @@ def test_a_checkpoint_of_a_fork_has_the_changes_of_all_its_layers(pair: tuple[Da
         survey(client, "acme:grandchild", "/workspace/before")
         checkpoint = client.checkpoint("acme:grandchild")["checkpoint"]
     with two.client() as client:
-        name = client.open("acme", "restored", restore=checkpoint)
+        name = client.open("acme", "restored", SessionSpec(restore=checkpoint))
         survey(client, name, "/tmp/after")
         assert run_script(client, name, "diff /workspace/before /tmp/after; cat /etc/issue") == "back\n"
     for daemon in pair:
@@ -101,7 +102,7 @@ def test_a_checkpoint_can_be_created_while_files_appear_and_disappear(pair: tupl
         job = client.call(name, {**request, "max_bytes": 8192, "timeout_s": 5.0}, churn.encode()).done["job"]
         checkpoints = [client.checkpoint(name)["checkpoint"] for _ in range(5)]
         client.call(name, {"op": "job_kill", "job": job["job"], "max_bytes": 0, "timeout_s": 5.0})
-        restored = client.open("acme", "s2", restore=checkpoints[-1])
+        restored = client.open("acme", "s2", SessionSpec(restore=checkpoints[-1]))
         assert run_script(client, restored, "cat /usr/local/lib/pkg/m.py") == "code\n"
     close_all(one)
 
@@ -127,7 +128,7 @@ def test_root_changes_that_cannot_be_restored_are_reported_and_the_workspace_is_
         run_script(client, name, CHANGE)
         checkpoint = client.checkpoint(name)["checkpoint"]
     with two.client() as client:
-        restored = client.open("acme", "s2", restore=checkpoint, **opened)
+        restored = client.open("acme", "s2", SessionSpec(restore=checkpoint, **opened))
         answer = bash(client, restored, "cat /workspace/f; ls /etc/issue /srv")
         assert answer.streams["merged"].decode().split() == ["work", "/etc/issue", "/srv:"]
         assert "outside of /workspace" in answer.done["sandbox"]["news"]

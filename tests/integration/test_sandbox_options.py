@@ -11,7 +11,7 @@ from tests.containers import Watched, python, watch
 from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import SandboxOptions, SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 
 pytestmark = [
@@ -74,7 +74,7 @@ def test_a_sandbox_has_the_sizes_that_its_session_requests(
     daemon = start(daemons, sandbox_start, CLASSES, pool_size="1")
     wait_until(lambda: daemon.status()["pool"]["ready"] == 1, SOON_S, daemon.log)
     with daemon.client() as client:
-        opened = client.describe_open("acme:s", None, 600.0, options=OPTIONS)
+        opened = client.describe_open("acme:s", SessionSpec(ttl_s=600.0).with_defaults(OPTIONS))
         assert opened["options"] == {**OPTIONS.model_dump(), "user": "sandbox"}
         assert daemon.status()["pool"]["handed_out"] == 0
         sandbox = watch(engine, opened["sandbox"]["id"])
@@ -89,7 +89,7 @@ def test_a_sandbox_has_the_sizes_that_its_session_requests(
         assert sandbox.pids_refused() > 0
 
         # The sandbox of the pool has the sizes of the class, so it fits a session that asks for nothing.
-        other = client.describe_open("acme:t", None, 600.0)
+        other = client.describe_open("acme:t", SessionSpec(ttl_s=600.0))
         assert daemon.status()["pool"]["handed_out"] == 1
         assert read_sizes(watch(engine, other["sandbox"]["id"]))["pids"] == 128
 
@@ -118,7 +118,7 @@ def test_session_options_above_the_class_or_policy_limit_are_refused(
     daemon = start(daemons, "auto", CLASSES)
     with daemon.client() as client:
         with pytest.raises(ToolFailure, match=f"class '{terms.tenant_class}'") as refused:
-            client.open("acme", "s", options=options, policy=terms)
+            client.open("acme", "s", SessionSpec().with_defaults(options), policy=terms)
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
         assert client.status()["sessions"] == 0
 
@@ -128,7 +128,7 @@ def test_a_session_is_root_inside_only_if_requested_and_allowed_by_its_class(
 ) -> None:
     daemon = start(daemons, "oci", {"default": {"largest": {"user": "root"}}, "plain": {}})
     with daemon.client() as client:
-        root = client.open("acme", "root", options=SandboxOptions(user="root", workspace_bytes=32 * MIB))
+        root = client.open("acme", "root", SessionSpec(user="root", workspace_bytes=32 * MIB))
         assert run_script(client, root, "id -u; touch /etc/mine && stat -c %u /etc/mine").split() == ["0", "0"]
         # The disk holds all that root writes.
         full = run_script(client, root, f"{FILL.format('/usr')}; rm /usr/[1-9]; id -u")
@@ -137,9 +137,7 @@ def test_a_session_is_root_inside_only_if_requested_and_allowed_by_its_class(
         own = client.open("acme", "own")
         assert run_script(client, own, "exec 2>&1; id -u; touch /etc/mine").split()[0] == "1000"
         with pytest.raises(ToolFailure, match="may not run as root"):
-            client.open(
-                "acme", "plain", options=SandboxOptions(user="root"), policy=SandboxPolicy(tenant_class="plain")
-            )
+            client.open("acme", "plain", SessionSpec(user="root"), policy=SandboxPolicy(tenant_class="plain"))
     daemon.kill()
     daemon.start()
     with daemon.client() as client:

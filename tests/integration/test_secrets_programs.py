@@ -22,7 +22,7 @@ from tests.package_site import build_site, open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import SOON_S, wait_until
 from toolcrew.contract.secrets import build_placeholder
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 
@@ -90,7 +90,7 @@ def sandboxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecretSandbo
 
         worker = threading.Thread(target=confirm)
         with SandboxClient(at) as client:
-            client.open("acme", "s1", policy=TERMS, options=SandboxOptions(secrets=(*BASIC, *HEADER)))
+            client.open("acme", "s1", SessionSpec(secrets=(*BASIC, *HEADER)), policy=TERMS)
         worker.start()
         stack.callback(worker.join)
         stack.callback(stop.set)
@@ -157,7 +157,7 @@ def test_pip_installs_from_a_private_index(sandboxes: SecretSandboxd) -> None:
 
 def test_npm_installs_from_a_private_registry(sandboxes: SecretSandboxd) -> None:
     with SandboxClient(sandboxes.client_socket) as client:
-        client.open("acme", "node", NODE_IMAGE, policy=TERMS, options=SandboxOptions(secrets=("NPM_TOKEN",)))
+        client.open("acme", "node", SessionSpec(image=NODE_IMAGE, secrets=("NPM_TOKEN",)), policy=TERMS)
     registry = f"{sandboxes.host}/npm/"
     script = (
         f"printf '%s\\n' 'registry=https://{registry}' '//{registry}:_authToken=${{NPM_TOKEN}}' > .npmrc; echo '{{}}' > "

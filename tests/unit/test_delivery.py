@@ -18,6 +18,7 @@ from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import decode_call, encode_result
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.names import call_key, host_key, location_key
+from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.signing import ResultSeal
 from toolcrew.orchestrator.admission import Slot, UnlimitedAdmission
 from toolcrew.orchestrator.dispatch import delivery
@@ -123,7 +124,7 @@ class Harness:
     async def open(self) -> None:
         """Open a session on one of the hosts. All hosts are alive."""
         await self.client.mset({host_key("d", queue): "a report" for queue in self.hosts.all})
-        assert (await self.dispatcher.open_session("acme", "s1", {})).success
+        assert (await self.dispatcher.open_session("acme", "s1", EMPTY_SESSION)).success
 
     async def state(self) -> str:
         return str((await self.client.hget(call_key("d", "acme", "c1"), "state") or b"").decode())

@@ -20,9 +20,10 @@ from tests.item_harness import echo_then, fail_with
 from tests.run_harness import build_outcome
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs import hosted
 from toolcrew.orchestrator.runs.batches import Batches
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
@@ -245,7 +246,7 @@ async def test_waiting_runs_above_the_tenant_limit_are_refused(harness: HostedHa
 
 
 async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness: HostedHarness) -> None:
-    session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", start=SessionStart())
+    session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", spec=SessionSpec())
     location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=location)
     run = await harness.start(environment=ItemEnvironment(session=session.id))

@@ -32,7 +32,7 @@ from toolcrew.orchestrator.dispatch.sessions import build_call
 from toolcrew.orchestrator.mcp.calls import _parse_call as parse_mcp_call
 from toolcrew.store.secrets import _build_info as build_secret
 from toolcrew.workers.mcp.settings import HttpEntry, load_servers
-from toolcrew.workers.sandboxd.connection import parse_options as parse_sandbox_options
+from toolcrew.workers.sandboxd.connection import parse_spec
 
 PYDANTIC = ("Input should", "Value error", "Extra inputs", "Field required", "valid string", "Assertion failed")
 
@@ -195,7 +195,7 @@ DOORS: dict[str, Callable[[Path], Any]] = {
     "line of a batch": lambda _: read_lines(BytesIO(b'{"id": 1, "instruktion": "x", "samples": 0}'), None, "the body"),
     "row of a batch": lambda _: parse_row(b'{"custom_id": 1}'),
     "sidecar of a skill": lambda _: parse_sidecar(b'{"entrypoint": 1}', ()),
-    "options for sandboxd": lambda _: parse_sandbox_options({"options": {"cpu": 1}}),
+    "options for sandboxd": lambda _: parse_spec({"cpu": 1}),
     "MCP servers of a file": lambda folder: read_servers(folder, '{"url": "http://a.example", "timeuot": 1}'),
     "sandbox of Inspect": lambda _: parse_config({"cpu": 1}),
 }

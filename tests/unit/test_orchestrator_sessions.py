@@ -13,8 +13,9 @@ from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from tests.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.workers.tools.builtin import build_registry
 
@@ -38,8 +39,8 @@ class Pool:
         self._answers = {"open": opened, **answers}
 
     async def open(self, workspace: Path | None = None, **start: Any) -> Session:
-        start_options = SessionStart(ttl_s=60, workspace=workspace, **start)
-        return await Session.open(self._dispatcher, self.blobs, tenant="acme", start=start_options)  # type: ignore[arg-type]
+        spec = SessionSpec(ttl_s=60, workspace=str(workspace) if workspace else None, **start)
+        return await Session.open(self._dispatcher, self.blobs, tenant="acme", spec=spec)  # type: ignore[arg-type]
 
     def sent(self) -> list[str]:
         return [call.name.removeprefix("session.") for call in self.transport.calls]

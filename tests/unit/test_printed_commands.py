@@ -23,6 +23,7 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_names_key
 from toolcrew.contract.run_events import BatchNotice, FailureKind
 from toolcrew.contract.session_locations import seal_start
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.specs import Catalog
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.displays import DisplayedBatch
@@ -243,7 +244,7 @@ def test_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None
     async def open_some() -> None:
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
             for number in range(3):
-                start = seal_start(redis_server.keys, "acme", f"s{number}", {"image": "python"})
+                start = seal_start(redis_server.keys, "acme", f"s{number}", SessionSpec(image="python"))
                 await SessionStore(client, "default").open(
                     "acme", f"s{number}", "host.a.b", start=start, ttl_s=60, limit=9
                 )

@@ -13,6 +13,7 @@ from tests.fake_sandboxd import PLAN, MemoryWorkspaces, Sandboxd, build_host, op
 from tests.sandboxd_calls import call, frame, raw_exchange
 from tests.waiting import SOON_S
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandboxd.session import SessionMove
 from toolcrew.workers.sandboxd.sessions import SessionParameters
 
@@ -35,7 +36,9 @@ async def open_moved(
 ) -> tuple[Any, str, dict[str, Any]]:
     client = daemon.client()
     moved = {"generation": generation, **fields}
-    reply = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
+    reply = await asyncio.to_thread(
+        client.describe_open, "acme:s1", SessionSpec(ttl_s=60, restore=restore), moved=moved
+    )
     return client, "acme:s1", reply["sandbox"]
 
 

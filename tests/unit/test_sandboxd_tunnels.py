@@ -16,8 +16,9 @@ from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
 from tests.tunnel_ends import PREAMBLE, FakeGuestEnd, refuse_connection, running_tunnels, wait_closed
 from tests.waiting import SOON_S
+from toolcrew.contract.session_spec import NetworkPolicy
 from toolcrew.contract.settings import SandboxdSettings
-from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
+from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.egress import relay as relay_module
 from toolcrew.workers.sandboxd.egress import tunnels as tunnels_module

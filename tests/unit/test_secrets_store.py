@@ -182,7 +182,7 @@ async def test_open_tells_a_forged_secret_record_from_a_missing_secret(harness: 
     sealed = await harness.client.hget(key, "TOKEN")  # type: ignore[misc]
     await harness.client.hset(key, "TOKEN", sealed.replace(b"api.example", b"bad.example"))  # type: ignore[misc]
     executor = build_secret_executor(harness)
-    call = build_call("session.open", ttl_s=60, options={"secrets": [name]})
+    call = build_call("session.open", ttl_s=60, secrets=[name])
     result = executor.execute(call, build_context())
     assert (result.error_code, name in str(result.error)) == (code, True)
 
@@ -193,7 +193,7 @@ async def test_secrets_of_a_session_that_are_too_long_together_are_refused(harne
         await harness.secrets.set("acme", name, "a" * MAX_VALUE_CHARS)
     executor = build_secret_executor(harness)
     for count in (8, 9):
-        call = build_call("session.open", call_id=f"c{count}", ttl_s=60, options={"secrets": names[:count]})
+        call = build_call("session.open", call_id=f"c{count}", ttl_s=60, secrets=names[:count])
         result = executor.execute(call, build_context())
         assert (result.error_code == "INVALID_ARGUMENTS") == (count == 9), result.error
     assert "32768" in str(result.error)

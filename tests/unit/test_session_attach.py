@@ -11,9 +11,10 @@ from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_re
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from toolcrew.orchestrator.dispatch.placement import HostCapacity
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionStart
+from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.runs.session_queue import MAX_STALL_S, SessionQueue
 from toolcrew.workers.tools.builtin import build_registry
@@ -43,7 +44,7 @@ class Harness:
         self.second = self._program()
 
     async def open(self, tenant: str = "acme") -> Session:
-        return await Session.open(self.first, self.blobs, tenant=tenant, start=SessionStart(image="python", ttl_s=60))
+        return await Session.open(self.first, self.blobs, tenant=tenant, spec=SessionSpec(image="python", ttl_s=60))
 
     async def attach(self, session: str, tenant: str = "acme") -> Session:
         return await Session.attach(self.second, self.blobs, tenant=tenant, session=session)

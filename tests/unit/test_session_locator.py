@@ -15,6 +15,7 @@ from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
+from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch import session_locator as homes_module
@@ -90,7 +91,7 @@ async def open_and_lose(
     client: "redis.asyncio.Redis", hosts: Hosts, locator: SessionLocator, stored: dict[str, Any] | None = None
 ) -> SessionAddress:
     """Open acme's session s1 at its only host, store these fields in its record, and lose the host. Host b remains."""
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     if stored:
         await client.hset(location_key("d", "acme", "s1"), mapping=stored)
     address = await locator.find("acme", "s1", DEFAULT)
@@ -102,7 +103,7 @@ async def open_and_lose(
 async def test_session_stays_on_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {"ttl_s": 60})
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(ttl_s=60))
     address = await locator.find("acme", "s1", DEFAULT)
     # Another process finds the same.
     assert await build_locator(client, hosts).find("acme", "s1", DEFAULT) == address
@@ -113,7 +114,7 @@ async def test_a_call_gets_the_configuration_of_its_tool_and_no_other(client: "r
     """Requirement S4-13. The host does not get the configuration."""
     hosts, config = Hosts("a"), {"quote": {"currency": "EUR"}, "count": {"step": 2}}
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {"tool_config": config})
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(tool_config=config))
     await locator.add_forks("acme", "s1", ["f1"], DEFAULT, {"queue": "host.a.b00t"})
     quote, bash = (build_spec(name) for name in ("quote", "bash_tool"))
     for program in (locator, build_locator(client, hosts)):
@@ -127,7 +128,7 @@ async def test_only_a_tool_outside_of_the_sandbox_gets_the_folder_of_the_session
     client: "redis.asyncio.Redis",
 ) -> None:
     locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     inside, outside = build_spec("bash_tool"), build_spec("quote", pool="tools")
     assert await locator.call_fields("acme", "s1", outside) == {"config": {}}
     await client.hset(location_key("d", "acme", "s1"), "folder", "/workspace/a")
@@ -137,7 +138,7 @@ async def test_only_a_tool_outside_of_the_sandbox_gets_the_folder_of_the_session
 
 async def test_a_session_without_a_configuration_is_read_once(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     await locator.call_fields("acme", "s1", build_spec("bash_tool"))
     await client.delete(location_key("d", "acme", "s1"))
     assert await locator.call_fields("acme", "s1", build_spec("bash_tool")) == {}
@@ -145,8 +146,8 @@ async def test_a_session_without_a_configuration_is_read_once(client: "redis.asy
 
 async def test_a_configuration_that_another_program_has_changed_is_refused(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {"tool_config": {"quote": {"a": 1}}})
-    forged = seal_start(KEY, "acme", "s2", {"tool_config": {"quote": {"a": 2}}})
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(tool_config={"quote": {"a": 1}}))
+    forged = seal_start(KEY, "acme", "s2", SessionSpec(tool_config={"quote": {"a": 2}}))
     await client.hset(location_key("d", "acme", "s1"), "start", forged)
     with pytest.raises(SandboxUnavailable):
         await locator.call_fields("acme", "s1", build_spec("quote"))
@@ -155,20 +156,20 @@ async def test_a_configuration_that_another_program_has_changed_is_refused(clien
 async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asyncio.Redis") -> None:
     locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
     for name in ("s1", "s2"):
-        await locator.open("acme", name, policy, {})
+        await locator.open("acme", name, policy, EMPTY_SESSION)
     with pytest.raises(ToolFailure) as full:
-        await locator.open("acme", "s3", policy, {})
+        await locator.open("acme", "s3", policy, EMPTY_SESSION)
     assert full.value.code is ErrorCode.QUOTA_EXCEEDED
-    await locator.open("other", "s1", policy, {})
+    await locator.open("other", "s1", policy, EMPTY_SESSION)
     await locator.forget("acme", "s1")
-    await locator.open("acme", "s4", policy, {})
+    await locator.open("acme", "s4", policy, EMPTY_SESSION)
     await client.delete(location_key("d", "acme", "s2"))  # its time ran out
-    await locator.open("acme", "s5", policy, {})
+    await locator.open("acme", "s5", policy, EMPTY_SESSION)
 
 
 async def test_forks_are_placed_on_the_host_of_their_session_and_count(client: "redis.asyncio.Redis") -> None:
     locator, policy, facts = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=3), {"queue": "host.a.b00t"}
-    await locator.open("acme", "s1", policy, {})
+    await locator.open("acme", "s1", policy, EMPTY_SESSION)
     await client.expire(tenant_sessions_key("d", "acme"), 60)
     await locator.add_forks("acme", "s1", ["f1", "f2"], policy, facts)
     assert await build_locator(client, Hosts("a")).find("acme", "f2", policy) == SessionAddress("host.a.b00t", 1)
@@ -201,7 +202,7 @@ async def test_new_session_waits_for_a_host_that_is_coming(
     hosts.silent_queues = silent
     locator = build_locator(client, hosts)
     begun = asyncio.create_task(
-        locator.open("acme", "s1", DEFAULT, {}) if work == "open" else locator.any_queue(DEFAULT)
+        locator.open("acme", "s1", DEFAULT, EMPTY_SESSION) if work == "open" else locator.any_queue(DEFAULT)
     )
     while hosts.reads < 2:  # the second look proves that the first did not end the opening
         await asyncio.wait({begun}, timeout=0.01)
@@ -229,7 +230,7 @@ async def test_new_session_does_not_wait_for_a_host_that_cannot_take_it(
     hosts.all = {"host.a.b00t": build_report("a", **fields)}
     hosts.silent_queues = ["pool.a.b00t", *(["host.b.b00t"] if "sessions" in fields else [])]
     with pytest.raises((SandboxUnavailable, ToolFailure)):
-        await build_locator(client, hosts).open("acme", "s1", DEFAULT, {"image": "base"})
+        await build_locator(client, hosts).open("acme", "s1", DEFAULT, SessionSpec(image="base"))
     assert hosts.reads == 1
 
 
@@ -240,7 +241,7 @@ async def test_new_session_waits_for_a_host_only_for_a_limited_time(
     hosts = Hosts()
     hosts.all = {"host.a.b00t": build_report("a", **STARTING)}
     with pytest.raises(SandboxUnavailable, match="the only host takes no sessions now"):
-        await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
+        await build_locator(client, hosts).open("acme", "s1", DEFAULT, EMPTY_SESSION)
     assert hosts.reads >= 2
 
 
@@ -257,7 +258,7 @@ async def test_open_refused_by_one_host_goes_to_another(client: "redis.asyncio.R
     hosts.answers["host.a.b00t"] = answer
     hosts.all["host.b.b00t"] = build_report("b", sessions=50)
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     assert [(queue, fence) for queue, _, fence in hosts.opened] == [("host.a.b00t", 1), ("host.b.b00t", 2)]
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
 
@@ -277,7 +278,7 @@ async def test_open_follows_the_session_to_the_next_worker(client: "redis.asynci
         return await hosts.send_open(opening, address)
 
     locator = SessionLocator(SessionStore(client, "d"), hosts, send_open, KEY)
-    opened = await locator.open("acme", "s1", DEFAULT, {})
+    opened = await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
 
     assert opened.success
     assert requests[1:] == [("host.a.n3w", 2)]
@@ -293,7 +294,7 @@ async def test_failed_open_leaves_no_location(client: "redis.asyncio.Redis", ans
     hosts.answers["host.a.b00t"] = answer
     locator = build_locator(client, hosts)
     with contextlib.suppress(SandboxUnavailable):
-        assert not (await locator.open("acme", "s1", DEFAULT, {})).success
+        assert not (await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)).success
     assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
     assert await client.keys("*:sessions") == []
 
@@ -303,8 +304,8 @@ async def test_session_of_a_lost_host_moves_with_its_last_checkpoint(
 ) -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
-    await locator.open("acme", "s1", DEFAULT, start)
+    start = {"image": "base", "ttl_s": 60, "restore": "c0", "cpus": 0.5, "user": "root"}
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(**start))
     await client.hset(location_key("d", "acme", "s1"), mapping={**checkpoints("c6"), "checkpoint_at": 1})
     begin_move = SessionStore.begin_move
 
@@ -320,8 +321,8 @@ async def test_session_of_a_lost_host_moves_with_its_last_checkpoint(
     hosts.all["host.b.b00t"] = build_report("b")
     assert await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
     _, opening, _ = hosts.opened[-1]
-    assert {name: opening.arguments[name] for name in start} == {**start, "restore": "c7"}
-    assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
+    assert opening.spec == SessionSpec(**{**start, "restore": "c7"})
+    assert opening.moved["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
 
 
 async def test_concurrent_moves_open_the_session_once(client: "redis.asyncio.Redis") -> None:
@@ -339,7 +340,7 @@ async def test_concurrent_moves_open_the_session_once(client: "redis.asyncio.Red
 async def test_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     found_address = await locator.find("acme", "s1", DEFAULT)
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
     await client.hset(location_key("d", "acme", "s1"), mapping=parked)
@@ -349,7 +350,7 @@ async def test_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -
     await hosts.lose(client, found_address.queue)
     address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
     assert address.fence == 3
-    assert hosts.opened[-1][1].arguments["moved"]["is_planned"] is True
+    assert hosts.opened[-1][1].moved["is_planned"] is True
 
 
 async def test_failed_move_can_be_repeated(client: "redis.asyncio.Redis") -> None:
@@ -365,15 +366,15 @@ async def test_failed_move_can_be_repeated(client: "redis.asyncio.Redis") -> Non
 
 async def test_start_options_are_stored_without_the_checkpoint(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
-    assert await locator.start("acme", "s1") == {"ttl_s": 5}
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(ttl_s=5, restore="c0"))
+    assert await locator.start("acme", "s1") == SessionSpec(ttl_s=5)
 
 
 async def test_host_that_reports_again_keeps_its_sessions(client: "redis.asyncio.Redis") -> None:
     """An outage of Redis, during which every report expires, causes this case."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     address = await locator.find("acme", "s1", DEFAULT)
     await client.zadd(hosts_key("d"), {address.queue: 1})
     waiting = asyncio.create_task(locator.refresh("acme", "s1", address, DEFAULT, is_lost=True))
@@ -394,7 +395,7 @@ async def _move_without_restores(
     locator = build_locator(client, hosts)
     address = await open_and_lose(client, hosts, locator, {**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
     failed = build_open_failure(code, "the restore failed")
-    hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
+    hosts.answer = lambda opening: failed if opening.spec.restore else None
     (moved,) = await asyncio.gather(
         locator.refresh("acme", "s1", address, DEFAULT, is_lost=True), return_exceptions=True
     )
@@ -404,21 +405,21 @@ async def _move_without_restores(
 async def test_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
     opened, error = await _move_without_restores(client, ErrorCode.FILE_NOT_FOUND)
     assert error is None
-    assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1", "auto-1", None]
-    assert opened[-1][1].arguments["moved"]["checkpoint_at"] is None
+    assert [opening.spec.restore for _, opening, _ in opened] == ["c1", "auto-1", None]
+    assert opened[-1][1].moved["checkpoint_at"] is None
 
 
 async def test_failed_restore_does_not_open_the_session_without_files(client: "redis.asyncio.Redis") -> None:
     opened, error = await _move_without_restores(client, ErrorCode.INTERNAL)
     assert isinstance(error, SandboxUnavailable)
     assert "the restore failed" in str(error)
-    assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1"]
+    assert [opening.spec.restore for _, opening, _ in opened] == ["c1"]
 
 
 async def test_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     for forged in ("another-sessions", seal_checkpoint(KEY, "acme", "s2", "another-sessions")):
         mapping = {**checkpoints("c1", "c1"), "checkpoint": forged, "checkpoint_at": 1}
         await client.hset(location_key("d", "acme", "s1"), mapping=mapping)
@@ -427,7 +428,7 @@ async def test_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") 
         name = f"b{len(hosts.opened)}"
         hosts.all[f"host.{name}.b00t"] = build_report(name)
         await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
-        assert hosts.opened[-1][1].arguments["restore"] == "c1"
+        assert hosts.opened[-1][1].spec.restore == "c1"
 
 
 async def test_move_tries_the_next_host_then_the_older_checkpoint(client: "redis.asyncio.Redis") -> None:
@@ -437,10 +438,10 @@ async def test_move_tries_the_next_host_then_the_older_checkpoint(client: "redis
     hosts.all["host.c.b00t"] = build_report("c", sessions=50)
     hosts.answers["host.b.b00t"] = build_open_failure(ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
     missing = build_open_failure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
-    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
+    hosts.answer = lambda opening: missing if opening.spec.restore else None
     moved = await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert moved.queue == "host.c.b00t"
-    assert [(queue, opening.arguments.get("restore")) for queue, opening, _ in hosts.opened[1:]] == [
+    assert [(queue, opening.spec.restore) for queue, opening, _ in hosts.opened[1:]] == [
         ("host.b.b00t", "c1"),
         ("host.c.b00t", "c1"),
         ("host.c.b00t", None),
@@ -452,7 +453,7 @@ async def test_placements_of_ended_hosts_are_dropped(client: "redis.asyncio.Redi
     locator = build_locator(client, hosts)
     for number in range(5):
         hosts.all = {f"host.a.b{number}": build_report("a")}
-        await locator.open("acme", f"s{number}", DEFAULT, {})
+        await locator.open("acme", f"s{number}", DEFAULT, EMPTY_SESSION)
     assert len(locator._placed) == 1
 
 
@@ -462,10 +463,10 @@ async def test_move_reports_no_time_for_an_automatic_checkpoint(client: "redis.a
     stored = {**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
     address = await open_and_lose(client, hosts, locator, stored)
     missing = build_open_failure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
-    hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
+    hosts.answer = lambda opening: missing if opening.spec.restore == "asked" else None
     await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
-    last = hosts.opened[-1][1].arguments
-    assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
+    last = hosts.opened[-1][1]
+    assert (last.spec.restore, last.moved["checkpoint_at"]) == ("older", None)
 
 
 async def test_refused_opens_do_not_count_as_placed(client: "redis.asyncio.Redis") -> None:
@@ -474,15 +475,15 @@ async def test_refused_opens_do_not_count_as_placed(client: "redis.asyncio.Redis
     locator = build_locator(client, hosts)
     for number in range(3):
         with pytest.raises(ToolFailure):
-            await locator.open("greedy", f"s{number}", full, {})
-    assert (await locator.open("acme", "s1", DEFAULT, {})).success
+            await locator.open("greedy", f"s{number}", full, EMPTY_SESSION)
+    assert (await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)).success
 
 
 async def test_waiting_for_a_move_does_not_count_as_placed(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     location = location_key("d", "acme", "s1")
     await client.hset(location, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
     waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
@@ -491,7 +492,7 @@ async def test_waiting_for_a_move_does_not_count_as_placed(client: "redis.asynci
         for _ in range(4)
     ]
     await asyncio.sleep(0.3)
-    assert (await locator.open("acme", "s2", DEFAULT, {})).success
+    assert (await locator.open("acme", "s2", DEFAULT, EMPTY_SESSION)).success
     await client.hset(location, mapping={"state": "open", "moving_until": 0})
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
@@ -500,7 +501,7 @@ async def test_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis")
     """Such a host has neither a report nor a tombstone."""
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     address = await locator.find("acme", "s1", DEFAULT)
     del hosts.all[address.queue]
     await client.zrem(hosts_key("d"), address.queue)
@@ -514,7 +515,7 @@ async def test_cache_of_used_sessions_is_bounded(
     monkeypatch.setattr(homes_module, "MAX_CACHED", 2)
     locator = build_locator(client, Hosts("a"))
     for number in range(4):
-        await locator.open("acme", f"s{number}", DEFAULT, {})
+        await locator.open("acme", f"s{number}", DEFAULT, EMPTY_SESSION)
     assert [locator.last_used("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
 
 
@@ -541,7 +542,9 @@ async def test_the_arguments_of_all_sessions_of_a_tenant_have_a_limit(client: "r
 async def test_completed_move_is_not_repeated(client: "redis.asyncio.Redis") -> None:
     """A process that saw the move in progress must not repeat it: changes made since then would be lost."""
     places = SessionStore(client, "d")
-    await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
+    await places.open(
+        "acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", EMPTY_SESSION), ttl_s=60, limit=1
+    )
     assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress(
         "host.b.b00t", 2
     )
@@ -558,7 +561,7 @@ async def test_open_refused_by_all_hosts_reports_the_reason(client: "redis.async
     for queue in hosts.all:
         message = f"{queue} has no engine"
         hosts.answers[queue] = build_open_failure(ErrorCode.SANDBOX_UNAVAILABLE, message)
-    result = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
+    result = await build_locator(client, hosts).open("acme", "s1", DEFAULT, EMPTY_SESSION)
     assert result.error_code == ErrorCode.SANDBOX_UNAVAILABLE
     assert "has no engine" in str(result.error)
     assert len(hosts.opened) == 2
@@ -573,12 +576,12 @@ async def test_new_report_resets_placements_of_its_host_only(client: "redis.asyn
     }
     locator = build_locator(client, hosts)
     for number in range(6):
-        await locator.open("acme", f"s{number}", DEFAULT, {})
+        await locator.open("acme", f"s{number}", DEFAULT, EMPTY_SESSION)
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=4, sessions=3, reported_at=2.0)
-    await locator.open("acme", "s7", DEFAULT, {})
+    await locator.open("acme", "s7", DEFAULT, EMPTY_SESSION)
     assert hosts.opened[-1][0] == "host.a.b00t"
     with pytest.raises(SandboxUnavailable, match="full"):
-        await locator.open("acme", "s8", DEFAULT, {})
+        await locator.open("acme", "s8", DEFAULT, EMPTY_SESSION)
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
@@ -586,9 +589,9 @@ async def test_forged_start_options_do_not_reopen_a_session(client: "redis.async
     """The attacker's aim: a network for a session that was opened without one."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {"network": "none"})
+    await locator.open("acme", "s1", DEFAULT, SessionSpec(network="none"))
     address = await locator.find("acme", "s1", DEFAULT)
-    await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
+    await locator.open("acme", "s2", DEFAULT, SessionSpec(network="egress"))
     location = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(location_key("d", "acme", "s2"), "start")  # type: ignore[misc]
     forged = {
@@ -610,7 +613,7 @@ KEYS = SigningKeys.of("a secret", deployment="d")
 
 
 def signed_start(tenant: str, session: str, keys: SigningKeys = KEYS) -> str:
-    return seal_start(keys, tenant, session, {"image": "python"})
+    return seal_start(keys, tenant, session, SessionSpec(image="python"))
 
 
 async def open_sessions(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
@@ -790,7 +793,7 @@ async def test_invalid_cursor_or_limit_is_refused(
 
 async def test_session_is_found_only_by_its_tenant(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {})
+    await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     with pytest.raises(ToolFailure) as unknown:
         await locator.find("rival", "s1", DEFAULT)
     assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND

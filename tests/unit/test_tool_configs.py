@@ -11,12 +11,12 @@ import typer
 from pydantic import ValidationError
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tool_configs import MAX_BYTES, parse_tool_config
 from toolcrew.orchestrator.api.runs import NewRun
 from toolcrew.orchestrator.api.sessions import NewSession
 from toolcrew.orchestrator.batches.line_shapes import RunFields
 from toolcrew.orchestrator.cli.session_options import read_config
-from toolcrew.orchestrator.dispatch.sessions import SessionStart
 
 INVALID: list[Any] = [
     {"t": {"text": "x" * MAX_BYTES}},
@@ -55,7 +55,7 @@ def test_every_door_passes_the_configuration_on(tmp_path: Path) -> None:
     assert NewRun(instruction="x", tool_config=config).environment().tool_config == config
     assert RunFields(instruction="x", tool_config=config).to_environment().tool_config == config
     assert read_config(json.dumps(config)) == read_config(f"@{tmp_path}/config.json") == config
-    assert SessionStart(tool_config=config).arguments()["tool_config"] == config
+    assert SessionSpec(tool_config=config).tool_config == config
 
 
 def test_an_unreadable_file_is_a_wrong_option() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from toolcrew.contract.errors import OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.mcp.answers import build_outcome
 from toolcrew.workers.mcp.imports import ImportedTool, import_tools
 from toolcrew.workers.mcp.sandbox_server import SandboxServer
@@ -104,7 +105,8 @@ def await_sandboxd(socket: Path) -> None:
 
 def _list_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[Any]:
     sandbox = f"{OWN_TENANT}:{secrets.token_hex(8)}"
-    client.describe_open(sandbox, server.entry.image, SANDBOX_TTL_S, network="none")
+    spec = SessionSpec(image=server.entry.image, ttl_s=SANDBOX_TTL_S, network="none")
+    client.describe_open(sandbox, spec)
     try:
         return server.list_tools(partial(_run, client, sandbox), min(server.entry.timeout_s, DISCOVERY_S))
     finally:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Record
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.invalid_input import find_invalid
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.factory import SandboxdEnding
 from toolcrew.workers.sandboxd.frames import Frame, FrameError, WorkerLink
@@ -291,23 +291,25 @@ def parse_fence(header: Mapping[str, Any]) -> int | None:
 
 def parse_policy(header: Mapping[str, Any]) -> SandboxPolicy | None:
     """Return the sandbox policy of the tenant, or None when the request has none."""
-    return _parse_record(header, "policy", SandboxPolicy, "fix the tenant's policy")
-
-
-def parse_options(header: Mapping[str, Any]) -> SandboxOptions:
-    """Return the options that the session requests for its sandbox."""
-    return _parse_record(header, "options", SandboxOptions, "correct the request") or DEFAULT_OPTIONS
-
-
-def _parse_record(header: Mapping[str, Any], name: str, kind: type[R], advice: str) -> R | None:
-    if header.get(name) is None:
+    if header.get("policy") is None:
         return None
     try:
-        return kind.model_validate(header[name])
+        return SandboxPolicy.model_validate(header["policy"])
     except ValidationError as error:
-        part = find_invalid(error, kind)
-        part = replace(part, path=(name, *part.path))
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{part}; {advice}") from None
+        part = find_invalid(error, SandboxPolicy)
+        part = replace(part, path=("policy", *part.path))
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{part}; fix the tenant's policy") from None
+
+
+def parse_spec(header: Mapping[str, Any]) -> SessionSpec:
+    """Return the options of the session that a request opens."""
+    fields = {name: value for name, value in header.items() if name not in ("verb", "sandbox", "policy", "moved")}
+    try:
+        return SessionSpec.model_validate(fields)
+    except ValidationError as error:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{find_invalid(error, SessionSpec)}; correct the request"
+        ) from None
 
 
 def parse_run(header: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import SessionSpec, pick_options
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
 from toolcrew.workers.sandboxd.archives.packing import count_max_bytes
@@ -22,11 +23,10 @@ from toolcrew.workers.sandboxd.connection import (
     ReadBody,
     parse_count,
     parse_fence,
-    parse_number,
-    parse_options,
     parse_policy,
     parse_session,
     parse_skill,
+    parse_spec,
     parse_text,
 )
 from toolcrew.workers.sandboxd.egress.secrets import SecretValues, parse_values
@@ -162,18 +162,14 @@ class ControlRequests:
         return await self._skills.place(scope, digest, read_body(size))
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
+        name = parse_session(header)
         policy = parse_policy(header)
-        plan = self._plans.choose(
-            policy or SandboxPolicy(),
-            _parse_optional(header, "image"),
-            _parse_optional(header, "network"),
-            parse_options(header),
-        )
+        spec = parse_spec(header)
+        plan = self._plans.choose(policy or SandboxPolicy(), spec.image, spec.network, pick_options(spec))
         plan = with_placeholders(plan, name)
         started = time.monotonic()
-        start = SessionParameters(plan, ttl_s, self._choose_fill(header), policy, parse_moved(header))
-        if header.get("image") is not None:
+        start = SessionParameters(plan, spec.ttl_s, self._choose_fill(spec), policy, parse_moved(header))
+        if spec.image is not None:
             start = replace(start, image_wait_s=IMAGE_WAIT_S)
         session = await self._sessions.open(name, start)
         sandbox = session.identify_sandbox(session.sandbox) if session.sandbox is not None else None
@@ -202,14 +198,13 @@ class ControlRequests:
             "timeout_s": session.plan.timeout_s,
         }
 
-    def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[HostSession, Sandbox], Awaitable[None]] | None:
+    def _choose_fill(self, spec: SessionSpec) -> Callable[[HostSession, Sandbox], Awaitable[None]] | None:
         """Return what a new session begins with: a checkpoint, a file of the store, or nothing. Raises ToolFailure."""
-        restore, workspace = _parse_optional(header, "restore"), _parse_optional(header, "workspace")
-        if restore is not None and workspace is not None:
+        if spec.restore is not None and spec.workspace is not None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "give either 'restore' or 'workspace'")
-        if restore is not None:
-            return partial(self._restore, restore)
-        return partial(self._load_workspace, workspace) if workspace is not None else None
+        if spec.restore is not None:
+            return partial(self._restore, spec.restore)
+        return partial(self._load_workspace, spec.workspace) if spec.workspace is not None else None
 
     async def _restore(self, checkpoint: str, session: HostSession, sandbox: Sandbox) -> None:
         image = sandbox.spec.image_facts.id if sandbox.spec.is_root else None
@@ -299,10 +294,6 @@ class ControlRequests:
         # Remember the cancel: the call may not have arrived here yet, or may send more requests.
         session.cancelled_calls.append(call_id)
         return False
-
-
-def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
-    return None if header.get(name) is None else parse_text(header, name)
 
 
 def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:

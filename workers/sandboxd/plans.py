@@ -16,9 +16,9 @@ from toolcrew.contract.image_names import (
     parse_image_pattern,
 )
 from toolcrew.contract.secrets import build_placeholder
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, NetworkPolicy, SandboxOptions
 from toolcrew.contract.settings import SandboxdSettings
-from toolcrew.contract.tenancy import NetworkPolicy, SandboxPolicy
+from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec

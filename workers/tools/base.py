@@ -25,7 +25,7 @@ from toolcrew.contract.functions.call_context import CallContext, CoroutineRunne
 from toolcrew.contract.functions.session_state import NoState, SessionStates
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.secrets import check_session_values
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.store.secrets import TenantSecrets
 from toolcrew.workers.call_events import CallEvents
@@ -248,39 +248,17 @@ class ToolEnvironment:
             # Placing a skill is no effect of the call, so only earlier requests decide whether the call has acted.
             raise SandboxdUnreachable(str(unreachable), was_sent=self._was_sent) from unreachable
 
-    def open_sandbox(
-        self,
-        image: str | None,
-        ttl_s: float,
-        *,
-        restore: str | None = None,
-        workspace: str | None = None,
-        network: str | None = None,
-        options: SandboxOptions | None = None,
-        moved: Mapping[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
+    def open_sandbox(self, spec: SessionSpec, *, moved: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Open the session's sandbox. Return `image`, `network`, `hosts`, `workspace` (its kind), `options`,
-        `timeout_s` (the largest limit of a call) and `start_s`.
-
-        `restore` is the id of a checkpoint. `workspace` is a file of the store in place of a checkpoint. `moved` is
-        set when another host had the session (SandboxClient.describe_open).
+        `timeout_s` (the largest limit of a call) and `start_s`. `moved` is set when another host had the session
+        (SandboxClient.describe_open).
         """
         client = self._client()
-        if moved is None and options is not None:
-            self._check_secrets(options.secrets)
+        if moved is None:
+            self._check_secrets(spec.secrets)
         fields = self._measure(
-            "open" if restore is None and workspace is None else "restore",
-            lambda: client.describe_open(
-                self._name,
-                image,
-                ttl_s,
-                restore=restore,
-                workspace=workspace,
-                network=network,
-                options=options,
-                policy=self._policy,
-                moved=moved,
-            ),
+            "open" if spec.restore is None and spec.workspace is None else "restore",
+            lambda: client.describe_open(self._name, spec, policy=self._policy, moved=moved),
             lambda opened: float(opened["start_s"]),
         )
         # A session that was already open may be without a container now.

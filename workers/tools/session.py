@@ -10,9 +10,8 @@ from typing import Any
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.image_names import MAX_IMAGE_CHARS
-from toolcrew.contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, SandboxOptions
+from toolcrew.contract.session_locations import MAX_FORKS
+from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionSpec
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
@@ -40,6 +39,12 @@ _MOVED = {
     "additionalProperties": False,
 }
 """Fields for a session that was on another host (SandboxClient.describe_open)."""
+_OPEN_FIELDS = {
+    # Without defaults: a call names only the fields that are set.
+    name: {key: value for key, value in schema.items() if key != "default"}
+    for name, schema in SessionSpec.model_json_schema()["properties"].items()
+    if name in HOST_FIELDS
+}
 
 
 def _spec(name: str, description: str, properties: dict[str, Any], required: list[str], **flags: Any) -> ToolSpec:
@@ -48,15 +53,8 @@ def _spec(name: str, description: str, properties: dict[str, Any], required: lis
 
 
 def _open(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    answer = environment.open_sandbox(
-        arguments.get("image"),
-        arguments["ttl_s"],
-        restore=arguments.get("restore"),
-        workspace=arguments.get("workspace"),
-        network=arguments.get("network"),
-        options=SandboxOptions(**arguments["options"]) if "options" in arguments else None,
-        moved=arguments.get("moved"),
-    )
+    spec = SessionSpec(**{name: value for name, value in arguments.items() if name != "moved"})
+    answer = environment.open_sandbox(spec, moved=arguments.get("moved"))
     return Outcome(metadata={**answer, **environment.host_facts()})
 
 
@@ -226,15 +224,7 @@ SESSION_VERBS = (
         _spec(
             "open",
             "Give the session a sandbox.",
-            {
-                "image": {"type": "string", "minLength": 1, "maxLength": MAX_IMAGE_CHARS},
-                "ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTL_S, "default": DEFAULT_TTL_S},
-                "restore": _CHECKPOINT,
-                "workspace": _PATH,
-                "network": {"enum": ["none", "egress"]},
-                "options": SandboxOptions.model_json_schema(),
-                "moved": _MOVED,
-            },
+            {**_OPEN_FIELDS, "moved": _MOVED},
             [],
             idempotent=True,
             timeout_s=60,

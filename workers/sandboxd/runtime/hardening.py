@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
-from toolcrew.contract.tenancy import NetworkPolicy
+from toolcrew.contract.session_spec import NetworkPolicy
 from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceMount
 
 MIB: Final = 1024 * 1024
