@@ -295,7 +295,7 @@ def _limit_text(text: str, key: str, standard: int, max_chars: int, warnings: li
 
 # --- `allowed-tools` of a SKILL.md ------------------------------------------------------------------------------------
 
-# The calls that a skill asks to make without approval. Its tenant decides (orchestrator/runs/run_parts.py).
+# The calls that a skill asks to make without approval. Its tenant decides (orchestrator/runs/skill_disclosure.py).
 
 # `Bash(git commit:*)`, `Read`, between blanks or commas.
 _ENTRY = re.compile(r"[\s,]*(?P<tool>[A-Za-z0-9_.-]+)(?:\((?P<about>[^()]*)\))?(?=[\s,]|$)")

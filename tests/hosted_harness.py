@@ -36,7 +36,7 @@ class HostedHarness(ItemHarness):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.publisher = RunEventPublisher(self.client, "d")
-        self.work = build_service_executor(self.pool, self.parts, self.work.models, None, self.publisher)
+        self.work = build_service_executor(self.pool, self.builder, self.work.models, None, self.publisher)
         self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:

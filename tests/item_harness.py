@@ -28,10 +28,10 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES, Calls, ScriptedModel, Turn
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
 from toolcrew.store.call_reader import CallReader
 from toolcrew.store.calls import CallStore
@@ -109,9 +109,9 @@ class ItemHarness(RunHarness):
             CallReader(client, "d", KEY),
         )
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
-        self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
+        self.builder = AgentBuilder(settings, self.pool, approver or AutoApprover(), policy)
         models = Models(settings, self.pool, ChosenModel(self.model, capabilities=ALL_CAPABILITIES))
-        self.work = RunExecutor(self.pool, self.parts, models)
+        self.work = RunExecutor(self.pool, self.builder, models)
 
     def sent(self) -> list[str]:
         """Return verbs and tools, in the order in which the worker received them."""

@@ -21,6 +21,8 @@ class ModelRequests:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.model = model.name
+        """The name of the model."""
         self._usage = TokenUsage()
 
     def usage(self) -> TokenUsage:

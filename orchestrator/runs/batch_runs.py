@@ -23,13 +23,13 @@ from toolcrew.orchestrator.batches.tool_check import NOT_CHECKED, check_tools
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import ChosenModel
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
 from toolcrew.orchestrator.runs.endpoints import ModelNames, refuse_model
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.follower import ROWS_AT_ONCE, Follower
 from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.runs.tenant_limits import LimitReader
 from toolcrew.orchestrator.runs.webhooks import build_webhook_check
@@ -85,14 +85,14 @@ class BatchRuns:
         self,
         settings: OrchestratorSettings,
         pool: PoolConnection,
-        parts: RunParts,
+        builder: AgentBuilder,
         tenant: str,
         traces: Traces | None = None,
     ) -> None:
         """Create the batches of `tenant`. `traces` None: write no traces."""
         self._settings = settings
         self._pool = pool
-        self._parts = parts
+        self._builder = builder
         self.tenant = tenant
         self._traces = traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
@@ -183,7 +183,7 @@ class BatchRuns:
         items of every batch of every tenant.
         """
         async with Models(self._settings, self._pool, model) as models:
-            work = RunExecutor(self._pool, self._parts, models, self._traces, self._publisher)
+            work = RunExecutor(self._pool, self._builder, models, self._traces, self._publisher)
             only = (self.tenant, batch) if batch is not None else None
             yield Runner(
                 self._pool.redis, self._settings.deployment, self.queue, work, self._publisher, concurrency, only

@@ -40,6 +40,7 @@ from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from toolcrew.orchestrator.models.notices import report_notices
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.grading import Grading, is_gradable, list_start_files
 from toolcrew.orchestrator.runs.item_artifacts import CopiedOut, copy_item_artifacts
@@ -47,9 +48,9 @@ from toolcrew.orchestrator.runs.item_sessions import ItemSessions
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
+from toolcrew.orchestrator.runs.run_config import RunConfig
 from toolcrew.orchestrator.runs.run_forks import name_attempt
 from toolcrew.orchestrator.runs.run_gate import GatedRun, RunDeferred, RunGate
-from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
 from toolcrew.orchestrator.runs.run_slots import RunSlots, SlotReleasingApprover
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.traces.recorder import Traces
@@ -107,7 +108,7 @@ class RunExecutor:
     """
 
     pool: PoolConnection
-    parts: RunParts
+    builder: AgentBuilder
     models: Models
     traces: Traces | None = None
     publisher: RunEventPublisher | None = None
@@ -339,7 +340,7 @@ class RunExecutor:
                 on_event=on_event,
                 shows_output=self.publisher is not None and claim.record.batch == HOSTED_BATCH,
                 priority=self.priority,
-                approver=self.approver or (self.parts.people if defaults.asks_people else None),
+                approver=self.approver or (self.builder.reviewer.people if defaults.asks_people else None),
                 gate=gate,
                 sampling=work.sampling,
                 before_request=prepare_request,
@@ -408,13 +409,13 @@ class RunExecutor:
         if (spans := current_run()) is not None:
             spans.know_model(chosen_model.model)
         async with self.slots.run() as slot:
-            approver = config.approver or self.parts.approver
+            approver = config.approver or self.builder.reviewer.approver
             if isinstance(approver, QueueApprover):
                 # The run releases its slot while it waits for people.
                 approver = SlotReleasingApprover(approver, slot)
             config = replace(config, approver=approver, before_send=slot.wait)
             with config.gate.prepare():
-                agent = await retry_until_available(lambda: self.parts.build_agent(session, chosen_model, config))
+                agent = await retry_until_available(lambda: self.builder.build_agent(session, chosen_model, config))
             agent = replace(agent, run_call=slot.wrap(agent.run_call))
             return await agent.run(instruction, history=history)
 

@@ -10,12 +10,12 @@ import secrets
 from toolcrew.contract.run_events import OnEvent
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunGate
-from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, RunBody
@@ -38,13 +38,13 @@ class OwnRuns:
         self,
         settings: OrchestratorSettings,
         pool: PoolConnection,
-        parts: RunParts,
+        builder: AgentBuilder,
         traces: Traces,
         hosted: HostedRuns,
     ) -> None:
         self._settings = settings
         self._pool = pool
-        self._parts = parts
+        self._builder = builder
         self._traces = traces
         self._hosted = hosted
 
@@ -63,13 +63,13 @@ class OwnRuns:
             publisher = RunEventPublisher(client, deployment)
             executor = RunExecutor(
                 self._pool,
-                self._parts,
+                self._builder,
                 models,
                 self._traces,
                 publisher,
                 on_event,
                 # This program may ask at the terminal.
-                approver=self._parts.approver,
+                approver=self._builder.reviewer.approver,
                 priority="interactive",
                 gate=_NoWaiting(),
             )

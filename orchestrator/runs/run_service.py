@@ -16,13 +16,13 @@ from toolcrew.orchestrator.approvals.policies import load_policy
 from toolcrew.orchestrator.batches.detached import find_paths
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import LOCAL
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.batch_runs import until_first
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.outcomes import judge_error
 from toolcrew.orchestrator.runs.run_gate import RunDeferred
-from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.runs.webhooks import WebhookSender
@@ -58,8 +58,8 @@ async def open_runner(
     queue = RunQueue(pool.redis, settings.deployment, pool.keys)
     publisher = RunEventPublisher(pool.redis, settings.deployment)
     async with Models(settings, pool, is_service=True) as models:
-        parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
-        work = build_service_executor(pool, parts, models, traces, publisher)
+        builder, traces = AgentBuilder(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
+        work = build_service_executor(pool, builder, models, traces, publisher)
         sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")
         try:
             yield Runner(pool.redis, settings.deployment, queue, work, publisher, concurrency, None, tenants)
@@ -68,11 +68,15 @@ async def open_runner(
 
 
 def build_service_executor(
-    pool: PoolConnection, parts: RunParts, models: Models, traces: Traces | None, publisher: RunEventPublisher | None
+    pool: PoolConnection,
+    builder: AgentBuilder,
+    models: Models,
+    traces: Traces | None,
+    publisher: RunEventPublisher | None,
 ) -> RunExecutor:
     """Return an executor of items of any tenant."""
     guard = ServiceGuard(models)
-    return RunExecutor(pool, parts, models, traces, publisher, guard=guard, sent_calls=SentCalls())
+    return RunExecutor(pool, builder, models, traces, publisher, guard=guard, sent_calls=SentCalls())
 
 
 @dataclass(frozen=True)

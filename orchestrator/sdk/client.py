@@ -34,13 +34,14 @@ from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions
 from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.operations.local_stack import StackInfo, embedded_stack
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.runs.journal import MemoryJournal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.own_run import OwnRuns
-from toolcrew.orchestrator.runs.run_parts import RunConfig, RunParts
+from toolcrew.orchestrator.runs.run_config import RunConfig
 from toolcrew.orchestrator.sdk.call_control import CallControl, KilledCall
 from toolcrew.orchestrator.sdk.client_runs import ClientRuns
 from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
@@ -85,7 +86,7 @@ class ToolClient:
             questions = open_approvals(settings, pool.redis, pool.keys)
             approver = choose_pool_approver(settings, questions, is_interactive=is_interactive())
         policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
-        self._parts = RunParts(settings, pool, approver, policy)
+        self._builder = AgentBuilder(settings, pool, approver, policy)
         self.traces = Traces(settings, secrets or {})
         self._pool = pool
         self.tenant = tenant
@@ -229,7 +230,7 @@ class ToolClient:
         """Return a session's tools for the loop of another framework. `approver` None: the client's approver.
         `timeout_s`: the limit of calls without their own limit. Raises the same errors as SessionTools.open.
         """
-        return await SessionTools.open(self._parts, session, names, approver, timeout_s)
+        return await SessionTools.open(self._builder, session, names, approver, timeout_s)
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
         """Return open sessions, the newest first. `tenant` None: all tenants, or with a tenant's key only that
@@ -300,7 +301,7 @@ class ToolClient:
         `session`: describe the tools with the network and the largest limit of that session.
         """
         info = await session.info() if session is not None else None
-        return await self._parts.specs_for(await self._as_tenant(None), names, info)
+        return await self._builder.specs_for(await self._as_tenant(None), names, info)
 
     async def review(
         self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None
@@ -308,7 +309,7 @@ class ToolClient:
         """Review a call that a model requests. Return the call to run, or the result that refuses the call. `approver`
         None: the client's approver.
         """
-        return await self._parts.review(call, spec, await self._as_tenant(None), session, approver=approver)
+        return await self._builder.reviewer.review(call, spec, await self._as_tenant(None), session, approver=approver)
 
     async def tool_states(self, tenant: str | None = None) -> list[ToolState]:
         """Return all tools, sorted by name, with their states for the tenant. `tenant` None: the client's tenant."""
@@ -411,13 +412,13 @@ class ToolClient:
         The calls of a batch do not use the client's key, because another client with another key may continue the
         batch.
         """
-        return BatchRuns(self._settings, self._pool, self._parts, self.tenant, self.traces if has_traces else None)
+        return BatchRuns(self._settings, self._pool, self._builder, self.tenant, self.traces if has_traces else None)
 
     @cached_property
     def runs(self) -> ClientRuns:
         """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
         hosted = HostedRuns.on(self._pool, self._settings)
-        own = OwnRuns(self._settings, self._pool, self._parts, self.traces, hosted)
+        own = OwnRuns(self._settings, self._pool, self._builder, self.traces, hosted)
         return ClientRuns(hosted, own, self._as_tenant, self.actor)
 
     async def _as_tenant(self, tenant: str | None) -> str:
@@ -528,7 +529,7 @@ class ToolClient:
             tenant = session.tenant if session is not None else self.tenant
             name, own_model = (model, None) if isinstance(model, str) else (None, model)
             models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
-            executor = RunExecutor(self._pool, self._parts, models, self.traces if has_trace else None)
+            executor = RunExecutor(self._pool, self._builder, models, self.traces if has_trace else None)
             spans = None
             if self._pool.tracer is not None:
                 traced = TracedRun(tenant, run, session=session.id if session is not None else None)
@@ -540,7 +541,7 @@ class ToolClient:
             config = RunConfig(
                 run=run,
                 tenant=tenant,
-                journal=MemoryJournal(partial(self._parts.usage.count_reply, tenant, session.id)),
+                journal=MemoryJournal(partial(self._builder.usage.count_reply, tenant, session.id)),
                 dialect=dialect,
                 profile=profile,
                 options=options or ReActOptions(),

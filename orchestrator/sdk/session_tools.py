@@ -18,7 +18,7 @@ from toolcrew.orchestrator.dispatch.call_events import OnOutput
 from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.sessions import Session
-from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 
 Names = Iterable[str] | Literal["all"]
 """Names of the tools to offer, or "all"."""
@@ -31,13 +31,13 @@ class SessionTools:
 
     def __init__(
         self,
-        parts: RunParts,
+        builder: AgentBuilder,
         session: Session,
         specs: Iterable[ToolSpec],
         approver: Approver | None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._parts = parts
+        self._builder = builder
         self._session = session
         self._approver = approver
         self._timeout_s = timeout_s
@@ -48,23 +48,23 @@ class SessionTools:
 
     @classmethod
     async def open(
-        cls, parts: RunParts, session: Session, names: Names, approver: Approver | None, timeout_s: float
+        cls, builder: AgentBuilder, session: Session, names: Names, approver: Approver | None, timeout_s: float
     ) -> "SessionTools":
         """Create the tools of these names. Raises ToolFailure(TOOL_NOT_FOUND) for a tool that the session's tenant
         does not have, SandboxUnavailable, BrokerUnavailable.
         """
         requested = [names] if isinstance(names, str) else list(names)
-        specs = await parts.specs_in(session, requested)
+        specs = await builder.specs_in(session, requested)
         available_names = {spec.name for spec in specs}
         for name in requested:
             if name != "all" and name not in available_names:
-                available = [spec.name for spec in await parts.specs_in(session, "all")]
+                available = [spec.name for spec in await builder.specs_in(session, "all")]
                 message = (
                     f"tenant {session.tenant} has no tool '{name}', or the tool is disabled. Available tools: "
                     f"{', '.join(available)}"
                 )
                 raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, message, nearest=find_nearest(name, available))
-        return cls(parts, session, specs, approver, timeout_s)
+        return cls(builder, session, specs, approver, timeout_s)
 
     async def call(
         self,
@@ -92,7 +92,7 @@ class SessionTools:
         except ValidationError as error:
             return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {describe_invalid(error)}")
         try:
-            reviewed = await self._parts.review(
+            reviewed = await self._builder.reviewer.review(
                 call, spec, self._session.tenant, self._session.id, run=self._run, approver=approver or self._approver
             )
         except (ToolFailure, OperatorError) as error:
@@ -113,5 +113,5 @@ class SessionTools:
         if spec is None:
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name}")
         prepared, _ = prepare_arguments(spec, arguments)
-        policy = await self._parts.policy_of(self._session.tenant)
+        policy = await self._builder.reviewer.policy_of(self._session.tenant)
         return policy.decide(self._session.tenant, spec, prepared)

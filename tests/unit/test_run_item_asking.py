@@ -17,7 +17,7 @@ from tests.waiting import SOON_S, until, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.orchestrator.approvals import ApprovalPolicy, Decision, Rule, asking
 from toolcrew.orchestrator.models.scripted import Calls
-from toolcrew.orchestrator.runs.run_parts import RunParts
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
 from toolcrew.store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
 
@@ -59,8 +59,8 @@ async def test_item_without_approval_requests_asks_nobody(
     make: HarnessFactory, approvals: str, defaults: BatchDefaults, calls: list[str]
 ) -> None:
     harness = make(echo_then("done", "a"), policy=ASK_POLICY)
-    settings = harness.parts._settings.model_copy(update={"approvals": approvals})
-    harness.work.parts = RunParts(settings, harness.pool, harness.parts.approver, ASK_POLICY)
+    settings = harness.builder._settings.model_copy(update={"approvals": approvals})
+    harness.work.builder = AgentBuilder(settings, harness.pool, harness.builder.reviewer.approver, ASK_POLICY)
     outcome = await wait_for_outcome(asyncio.create_task(harness.execute(await harness.put(build_run()), defaults)))
     assert outcome.body is not None
     assert find_arguments(harness) == calls
@@ -130,7 +130,9 @@ async def test_approval_stays_valid_while_the_run_waits_for_a_slot(
     make: HarnessFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness, runs = make(echo_then("done", "a"), policy=ASK_POLICY), [None]
-    monkeypatch.setattr(harness.parts, "_settings", harness.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
+    monkeypatch.setattr(
+        harness.builder, "_settings", harness.builder._settings.model_copy(update={"approval_wait_s": 3.0})
+    )
     harness.work.slots.configure(1, runs)
     working = asyncio.create_task(harness.execute(await harness.put(build_run()), ASK_DEFAULTS))
     await find_question(harness)

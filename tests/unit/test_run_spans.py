@@ -26,8 +26,8 @@ from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.middleware import TracedCalls
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.dispatch.transport import CallLost
+from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.executor import RunExecutor
-from toolcrew.orchestrator.runs.run_parts import RunParts
 from toolcrew.store.calls import CallStore
 from toolcrew.telemetry.spans import Span, Tracer
 
@@ -45,13 +45,13 @@ def enable_tracing(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
         middleware=[TracedCalls(tracer)],
     )
     harness.pool = replace(harness.pool, dispatcher=dispatcher, tracer=tracer)
-    harness.parts = RunParts(
+    harness.builder = AgentBuilder(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None),
         harness.pool,
         AutoApprover(),
         ApprovalPolicy(),
     )
-    harness.work = RunExecutor(harness.pool, harness.parts, harness.work.models)
+    harness.work = RunExecutor(harness.pool, harness.builder, harness.work.models)
     return harness
 
 
@@ -155,7 +155,7 @@ async def test_approval_span_is_a_child_of_its_call_span(make: HarnessFactory) -
     ended: list[Span] = []
     harness = enable_tracing(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
-    harness.work.parts = RunParts(
+    harness.work.builder = AgentBuilder(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _DenyingApprover(), policy
     )
     await harness.execute(await harness.put(build_run()))

@@ -15,7 +15,7 @@ from toolcrew.contract.names import skill_uses_key
 from toolcrew.contract.skills import parse_allowed_tools, parse_skill
 from toolcrew.contract.specs import MAX_ALLOWED_TOOLS, AllowedTool, SkillSummary
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
-from toolcrew.orchestrator.runs.run_parts import MAX_CHARS, ActiveSkills, disclose
+from toolcrew.orchestrator.runs.skill_disclosure import MAX_CHARS, ActiveSkills, disclose
 from toolcrew.store.skills import USES_TTL_S, SkillUses
 from toolcrew.workers.tools.builtin import build_registry
 
