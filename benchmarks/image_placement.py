@@ -24,7 +24,7 @@ from benchmarks.in_flight import open_broker
 from benchmarks.processes import temporary_folder
 from benchmarks.report import Report
 from benchmarks.sizes import size
-from tests.image_registry import ImageRegistry, open_registry
+from tests.support.sandboxd.image_registry import ImageRegistry, open_registry
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.settings import OrchestratorSettings

@@ -20,7 +20,7 @@ from benchmarks.processes import child_process
 from benchmarks.raw_celery import next_attempt
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from tests.builders import build_attempt
+from tests.support.records.builders import build_attempt
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport

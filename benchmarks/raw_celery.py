@@ -19,7 +19,7 @@ from celery import Celery
 
 from benchmarks.noop_worker import TASK
 from benchmarks.processes import child_process
-from tests.builders import build_attempt
+from tests.support.records.builders import build_attempt
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.request import Attempt

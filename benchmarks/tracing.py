@@ -13,7 +13,7 @@ from benchmarks.loop_step import quiet_log
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited
-from tests.otlp_collector import open_collector
+from tests.support.stack.otlp_collector import open_collector
 from toolcrew import ToolClient
 from toolcrew.orchestrator.dispatch.sessions import Session
 

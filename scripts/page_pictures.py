@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.api_harness import api_settings, open_api  # noqa: E402
-from tests.batch_events import Attempt  # noqa: E402
-from tests.page_harness import Visitors, World, open_browser  # noqa: E402
-from tests.stack import open_redis_server  # noqa: E402
+from tests.support.api.api_harness import api_settings, open_api  # noqa: E402
+from tests.support.api.page_harness import Visitors, World, open_browser  # noqa: E402
+from tests.support.runs.batch_events import Attempt  # noqa: E402
+from tests.support.stack.stack import open_redis_server  # noqa: E402
 from toolcrew.contract.run_events import FailureKind  # noqa: E402
 from toolcrew.store.batches import RunBody  # noqa: E402
 from toolcrew.store.connection import open_redis  # noqa: E402

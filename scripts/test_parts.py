@@ -41,6 +41,9 @@ LONGEST_FIRST = (
     "tests/e2e",
     "tests/attacks",
     UNIT,
+    "tests/runs",
+    "tests/store",
+    "tests/dispatch",
     "tests/benchmarks",
     "tests/e2e/batches",
     "tests/api",
@@ -120,7 +123,10 @@ def find_parts(root: Path) -> list[Plan]:
         sys.exit(f"test: put {', '.join(misplaced)} into a directory below tests/: only files there are run")
     directories: dict[str, list[str]] = {}
     for file in files:
-        directories.setdefault(file.parent.relative_to(root).as_posix(), []).append(str(file.relative_to(root)))
+        path = file.relative_to(root).as_posix()
+        # The folders of unit tests mirror the packages. Each alone is too small for a part.
+        folder = UNIT if path.startswith(f"{UNIT}/") else file.parent.relative_to(root).as_posix()
+        directories.setdefault(folder, []).append(path)
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
     found = []
     for name in sorted(directories, key=lambda name: (ranks.get(name, len(ranks)), name)):

@@ -18,9 +18,9 @@ import redis
 from docker import APIClient
 from structlog.testing import capture_logs
 
-from tests.redis_harness import answers
-from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine, require_redis_server
-from tests.waiting import wait_until
+from tests.support.redis.redis_harness import answers
+from tests.support.stack.stack import Footprint, Stack, open_footprint, open_stack, require_engine, require_redis_server
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_key
 from toolcrew.contract.signing import SigningKeys
@@ -29,7 +29,9 @@ from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 if TYPE_CHECKING:
-    from tests.event_harness import EventHarness
+    from tests.support.redis.event_harness import EventHarness
+    from tests.support.runs.hosted_harness import HostedFactory
+    from tests.support.runs.item_harness import HarnessFactory
 
 START_S = 90.0
 
@@ -143,9 +145,32 @@ def footprint(engine: APIClient) -> Iterator[Footprint]:
 @pytest.fixture
 async def harness(redis_server: RedisProcess) -> AsyncIterator["EventHarness"]:
     """Return both sides of the events of running calls, over a real Redis. Log output is suppressed."""
-    from tests.event_harness import EventHarness
+    from tests.support.redis.event_harness import EventHarness
 
     opened = EventHarness(redis_server)
     with capture_logs():
         yield opened
     await opened.close()
+
+
+@pytest.fixture
+async def make_hosted(redis_server: RedisProcess) -> AsyncIterator["HostedFactory"]:
+    from tests.support.runs.hosted_harness import open_hosted
+
+    async with open_hosted(redis_server) as make:
+        yield make
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator["HarnessFactory"]:
+    from tests.support.runs.item_harness import open_harness_factory
+
+    async with open_harness_factory(redis_server) as made:
+        yield made
+
+
+@pytest.fixture
+def quiet_logs() -> Iterator[None]:
+    """Silence the logs: a stack trace with all its locals takes seconds to render for a terminal."""
+    with capture_logs():
+        yield

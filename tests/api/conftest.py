@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from tests.api_harness import ApiHarness, open_api
-from tests.api_stack import ApiStack, open_api_stack
 from tests.conftest import RedisProcess
+from tests.support.api.api_harness import ApiHarness, open_api
+from tests.support.stack.api_stack import ApiStack, open_api_stack
 from toolcrew.orchestrator.http import app_state
 
 

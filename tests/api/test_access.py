@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 
 OPERATORS_ONLY = [
     ("GET", "/v1/hosts"),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.api_harness import ApiHarness
-from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from tests.support.api.api_harness import ApiHarness
+from tests.support.records.builders import build_spec
 from toolcrew.contract.specs import Catalog
 from toolcrew.orchestrator.batches import lines
 from toolcrew.store.batches import BatchItem

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_stack import ApiStack, read_events, read_until, store_settings
-from tests.archives import build_tar
-from tests.command_server import run_toolcrew
-from tests.waiting import SOON_S
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.sandboxd.archives import build_tar
+from tests.support.stack.api_stack import ApiStack, read_events, read_until, store_settings
+from tests.support.stack.waiting import SOON_S
 from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
 
 pytestmark = pytest.mark.stack

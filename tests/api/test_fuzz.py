@@ -19,9 +19,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.config import GenerationConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
-from tests.api_harness import api_settings, make_keys
-from tests.service_process import ApiProcess, open_api_process
-from tests.stack import open_footprint, open_redis_server
+from tests.support.api.api_harness import api_settings, make_keys
+from tests.support.stack.service_process import ApiProcess, open_api_process
+from tests.support.stack.stack import open_footprint, open_redis_server
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.app import build_app
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_harness import ApiHarness, api_settings
-from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
-from tests.waiting import SOON_S
+from tests.support.api.api_harness import ApiHarness, api_settings
+from tests.support.redis.approval_harness import build_question
+from tests.support.stack.waiting import SOON_S
 from toolcrew.store import idempotency as once_slots
 from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.connection import open_redis

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from tests.api.test_hostile import ask_for_approval
-from tests.api_harness import ApiHarness, open_api
-from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.fake_hosts import build_report
-from tests.waiting import SOON_S
+from tests.support.api.api_harness import ApiHarness, open_api
+from tests.support.records.builders import build_spec
+from tests.support.sandboxd.fake_hosts import build_report
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.names import call_key, host_key, hosts_key
 from toolcrew.contract.specs import Catalog
 from toolcrew.orchestrator.api.pages import approval_pages

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
-from tests.outage_requests import ApiRequest, send, send_until_stored
-from tests.waiting import wait_until_async
+from tests.support.api.api_harness import READY_S, ApiHarness
+from tests.support.api.outage_requests import ApiRequest, send, send_until_stored
+from tests.support.stack.waiting import wait_until_async
 from toolcrew.contract.names import call_key
 from toolcrew.store.runs import RunQueue
 

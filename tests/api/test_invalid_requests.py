@@ -7,7 +7,7 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 from toolcrew.orchestrator.api.app import _list_routers
 
 PYDANTIC = ("Input should", "Value error", "Extra inputs", "Field required", "String should", "Assertion failed")

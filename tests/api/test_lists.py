@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 from toolcrew.orchestrator.api.app import _list_routers
 
 ENDPOINT = {"base_url": "http://10.0.0.9:8000/v1", "model": "m"}

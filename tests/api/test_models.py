@@ -1,6 +1,6 @@
 """Model endpoints over HTTP: administrators set them, tenants see what they may use, and no response has a key."""
 
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 
 ENDPOINT = {
     "base_url": "http://10.0.0.9:8000/v1",

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 from toolcrew.orchestrator.http.server import HeadTimeoutProtocol
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"

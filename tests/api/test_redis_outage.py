@@ -15,11 +15,11 @@ import pytest
 import redis
 from docker import APIClient
 
-from tests.api_harness import READY_S, api_settings, serving
-from tests.api_stack import ApiStack, bash, open_api_stack, read_events, rule, start_run
-from tests.outage_requests import REQUESTS, ApiReply, ApiRequest, read_reply, send, send_until_stored
-from tests.stack import RedisServer, all_of, open_redis_server
-from tests.waiting import SOON_S, until, wait_until_async
+from tests.support.api.api_harness import READY_S, api_settings, serving
+from tests.support.api.outage_requests import REQUESTS, ApiReply, ApiRequest, read_reply, send, send_until_stored
+from tests.support.stack.api_stack import ApiStack, bash, open_api_stack, read_events, rule, start_run
+from tests.support.stack.stack import RedisServer, all_of, open_redis_server
+from tests.support.stack.waiting import SOON_S, until, wait_until_async
 from toolcrew.store import api_keys
 
 pytestmark = pytest.mark.stack

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
-from tests.waiting import SOON_S
-from tests.wire_records import REPORT
+from tests.support.api.api_harness import ApiHarness, api_settings, open_api, serving
+from tests.support.records.wire_records import REPORT
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError
 from toolcrew.orchestrator.api import service
 from toolcrew.orchestrator.api.idempotency import STORE_WAIT_S

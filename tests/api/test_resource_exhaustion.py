@@ -10,9 +10,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.api.api_harness import ApiHarness, open_api
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.orchestrator.api import shares
 from toolcrew.orchestrator.api.calls import NewCall, _stream
 from toolcrew.orchestrator.api.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces

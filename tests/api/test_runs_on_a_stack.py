@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_stack import STEPS, ApiStack, read_events, read_until, start_run
-from tests.stack import ROOT
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.api_stack import STEPS, ApiStack, read_events, read_until, start_run
+from tests.support.stack.stack import ROOT
+from tests.support.stack.waiting import SOON_S, wait_until_async
 
 pytestmark = pytest.mark.stack
 

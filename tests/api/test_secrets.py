@@ -3,7 +3,7 @@
 import re
 
 from tests.api.test_identities import open_login
-from tests.api_harness import ApiHarness
+from tests.support.api.api_harness import ApiHarness
 
 VALUE = "ghp-canary-value-1234"
 

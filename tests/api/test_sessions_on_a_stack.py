@@ -9,9 +9,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tests.api_stack import ApiStack, read_events
-from tests.stack import commands_in
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.api_stack import ApiStack, read_events
+from tests.support.stack.stack import commands_in
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 
 pytestmark = pytest.mark.stack

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tests.api_harness import ApiHarness
-from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.skill_harness import write_skill
+from tests.support.api.api_harness import ApiHarness
+from tests.support.records.builders import build_spec
+from tests.support.records.skill_harness import write_skill
 from toolcrew.contract.specs import Catalog
 from toolcrew.orchestrator.sdk.skill_folders import examine_skill
 from toolcrew.workers.skills.loader import load_skills

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tests.api_harness import ApiHarness
 from tests.conftest import RedisProcess
+from tests.support.api.api_harness import ApiHarness
 from toolcrew.contract.calls import SessionUsage
 from toolcrew.store.usage import WorkerUsageStore
 

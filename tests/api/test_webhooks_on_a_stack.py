@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.api_stack import ApiStack
-from tests.waiting import SOON_S
+from tests.support.stack.api_stack import ApiStack
+from tests.support.stack.waiting import SOON_S
 from toolcrew.orchestrator.operations.ports import reserve_port
 
 pytestmark = pytest.mark.stack

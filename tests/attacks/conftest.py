@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import OwnSandboxd, open_own_sandboxd
-from tests.containers import Box, OciBox, open_box, open_engine, open_oci_box
-from tests.guest_tools import guest, shared_guest, tools  # noqa: F401  # fixtures
+from tests.support.guest.guest_tools import guest, shared_guest, tools  # noqa: F401  # fixtures
+from tests.support.sandboxd.attack_sandboxd import OwnSandboxd, open_own_sandboxd
+from tests.support.sandboxd.containers import Box, OciBox, open_box, open_engine, open_oci_box
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import build_call, build_spec
+from tests.support.records.builders import build_call, build_spec
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.approvals import (

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
-from tests.containers import IMAGE
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.support.sandboxd.containers import IMAGE
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.store.archives.folder import FolderStore

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_sandboxd import OwnSandboxd
-from tests.containers import Box, python
+from tests.support.sandboxd.attack_sandboxd import OwnSandboxd
+from tests.support.sandboxd.containers import Box, python
 
 pytestmark = pytest.mark.stack
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers import Box, assert_still_works, python
-from tests.stack import is_alive
+from tests.support.sandboxd.containers import Box, assert_still_works, python
+from tests.support.stack.stack import is_alive
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import OwnSandboxd
-from tests.containers import Box, assert_still_works, open_box, python
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.attack_sandboxd import OwnSandboxd
+from tests.support.sandboxd.containers import Box, assert_still_works, open_box, python
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack

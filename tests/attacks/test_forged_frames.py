@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd
 from toolcrew.workers.sandboxd.frames import MAX_UP, encode_frame
 
 pytestmark = pytest.mark.stack

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.event_harness import DEPLOYMENT, EventHarness, run_call
-from tests.run_harness import RunHarness, build_item, build_outcome
+from tests.support.records.builders import KEY, build_spec
+from tests.support.redis.event_harness import DEPLOYMENT, EventHarness, run_call
+from tests.support.runs.run_harness import RunHarness, build_item, build_outcome
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import MODEL, encode_answer, encode_event, entry_fields
 from toolcrew.contract.calls import ToolResult

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack import ROOT, Stack
+from tests.support.stack.stack import ROOT, Stack
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.runs.batch_runs import RowPaths

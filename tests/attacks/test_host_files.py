@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd
-from tests.containers import Box
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd
+from tests.support.sandboxd.containers import Box
 
 pytestmark = pytest.mark.stack
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import OwnSandboxd, open_own_sandboxd
-from tests.containers import IMAGE, watch
+from tests.support.sandboxd.attack_sandboxd import OwnSandboxd, open_own_sandboxd
+from tests.support.sandboxd.containers import IMAGE, watch
 from toolcrew.contract.errors import SandboxUnavailable
 
 pytestmark = pytest.mark.stack

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd
-from tests.containers import Box, open_box, python
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd
+from tests.support.sandboxd.containers import Box, open_box, python
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.workers.sandbox_client import SandboxClient
 

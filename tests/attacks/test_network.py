@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers import Box, python
+from tests.support.sandboxd.containers import Box, python
 
 pytestmark = pytest.mark.stack
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.attack_sandboxd import CAPTURE, HostileSession, OwnSandboxd
+from tests.support.sandboxd.attack_sandboxd import CAPTURE, HostileSession, OwnSandboxd
 from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack

@@ -19,10 +19,10 @@ import pytest
 import redis
 from celery import Celery
 
-from tests.builders import build_attempt
-from tests.raw_queue import stored_result, stored_state
-from tests.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.records.builders import build_attempt
+from tests.support.redis.raw_queue import stored_result, stored_state
+from tests.support.redis.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import MAX_ENVELOPE_BYTES, encode_call
 from toolcrew.contract.errors import ErrorCode

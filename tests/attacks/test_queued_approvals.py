@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.approval_harness import (
+from tests.conftest import RedisProcess
+from tests.support.records.builders import KEY, build_call
+from tests.support.redis.approval_harness import (
     ACME,
     ADMIN,
     OTHER,
@@ -19,9 +21,7 @@ from tests.approval_harness import (
     build_request,
     open_harness,
 )
-from tests.builders import KEY, build_call
-from tests.conftest import RedisProcess
-from tests.waiting import SOON_S
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from tests.guest_harness import Guest, needs_namespace
-from tests.guest_tools import GuestTools
-from tests.waiting import SOON_S, wait_until
+from tests.support.guest.guest_harness import Guest, needs_namespace
+from tests.support.guest.guest_tools import GuestTools
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
-from tests.containers import python
-from tests.processes import read_proc
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.support.sandboxd.containers import python
+from tests.support.stack.processes import read_proc
 
 pytestmark = pytest.mark.stack
 

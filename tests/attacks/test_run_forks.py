@@ -10,7 +10,7 @@ import httpx
 import pytest
 from docker import APIClient
 
-from tests.api_stack import ApiStack, open_api_stack, read_events, start_run
+from tests.support.stack.api_stack import ApiStack, open_api_stack, read_events, start_run
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.runs.tenant_limits import LimitReader

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.builders import build_context
-from tests.guest_harness import Guest, needs_namespace
-from tests.guest_tools import GuestTools
+from tests.support.guest.guest_harness import Guest, needs_namespace
+from tests.support.guest.guest_tools import GuestTools
+from tests.support.records.builders import build_context
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES
 

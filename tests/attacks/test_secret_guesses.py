@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests.secret_harness import VALUE, SecretHarness, answer, open_secret_harness
-from tests.waiting import SOON_S
+from tests.support.sandboxd.secret_harness import VALUE, SecretHarness, answer, open_secret_harness
+from tests.support.stack.waiting import SOON_S
 from toolcrew.workers.egress.limits import ProxyLimits
 
 QUIET_S = 0.05

@@ -17,9 +17,17 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.egress_harness import build_rules, read_all, read_some, status_of
-from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
-from tests.web_certificate import trusting_context
+from tests.support.sandboxd.egress_harness import build_rules, read_all, read_some, status_of
+from tests.support.sandboxd.secret_harness import (
+    PLACEHOLDER,
+    VALUE,
+    SecretHarness,
+    answer,
+    echo,
+    open_secret_harness,
+    read_answer,
+)
+from tests.support.web.web_certificate import trusting_context
 from toolcrew.contract.masking import find_encodings
 from toolcrew.contract.secrets import build_placeholder
 from toolcrew.workers.egress.limits import ProxyLimits

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.guest_harness import Done, Guest, needs_namespace, running_guest
+from tests.support.guest.guest_harness import Done, Guest, needs_namespace, running_guest
 
 pytestmark = needs_namespace
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.skills import BundleDigest
 from toolcrew.workers.sandbox_client import SandboxClient

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.web_certificate import server_context, trusting_context
-from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
+from tests.support.web.web_certificate import server_context, trusting_context
+from tests.support.web.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.workers.web.access_rules import WebAccessRules
 from toolcrew.workers.web.addresses import AddressRules

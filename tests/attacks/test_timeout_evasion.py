@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
-from tests.stack import commands_in
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.support.stack.stack import commands_in
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.workers.sandbox_client import GuestResponse
 
 pytestmark = pytest.mark.stack

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from tests.builders import KEY, build_call, build_context, build_spec
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from tests.support.records.builders import KEY, build_call, build_context, build_spec
+from tests.support.records.fakes import (
+    AnsweringTransport,
+    FakeSandboxClient,
+    MemoryBlobs,
+    MemoryLedger,
+    StaticCatalog,
+    build_executor,
+)
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.specs import Catalog, ToolSpec

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack_sandboxd import HostileSession, OwnSandboxd
-from tests.containers import python
-from tests.stack import missing
+from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd
+from tests.support.sandboxd.containers import python
+from tests.support.stack.stack import missing
 from toolcrew.workers.sandbox_client import SandboxClient
 
 pytestmark = pytest.mark.stack

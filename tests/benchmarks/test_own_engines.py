@@ -13,7 +13,7 @@ from docker import APIClient
 from benchmarks import __main__ as benchmarks
 from benchmarks.image_hosts import running_engine
 from benchmarks.processes import temporary_folder
-from tests.stack import missing, open_footprint, require_engine
+from tests.support.stack.stack import missing, open_footprint, require_engine
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
 

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.__main__ import NAMES
 from tests.model_server.running import running_model_server
-from tests.stack import missing, require_engine
+from tests.support.stack.stack import missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 # An idle machine needs two minutes for all of them.

@@ -11,7 +11,7 @@ from collections import Counter
 from tests.chaos import batch_main, forks, graded
 from tests.chaos.blows import BLOWS, TARGETS, Blow
 from tests.chaos.rounds import Report, Terms, open_chaos, play
-from tests.containers import open_engine
+from tests.support.sandboxd.containers import open_engine
 
 AT_ONCE = 5
 """Number of blows on one harness between two checks."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from tests.chaos.batch_load import BatchLoad
-from tests.host_harness import Harness
-from tests.stack import UP_S
-from tests.waiting import wait_until
+from tests.support.stack.host_harness import Harness
+from tests.support.stack.stack import UP_S
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.store.batches import batch_key
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.verdict import read_lines
-from tests.host_harness import ChildProcess, Harness, bind_to_parent
 from tests.model_server.running import ModelServer
-from tests.stack import ROOT, TOOLCREW
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.host_harness import ChildProcess, Harness, bind_to_parent
+from tests.support.stack.stack import ROOT, TOOLCREW
+from tests.support.stack.waiting import SOON_S, wait_until
 
 OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
 _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tests.chaos.batch_blows import BATCH_BLOWS, KILLS
 from tests.chaos.batch_rounds import BatchReport, BatchTerms, play_batch
 from tests.chaos.rounds import Terms, open_chaos
-from tests.containers import open_engine
+from tests.support.sandboxd.containers import open_engine
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,9 +12,9 @@ from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
 from tests.chaos.batch_load import BatchLoad, build_script
 from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally
 from tests.chaos.rounds import settle
-from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
-from tests.waiting import wait_until
+from tests.support.stack.host_harness import Harness
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.names import runs_prefix
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.runs.batches import run_id

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.chaos.load import Load
-from tests.containers import watch
-from tests.host_harness import Harness
-from tests.stack import is_alive
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.host_harness import Harness
+from tests.support.stack.stack import is_alive
+from tests.support.stack.waiting import SOON_S, wait_until
 
 Deed = Literal["kill", "pause"]
 Finder = Callable[[Harness, Load, random.Random], tuple[str, int]]

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from tests.engine_stubs import relayed_engine
+from tests.support.sandboxd.engine_stubs import relayed_engine
 
 
 async def serve(path: Path) -> None:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.containers import open_engine
-from tests.daemons import Daemon, open_daemons, run_script
-from tests.waiting import wait_until
+from tests.support.sandboxd.containers import open_engine
+from tests.support.stack.daemons import Daemon, open_daemons, run_script
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
 from toolcrew.workers.sandbox_client import SandboxClient
 

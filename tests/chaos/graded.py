@@ -19,10 +19,10 @@ import redis
 from tests.chaos.batch_blows import KILLS, strike
 from tests.chaos.batch_load import BatchLoad
 from tests.chaos.rounds import Terms, open_chaos, settle
-from tests.containers import open_engine
-from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
-from tests.waiting import wait_until
+from tests.support.sandboxd.containers import open_engine
+from tests.support.stack.host_harness import Harness
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.store.batches import batch_key
 

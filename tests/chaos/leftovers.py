@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from tests.host_harness import Harness
+from tests.support.stack.host_harness import Harness
 from toolcrew.contract.hosts import HostReport, parse_holder
 from toolcrew.contract.names import admission_prefix, control_queue, host_key
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.verdict import read_lines
-from tests.host_harness import Harness, bind_to_parent
-from tests.stack import ROOT, UP_S
-from tests.waiting import wait_until
+from tests.support.stack.host_harness import Harness, bind_to_parent
+from tests.support.stack.stack import ROOT, UP_S
+from tests.support.stack.waiting import wait_until
 
 END_S = 150.0
 """Limit for a driver to end its calls and close its sessions, in seconds."""

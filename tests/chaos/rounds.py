@@ -15,8 +15,8 @@ from tests.chaos.leftovers import find_leftovers, find_mounts
 from tests.chaos.load import Load, open_load
 from tests.chaos.usage import judge_usage, read_usage
 from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
-from tests.host_harness import Harness, open_harness
-from tests.waiting import SOON_S
+from tests.support.stack.host_harness import Harness, open_harness
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import OperatorError, ToolFailure
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.sdk.client import ToolClient

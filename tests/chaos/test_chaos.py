@@ -10,7 +10,7 @@ from docker import APIClient
 
 from tests.chaos.blows import BLOWS, Blow
 from tests.chaos.rounds import Terms, open_chaos, play
-from tests.host_harness import Harness
+from tests.support.stack.host_harness import Harness
 
 pytestmark = pytest.mark.stack
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
-from tests.waiting import SOON_S
+from tests.support.redis.admission_harness import DEPLOYMENT, QUEUE, build_request
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.names import slots_key
 from toolcrew.orchestrator.admission import Admission, SharedAdmission, UnlimitedAdmission
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.guest_harness import GUEST_PARENT
+from tests.support.guest.guest_harness import GUEST_PARENT
 from toolcrew.workers.sandboxd import frames as host
 
 assert GUEST_PARENT  # this import makes the guest importable

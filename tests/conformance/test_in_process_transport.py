@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 
-from tests.builders import KEY, build_attempt, build_call, build_context, build_spec
-from tests.waiting import SOON_S
+from tests.support.records.builders import KEY, build_attempt, build_call, build_context, build_spec
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import MAX_OUTPUT_CHARS, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import decode_result, encode_call
 from toolcrew.contract.errors import ErrorCode, ToolFailure

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers import IMAGE, Watched, open_engine, watch
-from tests.stack import is_alive
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.sandboxd.containers import IMAGE, Watched, open_engine, watch
+from tests.support.stack.stack import is_alive
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
 from toolcrew.workers.sandboxd.runtime.base import (

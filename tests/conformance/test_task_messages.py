@@ -12,8 +12,8 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import build_attempt
 from tests.conftest import RedisProcess
+from tests.support.records.builders import build_attempt
 from toolcrew.contract.calls import POOL_GRACE_S
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.request import Attempt

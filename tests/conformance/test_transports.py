@@ -13,10 +13,10 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
-from tests.fakes import close_hub
-from tests.waiting import SOON_S
+from tests.support.records.builders import KEY, build_attempt, build_call, build_context
+from tests.support.records.fakes import close_hub
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.envelope import decode_result, encode_call

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import SOON_S
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.store.archives.base import ArchiveStore, NotStored, StoreThreads
 from toolcrew.store.archives.choice import open_own_store, open_store

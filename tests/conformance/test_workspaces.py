@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workspace_harness import SMALL, mounts_below, open_images
+from tests.support.sandboxd.workspace_harness import SMALL, mounts_below, open_images
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.disks.base import Workspaces
 from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces

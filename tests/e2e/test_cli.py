@@ -12,9 +12,9 @@ import httpx
 import pytest
 from docker import APIClient
 
-from tests.command_server import run_toolcrew
-from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line
-from tests.waiting import SOON_S, wait_until
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, open_stack, read_line
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.calls import ToolResult
 from toolcrew.orchestrator.operations.local_stack import StackInfo
 from toolcrew.orchestrator.operations.ports import reserve_port

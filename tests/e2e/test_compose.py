@@ -22,10 +22,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.image_scan import scan_image
-from tests.log_lines import read_events
-from tests.stack import missing, require_engine
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.image_scan import scan_image
+from tests.support.stack.log_lines import read_events
+from tests.support.stack.stack import missing, require_engine
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_users import ROLES
 from toolcrew.workers.sandboxd.cgroups import Cgroups

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_server import open_command_server
 from tests.model_server.running import running_model_server
-from tests.stack import Stack, open_stack, require_engine
+from tests.support.cli.command_server import open_command_server
+from tests.support.stack.stack import Stack, open_stack, require_engine
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from tests.stack import Stack
+from tests.support.stack.stack import Stack
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ModelUnavailable
 from toolcrew.contract.specs import ToolSpec

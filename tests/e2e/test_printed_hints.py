@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_server import run_toolcrew
-from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import SOON_S, wait_until
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import TOOLCREW, Footprint, Stack
+from tests.support.stack.waiting import SOON_S, wait_until
 
 pytestmark = pytest.mark.stack
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.stack import require_engine
+from tests.support.stack.stack import require_engine
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.stack
 
 FAST = {
     # The two commands do their work elsewhere: in this test run, and in test_the_demo below.
-    "scripts/test": "scripts/test tests/unit/test_locks.py -q",
+    "scripts/test": "scripts/test tests/unit/repository/test_locks.py -q",
     ". .venv/bin/activate": "true",
 }
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from tests.daemons import Daemons, open_daemons
-from tests.stack import Stack, missing
+from tests.support.stack.daemons import Daemons, open_daemons
+from tests.support.stack.stack import Stack, missing
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
 

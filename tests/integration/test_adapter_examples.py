@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.stack import ROOT, Stack
+from tests.support.stack.stack import ROOT, Stack
 
 pytestmark = pytest.mark.stack
 

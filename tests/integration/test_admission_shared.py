@@ -11,9 +11,9 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.redis.admission_harness import DEPLOYMENT, QUEUE, build_request
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import admission_prefix, slots_key
 from toolcrew.contract.tenancy import TenantPolicy

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.model_endpoint import END, HELLO, serving, stream
-from tests.stack import Stack, commands_in
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.models.model_endpoint import END, HELLO, serving, stream
+from tests.support.stack.stack import Stack, commands_in
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.model_endpoints import ModelEndpoint
 from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent
 from toolcrew.orchestrator.dialects.model import Message

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.containers import IMAGE, open_engine
-from tests.engine_stubs import answers_nothing, refuses, stub_engine
-from tests.log_lines import read_start_error
+from tests.support.sandboxd.containers import IMAGE, open_engine
+from tests.support.sandboxd.engine_stubs import answers_nothing, refuses, stub_engine
+from tests.support.stack.log_lines import read_start_error
 from toolcrew.contract.errors import OperatorError, SandboxUnavailable
 from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.contract.tenant_classes import TenantClass

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from scripts.call_path import find_code
-from tests.guest_harness import needs_namespace
-from tests.stack import ROOT, Footprint
+from tests.support.guest.guest_harness import needs_namespace
+from tests.support.stack.stack import ROOT, Footprint
 
 pytestmark = [pytest.mark.stack, needs_namespace]
 

@@ -20,11 +20,11 @@ import redis
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.builders import build_attempt
-from tests.containers import watch
-from tests.processes import read_proc
-from tests.stack import Stack, all_pids, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.records.builders import build_attempt
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.processes import read_proc
+from tests.support.stack.stack import Stack, all_pids, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import POOL_WEB
 from toolcrew.contract.settings import OrchestratorSettings

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.command_server import run_toolcrew
-from tests.log_lines import read_log
-from tests.stack import (
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.log_lines import read_log
+from tests.support.stack.stack import (
     TOOLCREW,
     Footprint,
     RedisServer,
@@ -28,7 +28,7 @@ from tests.stack import (
     open_stack,
     read_line,
 )
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.operations.local_stack import StackInfo

@@ -15,7 +15,16 @@ import docker.errors
 import pytest
 from docker import APIClient
 
-from tests.containers import IMAGE, LABELS, Box, build_config, create, open_box, open_container, open_engine
+from tests.support.sandboxd.containers import (
+    IMAGE,
+    LABELS,
+    Box,
+    build_config,
+    create,
+    open_box,
+    open_container,
+    open_engine,
+)
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits, find_drift
 
 pytestmark = pytest.mark.stack

@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 from hatchling.build import build_wheel
 
-from tests.stack import ROOT, Stack, children_of
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.stack import ROOT, Stack, children_of
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key

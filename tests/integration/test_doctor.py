@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.command_server import run_toolcrew
-from tests.redis_harness import broker_for
-from tests.stack import Stack
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.redis.redis_harness import broker_for
+from tests.support.stack.stack import Stack
 from toolcrew.orchestrator.operations import doctor_deep
 from toolcrew.orchestrator.operations.doctor_deep import examine_hosts
 from toolcrew.orchestrator.operations.findings import Report

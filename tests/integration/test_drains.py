@@ -10,9 +10,9 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.host_harness import Harness, open_harness
-from tests.stack import TOOLCREW, UP_S
-from tests.waiting import wait_until, wait_until_async
+from tests.support.stack.host_harness import Harness, open_harness
+from tests.support.stack.stack import TOOLCREW, UP_S
+from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.settings import OrchestratorSettings

@@ -17,13 +17,19 @@ from typing import Any
 
 import pytest
 
-from tests.egress_harness import Harness, open_harness
-from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
-from tests.package_site import build_site, open_site
-from tests.service_process import run_program
-from tests.stack import Footprint, open_footprint, require_engine
-from tests.waiting import SOON_S, wait_until
-from tests.web_certificate import server_context, write_authority
+from tests.support.sandboxd.egress_harness import Harness, open_harness
+from tests.support.sandboxd.egress_sandboxd import (
+    run_script,
+    running_sandboxd,
+    sandboxd_environment,
+    text_of,
+    write_file,
+)
+from tests.support.stack.service_process import run_program
+from tests.support.stack.stack import Footprint, open_footprint, require_engine
+from tests.support.stack.waiting import SOON_S, wait_until
+from tests.support.web.package_site import build_site, open_site
+from tests.support.web.web_certificate import server_context, write_authority
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.mcp.sandbox_server import SandboxServer

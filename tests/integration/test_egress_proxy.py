@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.egress_harness import Harness, build_rules, open_harness, open_tcp_port
-from tests.package_site import build_site, open_site
-from tests.web_certificate import server_context, write_authority
+from tests.support.sandboxd.egress_harness import Harness, build_rules, open_harness, open_tcp_port
+from tests.support.web.package_site import build_site, open_site
+from tests.support.web.web_certificate import server_context, write_authority
 
 RUN_S = 60.0
 

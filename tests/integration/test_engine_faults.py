@@ -15,8 +15,8 @@ import pytest
 from docker import APIClient
 from structlog.testing import capture_logs
 
-from tests.containers import IMAGE, build_config, open_engine
-from tests.engine_stubs import (
+from tests.support.sandboxd.containers import IMAGE, build_config, open_engine
+from tests.support.sandboxd.engine_stubs import (
     Behaviour,
     answers_nothing,
     answers_something_else,
@@ -27,7 +27,7 @@ from tests.engine_stubs import (
     stub_engine,
     talks_garbage,
 )
-from tests.waiting import until
+from tests.support.stack.waiting import until
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
 from toolcrew.workers.sandboxd.runtime.engine import Engine

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.stack import Stack, missing, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.stack import Stack, missing, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

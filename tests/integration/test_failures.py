@@ -13,8 +13,8 @@ import pytest
 import redis
 from docker import APIClient
 
-from tests.containers import watch
-from tests.stack import (
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.stack import (
     RedisServer,
     Stack,
     all_of,
@@ -25,7 +25,7 @@ from tests.stack import (
     open_redis_server,
     open_stack,
 )
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
 from toolcrew.contract.settings import OrchestratorSettings

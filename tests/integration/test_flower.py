@@ -19,10 +19,10 @@ from docker import APIClient
 from flower.urls import handlers
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.log_lines import read_events
-from tests.raw_queue import publish
-from tests.stack import UP_S, Stack, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.redis.raw_queue import publish
+from tests.support.stack.log_lines import read_events
+from tests.support.stack.stack import UP_S, Stack, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.flower import DEFAULTS

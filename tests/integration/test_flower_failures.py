@@ -14,9 +14,9 @@ import pytest
 from docker import APIClient
 from playwright.async_api import Page, expect
 
-from tests.page_harness import CHROMIUM, open_browser
-from tests.stack import UP_S, Stack, missing, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.api.page_harness import CHROMIUM, open_browser
+from tests.support.stack.stack import UP_S, Stack, missing, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

@@ -10,8 +10,8 @@ import pytest
 
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import Tree, close_all
-from tests.daemons import Daemon, Daemons, bash, run_script
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.daemons import Daemon, Daemons, bash, run_script
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.stack import ROOT, Stack, open_stack
+from tests.support.stack.stack import ROOT, Stack, open_stack
 
 pytestmark = pytest.mark.stack
 

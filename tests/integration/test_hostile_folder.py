@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.stack import TOOLCREW, open_footprint
+from tests.support.stack.stack import TOOLCREW, open_footprint
 
 NAMES = (
     "json",

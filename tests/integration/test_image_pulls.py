@@ -13,10 +13,10 @@ import docker.errors
 import pytest
 from docker import APIClient
 
-from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
-from tests.image_registry import PASSWORD, USER, ImageRegistry, open_registry
-from tests.stack import Stack, open_stack
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.image_registry import PASSWORD, USER, ImageRegistry, open_registry
+from tests.support.stack.daemons import Daemon, Daemons, bash, open_daemons, run_script
+from tests.support.stack.stack import Stack, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
-from tests.image_scan import scan_image
-from tests.stack import missing
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.sandboxd.containers import IMAGE, LABELS, RUNTIME, open_container, open_engine
+from tests.support.sandboxd.image_scan import scan_image
+from tests.support.stack.stack import missing
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 from toolcrew.workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck

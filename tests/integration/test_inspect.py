@@ -19,8 +19,8 @@ from inspect_ai._util.error import PrerequisiteError
 from inspect_ai.util import OutputLimitExceededError, SandboxUserUnsupportedError
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 
-from tests.stack import Stack, commands_in, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.stack import Stack, commands_in, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ConfigError
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig, load_config, parse_config
 from toolcrew.orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment

@@ -9,7 +9,7 @@ from docker import APIClient
 from inspect_ai.util import SandboxUserUnsupportedError
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
 
-from tests.stack import Stack, open_stack
+from tests.support.stack.stack import Stack, open_stack
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
 from toolcrew.orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.redis_harness import Server, open_counting_pool, open_server
+from tests.support.redis.redis_harness import Server, open_counting_pool, open_server
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.names import POOL_WEB

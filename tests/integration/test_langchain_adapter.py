@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from tests.stack import Stack, commands_in
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.stack.stack import Stack, commands_in
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.approvals import ApprovalRequest, AutoApprover, CallbackApprover, Decision
 from toolcrew.orchestrator.dispatch.sessions import Session

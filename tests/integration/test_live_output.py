@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from typer.testing import CliRunner
 
-from tests.stack import Stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.stack import Stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.call_events import MAX_WAITING_BYTES
 from toolcrew.contract.names import call_key
 from toolcrew.contract.run_events import CallFinished, OutputArrived, RunEvent

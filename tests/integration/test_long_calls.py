@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.stack import Stack, commands_in, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.stack import Stack, commands_in, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import call_key, location_key

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.containers import watch
-from tests.processes import read_proc
-from tests.raw_queue import open_dispatcher
-from tests.stack import Stack, all_of, commands_in, is_alive
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.redis.raw_queue import open_dispatcher
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.processes import read_proc
+from tests.support.stack.stack import Stack, all_of, commands_in, is_alive
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import blob_key

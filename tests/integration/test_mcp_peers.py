@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.mcp_peers import TOOL, StatefulServer, modern, open_raw_peer
-from tests.stack import ROOT, Stack, commands_in, open_stack
-from tests.waiting import SOON_S, wait_until, wait_until_async
-from tests.web_servers import WebServer
+from tests.support.mcp.mcp_peers import TOOL, StatefulServer, modern, open_raw_peer
+from tests.support.stack.stack import ROOT, Stack, commands_in, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.web.web_servers import WebServer
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key
 from toolcrew.orchestrator.approvals import AutoApprover
@@ -28,7 +28,7 @@ from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack
 
-SOURCE = (ROOT / "tests" / "mcp_stdio_peer.py").read_text()
+SOURCE = (ROOT / "tests" / "support" / "mcp" / "mcp_stdio_peer.py").read_text()
 
 
 def _stdio(how: str, **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ checkpoint.
 
 import pytest
 
-from tests.daemons import Daemons, bash, run_script
+from tests.support.stack.daemons import Daemons, bash, run_script
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
 

@@ -6,8 +6,8 @@ import pytest
 from docker import APIClient
 
 from benchmarks.kill_rounds import WAYS, Rounds
-from tests.daemons import Daemon, Daemons, bash, start_call, wait_running
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.daemons import Daemon, Daemons, bash, start_call, wait_running
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.session_spec import SessionSpec
 
 pytestmark = pytest.mark.stack

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.stack import Stack, commands_in
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.stack.stack import Stack, commands_in
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.orchestrator.approvals import AutoApprover, CallbackApprover, Decision
 from toolcrew.orchestrator.dispatch.sessions import Session

@@ -14,9 +14,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tests.command_server import run_toolcrew
-from tests.stack import Stack, commands_in
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import Stack, commands_in
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import call_key, slots_key

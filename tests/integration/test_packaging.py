@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RedisProcess
-from tests.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
-from tests.log_lines import read_start_error
-from tests.stack import require_engine
+from tests.support.cli.installed import ROOT, Installed, build_wheel, make_environment, unpack_wheel
+from tests.support.stack.log_lines import read_start_error
+from tests.support.stack.stack import require_engine
 from toolcrew.contract.extras import EXTRAS, explain_missing
 
 # Printed as JSON: module -> the missing package.

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import redis
 
-from tests.builders import build_attempt
-from tests.raw_queue import make_envelope, open_dispatcher
-from tests.service_process import run_program
-from tests.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.records.builders import build_attempt
+from tests.support.redis.raw_queue import make_envelope, open_dispatcher
+from tests.support.stack.service_process import run_program
+from tests.support.stack.stack import Footprint, Stack, children_of, is_alive, open_footprint, open_redis_server
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import POOL_GRACE_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
@@ -59,7 +59,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    argv = [sys.executable, "-m", "tests.tool_worker"]
+    argv = [sys.executable, "-m", "tests.support.stack.tool_worker"]
     with open_redis_server() as server, open_footprint() as footprint:
         settings = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_CONCURRENCY": "2", "TOOLCREW_WORKER_KIND": "web"}
         with run_program(footprint, "worker", argv, settings) as worker:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import redis
 
-from tests.builders import build_attempt
-from tests.raw_queue import make_envelope, open_dispatcher, publish, stored_result, stored_state
-from tests.stack import Stack, all_of, is_alive
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.records.builders import build_attempt
+from tests.support.redis.raw_queue import make_envelope, open_dispatcher, publish, stored_result, stored_state
+from tests.support.stack.stack import Stack, all_of, is_alive
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import call_key, refusals_key

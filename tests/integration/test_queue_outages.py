@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from tests.builders import build_attempt
-from tests.raw_queue import make_envelope
-from tests.service_process import run_program
-from tests.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.records.builders import build_attempt
+from tests.support.redis.raw_queue import make_envelope
+from tests.support.stack.service_process import run_program
+from tests.support.stack.stack import Footprint, RedisServer, all_of, open_footprint, open_redis_server
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
@@ -57,7 +57,7 @@ def harness() -> Iterator[Harness]:
     with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
         broker = BrokerSettings.model_validate({"redis_url": server.url})
         for pool in POOLS:
-            argv = [sys.executable, "-m", "tests.tool_worker", pool, f"q.{pool}", str(SLOTS)]
+            argv = [sys.executable, "-m", "tests.support.stack.tool_worker", pool, f"q.{pool}", str(SLOTS)]
             workers.enter_context(run_program(footprint, f"{pool}-worker", argv, {"TOOLCREW_REDIS_URL": server.url}))
         yield Harness(server, broker, footprint)
 

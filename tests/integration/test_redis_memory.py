@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 import redis.asyncio
 
-from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_harness import RunHarness, build_outcome
+from tests.support.records.builders import KEY
+from tests.support.runs.run_harness import RunHarness, build_outcome
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind

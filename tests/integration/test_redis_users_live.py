@@ -21,11 +21,11 @@ from docker import APIClient
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from tests.host_harness import Harness, HarnessProcess
-from tests.redis_harness import SECRET, Server, open_server
-from tests.stack import UP_S, open_footprint
-from tests.waiting import wait_until, wait_until_async
-from tests.web_servers import WebServer, answer, open_web_server
+from tests.support.redis.redis_harness import SECRET, Server, open_server
+from tests.support.stack.host_harness import Harness, HarnessProcess
+from tests.support.stack.stack import UP_S, open_footprint
+from tests.support.stack.waiting import wait_until, wait_until_async
+from tests.support.web.web_servers import WebServer, answer, open_web_server
 from toolcrew.contract.envelope import INLINE_BYTES
 from toolcrew.contract.names import catalog_key, host_key, hosts_key, location_key, tombstone_key
 from toolcrew.contract.settings import OrchestratorSettings

@@ -11,11 +11,11 @@ import pytest
 import redis.asyncio
 from pydantic import SecretStr
 
-from tests.builders import build_attempt
 from tests.conftest import RedisProcess
-from tests.fakes import close_hub
-from tests.result_harness import SilentRelay, build_stored_result, open_hub
-from tests.waiting import SOON_S, until
+from tests.support.records.builders import build_attempt
+from tests.support.records.fakes import close_hub
+from tests.support.redis.result_harness import SilentRelay, build_stored_result, open_hub
+from tests.support.stack.waiting import SOON_S, until
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.store import call_messages as results

@@ -4,7 +4,7 @@ import pytest
 
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import close_all
-from tests.daemons import Daemon, Daemons, bash, run_script
+from tests.support.stack.daemons import Daemon, Daemons, bash, run_script
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 

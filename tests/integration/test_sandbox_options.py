@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.containers import Watched, python, watch
-from tests.daemons import Daemon, Daemons, bash, run_script
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.containers import Watched, python, watch
+from tests.support.stack.daemons import Daemon, Daemons, bash, run_script
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SandboxOptions, SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
-from tests.engine_stubs import relayed_engine
-from tests.stack import missing
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.sandboxd.engine_stubs import relayed_engine
+from tests.support.stack.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
+from tests.support.stack.stack import missing
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient
 

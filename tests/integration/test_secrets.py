@@ -14,11 +14,11 @@ from docker import APIClient
 from pydantic import SecretStr
 
 from tests.attacks.test_secrets import find_secret
-from tests.command_server import run_toolcrew
 from tests.integration.test_canary import command_lines, dump, logs
-from tests.secret_harness import VALUE, Site, open_secret_site
-from tests.stack import Stack, open_stack
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.sandboxd.secret_harness import VALUE, Site, open_secret_site
+from tests.support.stack.stack import Stack, open_stack
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.secrets import build_placeholder
 from toolcrew.contract.session_spec import SandboxOptions

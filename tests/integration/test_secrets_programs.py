@@ -16,11 +16,17 @@ from typing import Any
 
 import pytest
 
-from tests.egress_harness import Harness, open_harness
-from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
-from tests.package_site import build_site, open_private_site
-from tests.stack import Footprint, open_footprint, require_engine
-from tests.waiting import SOON_S, wait_until
+from tests.support.sandboxd.egress_harness import Harness, open_harness
+from tests.support.sandboxd.egress_sandboxd import (
+    run_script,
+    running_sandboxd,
+    sandboxd_environment,
+    text_of,
+    write_file,
+)
+from tests.support.stack.stack import Footprint, open_footprint, require_engine
+from tests.support.stack.waiting import SOON_S, wait_until
+from tests.support.web.package_site import build_site, open_private_site
 from toolcrew.contract.secrets import build_placeholder
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy

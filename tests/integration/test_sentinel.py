@@ -7,8 +7,15 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from tests.redis_harness import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.redis.redis_harness import (
+    SECRET,
+    CountingPool,
+    Server,
+    open_counting_pool,
+    open_sentinel,
+    open_server,
+)
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.names import POOL_WEB

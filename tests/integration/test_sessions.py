@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tests.containers import watch
-from tests.raw_queue import open_dispatcher
-from tests.stack import Stack, commands_in, is_alive
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.redis.raw_queue import open_dispatcher
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.stack import Stack, commands_in, is_alive
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import slots_key

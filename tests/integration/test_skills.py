@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.command_server import run_toolcrew
-from tests.skill_harness import SHIPPED, write_skill
-from tests.stack import Stack, open_stack
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.records.skill_harness import SHIPPED, write_skill
+from tests.support.stack.stack import Stack, open_stack
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.skill_sidecars import SIDECAR_FILE

@@ -13,8 +13,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
-from tests.stack import missing
+from tests.support.redis.redis_harness import Server, broker_for, open_counting_pool, open_server
+from tests.support.stack.stack import missing
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import BrokerUnavailable

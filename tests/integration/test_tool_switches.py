@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.raw_queue import open_dispatcher
-from tests.stack import Stack
-from tests.waiting import assert_in_force
+from tests.support.redis.raw_queue import open_dispatcher
+from tests.support.stack.stack import Stack
+from tests.support.stack.waiting import assert_in_force
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.dispatch.request import Request

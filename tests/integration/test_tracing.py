@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from tests.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
-from tests.stack import Stack, open_stack
+from tests.support.stack.otlp_collector import CollectedSpan, Collector, assert_one_tree, open_collector
+from tests.support.stack.stack import Stack, open_stack
 from toolcrew.contract.traceparent import run_span_id, trace_id_of
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel

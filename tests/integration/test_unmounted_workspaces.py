@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers import IMAGE, open_engine
-from tests.workspace_harness import MIB, require_images
+from tests.support.sandboxd.containers import IMAGE, open_engine
+from tests.support.sandboxd.workspace_harness import MIB, require_images
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.daemon import open_daemon

@@ -13,10 +13,10 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.earlier_release import COMMIT, unpack_release
-from tests.host_harness import Harness, open_harness
-from tests.stack import ROOT, TOOLCREW, UP_S, end_process
-from tests.waiting import wait_until, wait_until_async
+from tests.support.stack.earlier_release import COMMIT, unpack_release
+from tests.support.stack.host_harness import Harness, open_harness
+from tests.support.stack.stack import ROOT, TOOLCREW, UP_S, end_process
+from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

@@ -13,11 +13,11 @@ import pytest
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.earlier_release import unpack_incompatible_release
-from tests.host_harness import Harness, open_harness
-from tests.raw_queue import make_envelope, publish, stored_state
-from tests.stack import ROOT, UP_S, end_process
-from tests.waiting import wait_until
+from tests.support.redis.raw_queue import make_envelope, publish, stored_state
+from tests.support.stack.earlier_release import unpack_incompatible_release
+from tests.support.stack.host_harness import Harness, open_harness
+from tests.support.stack.stack import ROOT, UP_S, end_process
+from tests.support.stack.waiting import wait_until
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.names import hosts_key, refusals_key

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from docker import APIClient
 
-from tests.command_server import run_toolcrew
-from tests.containers import watch
-from tests.stack import Stack, all_of, commands_in, open_stack
-from tests.waiting import SOON_S, assert_in_force, wait_until_async
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.stack import Stack, all_of, commands_in, open_stack
+from tests.support.stack.waiting import SOON_S, assert_in_force, wait_until_async
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.dispatch.sessions import Session

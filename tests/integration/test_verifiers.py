@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from docker import APIClient
 
-from tests.containers import watch
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import ROOT, Stack, commands_in, open_stack
-from tests.waiting import wait_until
+from tests.support.sandboxd.containers import watch
+from tests.support.stack.stack import ROOT, Stack, commands_in, open_stack
+from tests.support.stack.waiting import wait_until
 from toolcrew.orchestrator.runs.grading import TRIES
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]

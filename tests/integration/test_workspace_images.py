@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from docker import APIClient
 
-from tests.containers import Box, build_config, open_box
-from tests.workspace_harness import MIB, assert_nothing_left_mounted, is_in_use, mounts_below, open_images
+from tests.support.sandboxd.containers import Box, build_config, open_box
+from tests.support.sandboxd.workspace_harness import (
+    MIB,
+    assert_nothing_left_mounted,
+    is_in_use,
+    mounts_below,
+    open_images,
+)
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
 from toolcrew.workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.archives import build_tar
-from tests.unit.test_workspace_sources import git
+from tests.support.sandboxd.archives import build_tar
+from tests.unit.orchestrator.dispatch.test_workspace_sources import git
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient

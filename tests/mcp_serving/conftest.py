@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from docker import APIClient
 
-from tests.mcp_stack import McpStack, open_mcp_stack
+from tests.support.mcp.mcp_stack import McpStack, open_mcp_stack
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.mcp_stack import McpStack, bash, new_session, open_mcp_process, text_of
-from tests.waiting import SOON_S, wait_until_async
+from tests.support.mcp.mcp_stack import McpStack, bash, new_session, open_mcp_process, text_of
+from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack

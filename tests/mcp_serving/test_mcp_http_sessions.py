@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.mcp_peers import NOT_FOUND, StatefulServer, build_client, modern, open_raw_peer
-from tests.web_servers import WebServer
+from tests.support.mcp.mcp_peers import NOT_FOUND, StatefulServer, build_client, modern, open_raw_peer
+from tests.support.web.web_servers import WebServer
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.workers.custom.testing import MemoryStates

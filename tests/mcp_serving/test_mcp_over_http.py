@@ -7,8 +7,8 @@ import pytest
 from mcp import MCPError
 from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
-from tests.command_server import run_toolcrew
-from tests.mcp_stack import (
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.mcp.mcp_stack import (
     REVISIONS,
     SESSION,
     ElicitingUser,
@@ -18,8 +18,8 @@ from tests.mcp_stack import (
     open_mcp_process,
     text_of,
 )
-from tests.stack import Stack
-from tests.waiting import SOON_S, assert_in_force, wait_until_async
+from tests.support.stack.stack import Stack
+from tests.support.stack.waiting import SOON_S, assert_in_force, wait_until_async
 from toolcrew.orchestrator.sdk.client import ToolClient
 
 pytestmark = pytest.mark.stack

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.command_server import run_toolcrew
-from tests.mcp_stack import REVISIONS, SESSION, ElicitingUser, McpStack, bash, new_session, text_of
-from tests.stack import TOOLCREW, end_process, read_line
-from tests.waiting import SOON_S, wait_until, wait_until_async
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.mcp.mcp_stack import REVISIONS, SESSION, ElicitingUser, McpStack, bash, new_session, text_of
+from tests.support.stack.stack import TOOLCREW, end_process, read_line
+from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 

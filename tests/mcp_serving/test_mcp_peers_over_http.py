@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.guest_exec import open_local_sandbox
-from tests.mcp_peers import TOOL, build_client, legacy, modern, open_raw_peer, open_sdk_peer, reply_to
-from tests.stack import ROOT
-from tests.web_servers import answer, open_web_server, redirect, run_tool
+from tests.support.guest.guest_exec import open_local_sandbox
+from tests.support.mcp.mcp_peers import TOOL, build_client, legacy, modern, open_raw_peer, open_sdk_peer, reply_to
+from tests.support.stack.stack import ROOT
+from tests.support.web.web_servers import answer, open_web_server, redirect, run_tool
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.settings import WebSettings
@@ -110,7 +110,7 @@ def test_the_sdk_server_works_with_the_initialize_handshake(peer: str) -> None:
 def test_the_sdk_server_works_over_stdio_in_every_revision(alone: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     # A server that starts more slowly is taken for one of an earlier revision.
     monkeypatch.setattr(sandbox_server, "PROBE_S", 60.0)
-    run = ("-c", "from tests.mcp_peers import build_peer; build_peer().run('stdio')")
+    run = ("-c", "from tests.support.mcp.mcp_peers import build_peer; build_peer().run('stdio')")
     entry = StdioEntry(command=sys.executable, args=run, network="none", env={"PYTHONPATH": SecretStr(str(ROOT))})
     way = SandboxServer("peer", entry, alone)
     with open_local_sandbox() as box:

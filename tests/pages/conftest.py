@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from tests.api_harness import api_settings, open_api
-from tests.page_harness import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
-from tests.stack import RedisServer, missing, open_redis_server
+from tests.support.api.api_harness import api_settings, open_api
+from tests.support.api.page_harness import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
+from tests.support.stack.stack import RedisServer, missing, open_redis_server
 from toolcrew.store.connection import open_redis
 
 

@@ -4,7 +4,7 @@ and with a screen reader.
 
 import pytest
 
-from tests.page_harness import DEPLOYMENT, Visitors, World, take_picture
+from tests.support.api.page_harness import DEPLOYMENT, Visitors, World, take_picture
 from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.store.usage import ReplySpending, UsageStore
 

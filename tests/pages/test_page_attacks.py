@@ -10,9 +10,9 @@ import httpx
 import pytest
 from playwright.async_api import Route
 
-from tests.api_harness import open_api
-from tests.page_harness import DEPLOYMENT, Visitors, World
-from tests.redis_harness import open_server
+from tests.support.api.api_harness import open_api
+from tests.support.api.page_harness import DEPLOYMENT, Visitors, World
+from tests.support.redis.redis_harness import open_server
 from toolcrew.orchestrator.api.pages.route import HEADERS
 from toolcrew.store.api_keys import LOGIN_S
 

@@ -8,9 +8,9 @@ import json
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.batch_events import Attempt
-from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
-from tests.waiting import SOON_S
+from tests.support.api.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
+from tests.support.runs.batch_events import Attempt
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.names import control_queue
 from toolcrew.contract.run_events import Failure, FailureKind, ModelReplied
 from toolcrew.store.approvals import AlreadyAnswered, ApprovalQuestion

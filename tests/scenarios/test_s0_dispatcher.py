@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.builders import KEY, build_call, build_exec_response, build_spec
-from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
-from tests.stack import Stack
-from tests.waiting import SOON_S
+from tests.support.records.builders import KEY, build_call, build_exec_response, build_spec
+from tests.support.records.fakes import (
+    AnsweringTransport,
+    FakeSandboxClient,
+    MemoryBlobs,
+    MemoryLedger,
+    StaticCatalog,
+    build_executor,
+)
+from tests.support.stack.stack import Stack
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.run_events import CallFinished, RunEvent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.builders import build_spec
+from tests.support.records.builders import build_spec
 from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt
 from toolcrew.orchestrator.dialects.tag_events import TagCall
 from toolcrew.orchestrator.dialects.tag_parser import TagStreamParser

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import SOON_S
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.run_events import CallStarted, RunEvent, TextArrived
 from toolcrew.orchestrator.dialects.base import Dialect
 from toolcrew.orchestrator.dialects.native import NativeDialect

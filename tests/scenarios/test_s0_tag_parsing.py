@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import StreamModel
-from tests.waiting import SOON_S
+from tests.support.records.fakes import StreamModel
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.builders import build_call, build_spec
+from tests.support.records.builders import build_call, build_spec
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect

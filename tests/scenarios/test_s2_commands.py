@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.builders import build_context
-from tests.guest_harness import Guest, needs_namespace, running_guest
-from tests.guest_tools import GuestTools
+from tests.support.guest.guest_harness import Guest, needs_namespace, running_guest
+from tests.support.guest.guest_tools import GuestTools
+from tests.support.records.builders import build_context
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.workers.tools.builtin import build_registry

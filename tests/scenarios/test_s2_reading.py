@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.guest_harness import Guest, needs_namespace, running_guest
-from tests.guest_tools import GuestTools
+from tests.support.guest.guest_harness import Guest, needs_namespace, running_guest
+from tests.support.guest.guest_tools import GuestTools
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.workers.tools.builtin import build_registry
 

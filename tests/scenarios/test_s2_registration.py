@@ -10,12 +10,12 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
-from tests.skill_harness import SHIPPED
-from tests.switched_pool import SwitchedPool
-from tests.web_servers import MemoryStore
+from tests.support.records.builders import KEY, build_call, build_context, build_spec
+from tests.support.records.fakes import MemoryBlobs, MemoryLedger, build_executor
+from tests.support.records.skill_harness import SHIPPED
+from tests.support.redis.switched_pool import SwitchedPool
+from tests.support.web.web_servers import MemoryStore
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import BUILTIN_TOOLS
 from toolcrew.contract.registry import ToolRegistry

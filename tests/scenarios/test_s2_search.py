@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.guest_harness import Guest, needs_namespace, running_guest
-from tests.guest_tools import GuestTools
+from tests.support.guest.guest_harness import Guest, needs_namespace, running_guest
+from tests.support.guest.guest_tools import GuestTools
 from toolcrew.workers.tools.builtin import build_registry
 
 pytestmark = needs_namespace

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import pytest
 from pydantic import SecretStr
 
-from tests.web_servers import MemoryStore, StubResolver, WebServer, answer, open_web_server, redirect, run_tool
+from tests.support.web.web_servers import (
+    MemoryStore,
+    StubResolver,
+    WebServer,
+    answer,
+    open_web_server,
+    redirect,
+    run_tool,
+)
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.settings import WebSettings

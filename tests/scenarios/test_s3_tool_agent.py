@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.model_endpoint import END, HELLO, serving, stream
+from tests.support.models.model_endpoint import END, HELLO, serving, stream
 from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.functions.function_tools import convert_to_openai_tool
 from toolcrew.orchestrator.loop.chat_messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage

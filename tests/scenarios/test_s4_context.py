@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
+from tests.support.records.builders import KEY, build_call, build_context, build_spec
+from tests.support.records.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from toolcrew import CallContext, LocalTools, as_tool, tool
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import MODEL

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.builders import build_call
-from tests.guest_harness import Guest, needs_namespace
-from tests.guest_tools import GuestTools
+from tests.support.guest.guest_harness import Guest, needs_namespace
+from tests.support.guest.guest_tools import GuestTools
+from tests.support.records.builders import build_call
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.approvals import ApprovalRequest, CallbackApprover, RefusingApprover, review

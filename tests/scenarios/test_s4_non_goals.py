@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.builders import build_call, build_context
-from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
-from tests.waiting import SOON_S
+from tests.support.records.builders import build_call, build_context
+from tests.support.records.fakes import MemoryBlobs, MemoryLedger, build_executor
+from tests.support.stack.waiting import SOON_S
 from toolcrew import Agent, LocalTools, as_tool
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.functions import CallContext, tool

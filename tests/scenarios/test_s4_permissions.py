@@ -5,8 +5,8 @@ command string.
 import io
 from typing import Any
 
-from tests.builders import KEY, build_call, build_context, build_exec_response, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from tests.support.records.builders import KEY, build_call, build_context, build_exec_response, build_spec
+from tests.support.records.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.specs import ToolSpec

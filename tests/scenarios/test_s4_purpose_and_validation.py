@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import build_call
+from tests.support.records.builders import build_call
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.approvals import AutoApprover

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders import KEY, build_call, build_context, build_spec
-from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
+from tests.support.records.builders import KEY, build_call, build_context, build_spec
+from tests.support.records.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from toolcrew.contract.calls import ToolCall, ToolContext
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.registry import Tool, ToolRegistry

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from docker import APIClient
 
-from tests.command_server import run_toolcrew
-from tests.stack import Stack, open_stack
-from tests.waiting import SOON_S
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import Stack, open_stack
+from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.orchestrator.dispatch.sessions import Session

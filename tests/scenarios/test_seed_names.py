@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders import build_call, build_context, build_exec_response
-from tests.fakes import FakeSandboxClient
+from tests.support.records.builders import build_call, build_context, build_exec_response
+from tests.support.records.fakes import FakeSandboxClient
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.orchestrator.sdk.seed_names import (

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.stack import Stack
-from tests.waiting import SOON_S, wait_until
+from tests.support.stack.stack import Stack
+from tests.support.stack.waiting import SOON_S, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import SOON_S, wait_until
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import TOOLCREW, Footprint, Stack
+from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.runs.batches import run_id
 

@@ -18,11 +18,11 @@ import redis.asyncio
 from docker import APIClient
 from pydantic import SecretStr
 
-from tests.command_server import run_toolcrew
-from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
-from tests.waiting import wait_until, wait_until_async
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.log_lines import read_log
+from tests.support.stack.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
+from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.run_events import CallFinished, FailureKind, RunClaimed
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack
-from tests.waiting import SOON_S, wait_until
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import TOOLCREW, Footprint, Stack
+from tests.support.stack.waiting import SOON_S, wait_until
 
 pytestmark = pytest.mark.stack
 

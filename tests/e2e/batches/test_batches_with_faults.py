@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.command_server import run_toolcrew
 from tests.e2e.batches.test_batches import SCRIPT, Shell, answers, expected
 from tests.model_server.running import running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, missing
-from tests.waiting import wait_until
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import TOOLCREW, Footprint, Stack, missing
+from tests.support.stack.waiting import wait_until
 from toolcrew.orchestrator.operations.ports import reserve_port
 
 pytestmark = pytest.mark.stack

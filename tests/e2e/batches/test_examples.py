@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_server import run_toolcrew
 from tests.model_server.running import running_model_server
-from tests.stack import Footprint, Stack
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import Footprint, Stack
 
 pytestmark = pytest.mark.stack
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE_STEP = 3
-"""Every third question is asked once, because each question needs a sandbox. tests/unit/test_example_batches.py runs
+"""Every third question is asked once, because each question needs a sandbox. tests/unit/repository/test_example_batches.py runs
 the commands of all questions.
 """
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.model_server.running import running_model_server
-from tests.stack import Stack
+from tests.support.stack.stack import Stack
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.runs.batch_service import BatchService

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import Footprint, Stack
+from tests.support.cli.command_server import run_toolcrew
+from tests.support.stack.stack import Footprint, Stack
 
 pytestmark = pytest.mark.stack
 KEY = "sk-canary-0123456789-abcdef"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.batches.test_hosted_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import Stack
+from tests.support.stack.stack import Stack
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.batches import RunBody
 from toolcrew.store.run_records import HostedRun

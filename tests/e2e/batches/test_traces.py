@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.stack import Stack
-from tests.trace_harness import build_lines
+from tests.support.runs.trace_harness import build_lines
+from tests.support.stack.stack import Stack
 from toolcrew import ToolClient
 from toolcrew.orchestrator.cli.trace_printer import build_json
 from toolcrew.orchestrator.loop.limits import ReActOptions
