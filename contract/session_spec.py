@@ -109,7 +109,11 @@ class SessionSpec(SessionOptions):
     fields are then not used. `ttl_s`: seconds without a call after which the session is closed.
     """
 
-    workspace: WorkspaceName | None = Field(default=None, exclude_if=_is_none)
+    workspace: WorkspaceName | None = Field(
+        default=None,
+        exclude_if=_is_none,
+        description="Start with these files: a folder, an archive (tar, tar.gz, ..., zip) or a git bundle.",
+    )
     fork: Identifier | None = Field(default=None, exclude_if=_is_none)
     ttl_s: TtlS = Field(default=DEFAULT_TTL_S, exclude_if=lambda ttl_s: ttl_s == DEFAULT_TTL_S)
 

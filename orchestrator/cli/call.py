@@ -11,9 +11,10 @@ from rich.console import Console
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.orchestrator.cli.clients import open_client, open_running, show_waiting
 from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
-from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, NewSession, with_session_options
+from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, with_session_options
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.sessions import build_call
 from toolcrew.orchestrator.terminal.output import LiveOutput, escape_controls, format_times
@@ -35,7 +36,7 @@ def call(
         list[str] | None, typer.Argument(help="k=v pairs, or @file.json, or - to read JSON from stdin.")
     ] = None,
     *,
-    new_session: NewSession,
+    spec: SessionSpec,
     session_id: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +71,7 @@ def call(
         call = build_call(name, values)
         if isinstance(call, ToolResult):
             return call
-        if session_id is not None and new_session != NewSession():
+        if session_id is not None and spec != EMPTY_SESSION:
             raise ConfigError(
                 f"--session cannot be combined with {OPTION_NAMES}, which apply to a new session: leave one of them out"
             )
@@ -80,7 +81,7 @@ def call(
                 session = await client.session(session_id, tenant=tenant)
             else:
                 client = await opened.enter_async_context(open_client(tenant))
-                session = await opened.enter_async_context(await client.open_session(**new_session.to_arguments()))
+                session = await opened.enter_async_context(await client.open_session_from(spec))
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None
                 request = Request(call, session.tenant, session.id, timeout_s=timeout, text_arguments=is_text)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent
-from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format
@@ -28,7 +28,7 @@ from toolcrew.orchestrator.cli.runner import (
     fail,
     run_work,
 )
-from toolcrew.orchestrator.cli.session_options import NewSession, with_session_options
+from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
 from toolcrew.orchestrator.loop.limits import StopReason
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
@@ -107,7 +107,7 @@ def check_store() -> None:
 def run(
     text: Annotated[str, typer.Argument(help="The instruction.")],
     *,
-    new_session: NewSession,
+    spec: SessionSpec,
     save_workspace: Annotated[
         Path | None, typer.Option("--save-workspace", help="Copy /workspace to this folder when the run has ended.")
     ] = None,
@@ -194,7 +194,7 @@ def run(
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
-            await client.open_session(**new_session.to_arguments(), ttl_s=ttl_s) as session,
+            await client.open_session_from(spec.model_copy(update={"ttl_s": ttl_s})) as session,
         ):
             try:
                 result = await client.runs.execute(body, session, on_event)

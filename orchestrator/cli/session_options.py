@@ -1,20 +1,22 @@
-"""Options of the commands that open a session: `run`, `call` and `sessions open`."""
+"""Options of the commands that open a session: `run`, `call` and `sessions open`. They are made from the fields of
+SessionSpec.
+"""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import find_invalid
-from toolcrew.contract.session_spec import SandboxOptions
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionOptions, SessionSpec
 from toolcrew.contract.tool_configs import parse_tool_config
+from toolcrew.orchestrator.dispatch.workspace_sources import name_path
 
 
 def parse_options(text: str) -> SandboxOptions:
@@ -27,7 +29,7 @@ def parse_options(text: str) -> SandboxOptions:
     try:
         return SandboxOptions.model_validate(
             {
-                _OPTION_FIELDS[name]: _SIZE.validate_python(value) if name in ("memory", "workspace") else value
+                _OPTION_FIELDS[name]: _SIZE.validate_python(value) if _OPTION_FIELDS[name].endswith("_bytes") else value
                 for name, _, value in pairs
             }
             | {"secrets": secrets}
@@ -39,16 +41,13 @@ def parse_options(text: str) -> SandboxOptions:
         raise typer.BadParameter(f"'{text[:100]}': {option} {part.reason}; {_OPTIONS_HELP}") from None
 
 
-_OPTION_FIELDS = {
-    "cpus": "cpus",
-    "memory": "memory_bytes",
-    "workspace": "workspace_bytes",
-    "pids": "pids",
-    "user": "user",
-    "secret": "secrets",
-}
+def _name_option(field: str) -> str:
+    return "secret" if field == "secrets" else field.removesuffix("_bytes")
+
+
+_OPTION_FIELDS = {_name_option(field): field for field in SandboxOptions.model_fields}
 _SIZE: TypeAdapter[int] = TypeAdapter(ByteSize)
-_OPTIONS_HELP = "write some of cpus=2,memory=4GiB and workspace=20GiB, pids=1000, user=root, secret=NAME"
+_OPTIONS_HELP = f"write some of {', '.join(_OPTION_FIELDS)}, such as cpus=2,memory=4GiB,user=root,secret=NAME"
 Options = Annotated[
     SandboxOptions | None,
     typer.Option(
@@ -71,62 +70,68 @@ def read_config(text: str) -> dict[str, dict[str, Any]]:
 _CONFIG_HELP = 'write {"TOOL": {...}} as JSON, or @FILE'
 
 
-@dataclass(frozen=True)
-class NewSession:
-    """The options of a session that the command opens, with the names of the parameters of ToolClient.open_session."""
-
-    workspace: Annotated[
-        Path | None,
-        typer.Option(
-            "--workspace", help="Start with these files: a folder, an archive (tar, tar.gz, ..., zip) or a git bundle."
-        ),
-    ] = None
-    restore: Annotated[str | None, typer.Option("--restore", help="Start with the files of this checkpoint id.")] = None
-    image: Annotated[
-        str | None, typer.Option("--image", help="An image that the tenant may use. Default: the image of its class.")
-    ] = None
-    network: Annotated[
-        Literal["none", "egress"] | None,
-        typer.Option(
-            "--network",
-            help="egress: reach the hosts that the operator allows. Default: the network of the tenant's class.",
-        ),
-    ] = None
-    options: Options = None
-    tool_config: Annotated[
-        dict[str, Any] | None,
-        typer.Option(
-            "--tool-config",
-            parser=read_config,
-            metavar="JSON|@FILE",
-            help=f"What tools read as their configuration: {_CONFIG_HELP}.",
-        ),
-    ] = None
-
-    def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments of ToolClient.open_session."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+_FIELDS = ("workspace", *(name for name in SessionOptions.model_fields if name not in SandboxOptions.model_fields))
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "workspace": (Path, {}),
+    "tool_config": (dict, {"parser": read_config, "metavar": "JSON|@FILE"}),
+}
+"""Type and settings of an option that differ from those of its field."""
 
 
-OPTION_NAMES = "--workspace, --restore, --image, --network, --sandbox and --tool-config"
+def _list_flags() -> str:
+    *flags, last = (f"--{name.replace('_', '-')}" for name in (*_FIELDS[:-1], "sandbox", _FIELDS[-1]))
+    return f"{', '.join(flags)} and {last}"
+
+
+OPTION_NAMES = _list_flags()
 
 
 def with_session_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `new_session` of a command by one option for each field of NewSession."""
+    """Replace the parameter `spec` of a command, a SessionSpec, by one option for each field that a user may set."""
 
     @wraps(command)
     def run(**values: Any) -> None:
-        chosen = {field.name: values.pop(field.name) for field in fields(NewSession)}
-        command(**values, new_session=NewSession(**chosen))
+        spec = _build_spec({name: values.pop(name) for name in _FIELDS}, values.pop("options"))
+        command(**values, spec=spec)
 
-    options = [
-        parameter.replace(kind=Parameter.KEYWORD_ONLY)
-        for parameter in signature(NewSession, eval_str=True).parameters.values()
-    ]
     own = [
         parameter.replace(kind=Parameter.KEYWORD_ONLY)
         for parameter in signature(command, eval_str=True).parameters.values()
     ]
-    at = next(index for index, parameter in enumerate(own) if parameter.name == "new_session")
+    at = next(index for index, parameter in enumerate(own) if parameter.name == "spec")
+    options = [*map(_build_parameter, _FIELDS), _keyword("options", Options)]
     run.__signature__ = Signature([*own[:at], *options, *own[at + 1 :]])  # type: ignore[attr-defined]
     return run
+
+
+def _build_parameter(name: str) -> Parameter:
+    """Return the parameter of a command for a field of SessionSpec."""
+    field = SessionSpec.model_fields[name]
+    kind, settings = _KINDS.get(name, (_plain_type(field.annotation), {}))
+    text = f"{field.description}"
+    if name == "tool_config":
+        text = f"{text.rstrip('.')}: {_CONFIG_HELP}."
+    return _keyword(name, Annotated[kind | None, typer.Option(f"--{name.replace('_', '-')}", help=text, **settings)])
+
+
+def _keyword(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain_type(annotation: Any) -> Any:
+    """Return the type of an optional field without its rules, which `_build_spec` checks."""
+    kind = next(part for part in get_args(annotation) if part is not type(None))
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
+
+
+def _build_spec(fields: Mapping[str, Any], options: SandboxOptions | None) -> SessionSpec:
+    """Return the session that the options describe. Raises BadParameter."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "workspace" in given:
+        given["workspace"] = name_path(given["workspace"])
+    try:
+        spec = SessionSpec(**given)
+    except ValidationError as error:
+        part = find_invalid(error)
+        raise typer.BadParameter(f"--{str(part.path[0]).replace('_', '-')} {part.reason}") from None
+    return spec.with_defaults(options or DEFAULT_OPTIONS)

@@ -13,7 +13,7 @@ from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ExecResult
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import open_running
 from toolcrew.orchestrator.cli.runner import (
@@ -27,7 +27,7 @@ from toolcrew.orchestrator.cli.runner import (
     list_output,
     run_work,
 )
-from toolcrew.orchestrator.cli.session_options import NewSession, with_session_options
+from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
@@ -68,7 +68,7 @@ async def sessions_list(
 @as_command
 async def sessions_open(
     *,
-    new_session: NewSession,
+    spec: SessionSpec,
     ttl: Annotated[
         float,
         typer.Option("--ttl", min=1, max=MAX_TTL_S, help="Close the session after this many seconds without a call."),
@@ -78,7 +78,7 @@ async def sessions_open(
 ) -> Output:
     """Open a session and print its id."""
     async with open_running("sessions", tenant, needs_workers=True) as client:
-        session = await client.open_session(**new_session.to_arguments(), ttl_s=ttl)
+        session = await client.open_session_from(spec.model_copy(update={"ttl_s": ttl}))
         info = await session.info()
     place = {"host": info.host, "image": info.image, "network": info.network}
     return Output({"id": session.id, "tenant": session.tenant, **place, **info.options.model_dump()}, [session.id])

@@ -105,3 +105,8 @@ def _check_bundle(path: Path, content: bytes) -> None:
         )
     if content.find(b" HEAD\n", 0, end + 1) < 0:
         raise ConfigError(f"the git bundle {path} has no HEAD: {_BUNDLE_HINT}")
+
+
+def name_path(path: Path | str) -> str:
+    """Return the absolute path of a workspace, which is never the id of a file in the store."""
+    return str(Path(path).absolute())

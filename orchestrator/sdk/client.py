@@ -30,6 +30,7 @@ from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, delete_checkpoint
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
+from toolcrew.orchestrator.dispatch.workspace_sources import name_path
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions
 from toolcrew.orchestrator.models.choice import ChosenModel
@@ -180,13 +181,11 @@ class ToolClient:
         """
         if network not in (None, "none", "egress"):
             raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
-        if workspace is not None and restore is not None:
-            raise ConfigError("a session starts from a workspace or from a checkpoint: pass only one of them")
         try:
             spec = SessionSpec(
                 image=image,
                 ttl_s=ttl_s,
-                workspace=_name_path(workspace) if workspace is not None else None,
+                workspace=name_path(workspace) if workspace is not None else None,
                 restore=restore.id if isinstance(restore, Checkpoint) else restore,
                 network=network,
                 tool_config=parse_tool_config(tool_config or {}),
@@ -199,6 +198,8 @@ class ToolClient:
         """Open a session with these options. Like `open_session`, but `spec.workspace` may also be a file of the
         store.
         """
+        if spec.workspace is not None and spec.restore is not None:
+            raise ConfigError("a session starts from a workspace or from a checkpoint: pass only one of them")
         return await Session.open(
             self._dispatcher,
             self._blobs,
@@ -550,8 +551,3 @@ class ToolClient:
                 shows_output=shows_output,
             )
             return await executor.run_agent(session, chosen_model, config, instruction)
-
-
-def _name_path(path: Path | str) -> str:
-    """Return the absolute path, which is never the id of a file in the store."""
-    return str(Path(path).absolute())

@@ -97,7 +97,7 @@ class FakeClient:
         self._result = result
         self.runs = self
 
-    async def open_session(self, *_: object, **__: object) -> Any:
+    async def open_session_from(self, *_: object, **__: object) -> Any:
         session = FailingSession(FULL, [])
 
         @asynccontextmanager

@@ -3,14 +3,14 @@
 import inspect
 import subprocess
 import sys
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, NewSession
+from toolcrew.contract.session_spec import SandboxOptions, SessionOptions
+from toolcrew.orchestrator.cli.session_options import OPTION_NAMES
 from toolcrew.orchestrator.command import app, import_all
 from toolcrew.orchestrator.sdk.client import ToolClient
 
@@ -130,13 +130,14 @@ def test_empty_arguments_of_a_program_and_empty_texts_are_no_missing_values(monk
 
 
 def test_every_command_that_opens_a_session_has_all_of_its_options() -> None:
-    root, expected = import_all(), {field.name for field in fields(NewSession)}
+    root = import_all()
+    expected = {*SessionOptions.model_fields, "workspace", "options"} - SandboxOptions.model_fields.keys()
     sessions = root.commands["sessions"]
     assert isinstance(sessions, TyperGroup)
     for command in (root.commands["run"], root.commands["call"], sessions.commands["open"]):
         assert expected <= {parameter.name for parameter in command.params}
     accepted = set(inspect.signature(ToolClient.open_session).parameters)
-    assert set(NewSession().to_arguments()) == accepted - {"self", "tenant", "ttl_s"}
+    assert expected == accepted - {"self", "tenant", "ttl_s"}
     options = {parameter.opts[0] for parameter in root.commands["call"].params if parameter.name in expected}
     assert set(OPTION_NAMES.replace(" and", ",").split(", ")) == options
 
