@@ -28,7 +28,7 @@ from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.ports import reserve_port
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import RunBody
 from toolcrew.store.connection import open_redis
@@ -87,15 +87,15 @@ async def _run(rounds: int) -> Report:
         )
         report.add("api_ratio", median(seconds["api"]) / median(seconds["sdk"]), "HTTP / SDK")
         report.add_ms("httpx", seconds["httpx"], "the same over HTTP, by httpx")
-        hosted = HostedRuns(
+        durable_runs = DurableRuns(
             connection,
             broker.deployment,
             broker.signing_keys(),
             RedisTenants(connection, broker.deployment, broker.signing_keys()),
         )
-        await _read_by_many(report, api, hosted, connection, broker.deployment)
-        await _list_many(report, api, hosted)
-        await hosted.hub.close()
+        await _read_by_many(report, api, durable_runs, connection, broker.deployment)
+        await _list_many(report, api, durable_runs)
+        await durable_runs.hub.close()
     return report
 
 
@@ -192,9 +192,9 @@ async def _ask(client: httpx.AsyncClient, method: str, path: str, **options: Any
 
 
 async def _read_by_many(
-    report: Report, api: _Api, hosted: HostedRuns, connection: "redis.asyncio.Redis", deployment: str
+    report: Report, api: _Api, durable_runs: DurableRuns, connection: "redis.asyncio.Redis", deployment: str
 ) -> None:
-    run = await hosted.start(DEFAULT_TENANT, RunBody(instruction="a run that nobody works"))
+    run = await durable_runs.start(DEFAULT_TENANT, RunBody(instruction="a run that nobody works"))
     key, before = run_events_key(deployment, DEFAULT_TENANT, run.id), api.memory_bytes()
     got, are_there = [0] * READERS, asyncio.Semaphore(0)
 
@@ -214,7 +214,7 @@ async def _read_by_many(
         await connection.xadd(key, {"e": EVENT})
         await asyncio.sleep(max(0.0, began + (number + 1) / PER_S - time.monotonic()))
     took, used = time.monotonic() - began, api.processor_s() - had
-    await hosted.cancel(DEFAULT_TENANT, run.id)
+    await durable_runs.cancel(DEFAULT_TENANT, run.id)
     await asyncio.gather(*reading)
     if got != [EVENTS] * READERS:
         raise RuntimeError(f"readers got {min(got)} to {max(got)} of {EVENTS} events")
@@ -223,10 +223,10 @@ async def _read_by_many(
     report.add("told_ms", used / EVENTS / READERS * 1000, "processor time of one event to one reader")
 
 
-async def _list_many(report: Report, api: _Api, hosted: HostedRuns) -> None:
+async def _list_many(report: Report, api: _Api, durable_runs: DurableRuns) -> None:
     for _ in range(0, RUNS, AT_ONCE):
         await asyncio.gather(
-            *(hosted.start(DEFAULT_TENANT, RunBody(instruction="Count the files.")) for _ in range(AT_ONCE))
+            *(durable_runs.start(DEFAULT_TENANT, RunBody(instruction="Count the files.")) for _ in range(AT_ONCE))
         )
     for name, query, label in (
         ("list", "limit=50", "a page of 50"),

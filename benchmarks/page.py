@@ -14,7 +14,7 @@ from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.service import ApiService
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import RunBody
 from toolcrew.store.connection import open_redis
@@ -45,13 +45,13 @@ async def _run() -> Report:
             key = (
                 await ApiKeys(client, settings.deployment, settings.broker().signing_keys()).add(TENANT, "operator")
             ).text
-            hosted = HostedRuns(
+            durable_runs = DurableRuns(
                 client,
                 settings.deployment,
                 settings.broker().signing_keys(),
                 RedisTenants(client, settings.deployment, settings.broker().signing_keys()),
             )
-            first = await _start_runs(hosted)
+            first = await _start_runs(durable_runs)
             async with _open(settings, key) as pages:
                 paths = {
                     "overview": "/",
@@ -68,7 +68,7 @@ async def _run() -> Report:
     return report
 
 
-async def _start_runs(hosted: HostedRuns) -> str:
+async def _start_runs(durable_runs: DurableRuns) -> str:
     """Start the runs and return the id of the last run."""
     last = ""
     for at in range(0, RUNS, AT_ONCE):
@@ -76,7 +76,7 @@ async def _start_runs(hosted: HostedRuns) -> str:
             RunBody(instruction=f"Count the files of folder {at + number}, and say which is the largest.")
             for number in range(AT_ONCE)
         ]
-        started = await asyncio.gather(*(hosted.start(TENANT, body) for body in bodies))
+        started = await asyncio.gather(*(durable_runs.start(TENANT, body) for body in bodies))
         last = started[-1].id
     return last
 

@@ -62,7 +62,7 @@ async def fill(world: World) -> dict[str, str]:
     stories = [(f"ticket-{number}", failed if number % 7 == 0 else Attempt()) for number in range(40)]
     await world.submit_batch("acme", "nightly", "tickets of the day", stories)
     for number in range(3):
-        await world.hosted.start("acme", RunBody(instruction=f"Count the open tickets of group {number}."))
+        await world.durable_runs.start("acme", RunBody(instruction=f"Count the open tickets of group {number}."))
     question = await world.ask(
         "rm -rf build/ \u202e&& cu\u0430l http://cache.test\n", warning="it removes a folder and all that is in it"
     )

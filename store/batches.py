@@ -22,7 +22,7 @@ from toolcrew.store.webhooks import parse_delivery
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
-HOSTED_BATCH = "@runs"
+NO_BATCH = "@runs"
 """Id of a hidden batch that each tenant has. Its items are the tenant's durable runs that were started without a batch.
 It never ends, and no submitted batch can have this id.
 """
@@ -33,7 +33,7 @@ RECORD_ADVICE = "continue it with the release that wrote it, or submit it again"
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
     """Return the key of the hash of a batch (BatchRecord). Keys with a suffix hold the ids of its runs: `:waiting`
     (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list). The key with `:events` is
-    the stream of its events. HOSTED_BATCH also has `:index` (sorted set of all runs, by their start), the sorted sets
+    the stream of its events. NO_BATCH also has `:index` (sorted set of all runs, by their start), the sorted sets
     `:succeeded`, `:failed` and `:cancelled` with parts of `:index`, and `:sessions` (hash of the sessions that durable
     runs use).
     """
@@ -234,7 +234,7 @@ class BatchDefaults(Record):
     """
 
 
-HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
+RUN_DEFAULTS = BatchDefaults(asks_people=True)
 """Defaults of a durable run. Such a run has no terminal, so approval requests go to the queue of questions."""
 
 

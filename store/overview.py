@@ -15,7 +15,7 @@ from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.hosts import HostStore
@@ -178,7 +178,7 @@ class OverviewReader:
         ]
         with broker_errors(_WHAT):
             text: Any = await self._script(
-                args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES, HOSTED_BATCH]
+                args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES, NO_BATCH]
             )
         return dict(json.loads(text))
 

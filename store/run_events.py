@@ -16,7 +16,7 @@ import redis.asyncio
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import tenant_key
 from toolcrew.contract.run_events import EventsMissed, RunEnded, RunEvent
-from toolcrew.store.batches import HOSTED_BATCH, RUN_TTL_S, batch_key, parse_batch_event
+from toolcrew.store.batches import NO_BATCH, RUN_TTL_S, batch_key, parse_batch_event
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key
 from toolcrew.store.run_log import run_key
@@ -225,7 +225,7 @@ class RunEventStore:
         if fields[0] is None and last:
             # Redis has lost the record. The last event of the stream reports the loss.
             return EventPage(tuple(entries), tip, is_over=not entries or entries[-1][0] == tip)
-        if fields[0] != HOSTED_BATCH.encode():
+        if fields[0] != NO_BATCH.encode():
             raise not_found(run)
         values = dict(
             zip(

@@ -17,7 +17,7 @@ from toolcrew.contract.run_events import Failure, FailureKind, RunEnded
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.batches import (
-    HOSTED_BATCH,
+    NO_BATCH,
     RECORD_ADVICE,
     BatchItem,
     ForkPoint,
@@ -64,7 +64,7 @@ class RunRecord(Record):
     outcome: ItemOutcome | None = None
 
 
-_HOSTED_FIELDS = frozenset((
+_DURABLE_FIELDS = frozenset((
     "digest", "about", "session", "created_at", "is_cancelled", "event_count", "published_step", "asking",
     "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "webhook_state",
     "webhook_error", "has_states",
@@ -73,7 +73,7 @@ _HOSTED_FIELDS = frozenset((
 """Additional fields in the hash of a durable run."""
 
 
-class HostedState(StrEnum):
+class DurableRunState(StrEnum):
     """The state of a durable run. `waiting_for_approval`: the run is in progress, and one of its calls waits for a
     person's approval.
     """
@@ -87,7 +87,7 @@ class HostedState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (HostedState.SUCCEEDED, HostedState.FAILED, HostedState.CANCELLED)
+        return self in (DurableRunState.SUCCEEDED, DurableRunState.FAILED, DurableRunState.CANCELLED)
 
 
 class RunEnd(Record):
@@ -111,7 +111,7 @@ class RunEnd(Record):
     artifacts_file: str | None = None
 
 
-class HostedRun(Record):
+class DurableRun(Record):
     """A durable run. `instruction`: the beginning of its instruction. `attempt`: above 1 if an infrastructure failure
     made a restart necessary. `forked_from` None: the run is no fork. `end`: set exactly if the state is final.
     `webhook` None: the run has no webhook. Times are Unix seconds of Redis's clock.
@@ -119,7 +119,7 @@ class HostedRun(Record):
 
     id: str
     tenant: str
-    state: HostedState
+    state: DurableRunState
     instruction: str
     model: str | None = None
     session: str | None = None
@@ -137,7 +137,7 @@ class HostedRun(Record):
 class RunPage(Record):
     """A page of durable runs, the newest first. `next_cursor` None: this is the last page."""
 
-    runs: tuple[HostedRun, ...]
+    runs: tuple[DurableRun, ...]
     next_cursor: str | None = None
 
 
@@ -166,20 +166,20 @@ def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, b
     values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
     outcome = values.pop("outcome", "")
     values["outcome"] = open_outcome(keys, tenant, run, outcome) if outcome else None
-    values = {name: value for name, value in values.items() if name not in _HOSTED_FIELDS}
+    values = {name: value for name, value in values.items() if name not in _DURABLE_FIELDS}
     with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
         return RunRecord.model_validate(values, strict=False)
 
 
-def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
+def parse_durable_run(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> DurableRun | None:
     """Return the durable run that these fields of a hash describe; None if the run was removed or is an item of a
     batch. Raises ConfigError: another release wrote the fields.
     """
     values = {name: value.decode() for name, value in fields.items() if value is not None}
-    if values.get("batch") != HOSTED_BATCH or "about" not in values:
+    if values.get("batch") != NO_BATCH or "about" not in values:
         return None
     with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
-        return HostedRun(
+        return DurableRun(
             id=run,
             tenant=tenant,
             state=_state(values),
@@ -230,17 +230,17 @@ def parse_end(text: str) -> RunEnd:
     return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
 
 
-def _state(fields: Mapping[str, str]) -> HostedState:
+def _state(fields: Mapping[str, str]) -> DurableRunState:
     match fields.get("state"):
         case RunState.QUEUED.value:
-            return HostedState.QUEUED
+            return DurableRunState.QUEUED
         case RunState.RUNNING.value:
-            return HostedState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else HostedState.RUNNING
+            return DurableRunState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else DurableRunState.RUNNING
         case _:
             failure = fields.get("failure", "")
             if not failure:
-                return HostedState.SUCCEEDED
-            return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED
+                return DurableRunState.SUCCEEDED
+            return DurableRunState.CANCELLED if failure == FailureKind.CANCELLED.value else DurableRunState.FAILED
 
 
 def build_cancelled_outcome(run: str, record: RunRecord) -> ItemOutcome:

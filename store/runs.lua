@@ -5,8 +5,8 @@ local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
--- The batch of the runs that programs start one by one (hosted_runs.lua).
-local HOSTED_BATCH = '@runs'
+-- The batch of the runs that programs start one by one (durable_runs.lua).
+local NO_BATCH = '@runs'
 -- Lifetimes after the end of a run, in seconds: of its events, of its log, and of its log if the run has kept states.
 local EVENTS_TTL, LOG_TTL, STATES_TTL = 86400, 3600, 86400
 
@@ -31,7 +31,7 @@ end
 local function extend_ttl(tenant, batch)
   local ttl = ttl_of(tenant, batch)
   local key = batch_key(tenant, batch)
-  local parts = batch == HOSTED_BATCH and {':index', ':sessions', ':succeeded', ':failed', ':cancelled'} or {':ended', ':items', ':events'}
+  local parts = batch == NO_BATCH and {':index', ':sessions', ':succeeded', ':failed', ':cancelled'} or {':ended', ':items', ':events'}
   for _, part in ipairs({'', ':waiting', ':delayed', ':running', unpack(parts)}) do redis.call('EXPIRE', key .. part, ttl) end
   redis.call('EXPIRE', batches_key(tenant), ttl)
 end
@@ -157,8 +157,8 @@ local function end_batch_if_complete(tenant, batch)
   queue_notice(tenant, 'batch', batch, key)
 end
 
--- Defined in hosted_runs.lua.
-local publish_end, build_end_event, end_hosted_run
+-- Defined in durable_runs.lua.
+local publish_end, build_end_event, end_durable_run
 
 -- Removes a run whose record Redis has lost. No process can execute it, and the batch ends without it.
 local function remove_lost_run(tenant, batch, run)
@@ -169,7 +169,7 @@ local function remove_lost_run(tenant, batch, run)
   redis.call('ZREM', key .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   remove_delay(tenant, batch, run)
-  if batch == HOSTED_BATCH then
+  if batch == NO_BATCH then
     local message = 'Redis has lost the record of the run. Check that Redis evicts no keys, then start the run again.'
     publish_end(tenant, run, build_end_event(run, 'infrastructure', 'run_lost', message))
   else
@@ -189,8 +189,8 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
   redis.call('ZREM', batch_at .. ':waiting', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
   remove_delay(tenant, batch, run)
-  if batch == HOSTED_BATCH then
-    end_hosted_run(tenant, run, failure, ended, transcript or '')
+  if batch == NO_BATCH then
+    end_durable_run(tenant, run, failure, ended, transcript or '')
     queue_notice(tenant, 'run', run, key)
   else
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
@@ -198,9 +198,9 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   extend_run_ttl(tenant, batch, run)
   count_texts(tenant, batch, run)
-  -- Without a transcript, readers take the replies of a hosted run from its log. The log of a run with kept states lives as long as these may.
+  -- Without a transcript, readers take the replies of a durable run from its log. The log of a run with kept states lives as long as these may.
   local has_states = redis.call('HEXISTS', key, 'has_states') == 1
-  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and STATES_TTL or LOG_TTL
+  local log_ttl = batch == NO_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and STATES_TTL or LOG_TTL
   for _, part in ipairs(log_parts) do redis.call('EXPIRE', key .. part, log_ttl) end
   for _, field in ipairs({'log_bytes', 'artifact_bytes'}) do count_run(tenant, run, field, counted_bytes(key, field), log_ttl) end
   end_batch_if_complete(tenant, batch)
@@ -325,7 +325,7 @@ end
 
 -- owner, max count, lease, tenant|batch ('' for all detached batches), tenants (',a,b,'; '' for all), then one claim id for each run.
 -- Returns {tenant, run, claim, how} for each claimed run, and {tenant, batch, run} for each run that a dead worker left in a cancelled batch. The caller
--- ends these runs; of a hosted run, which has ended already, the caller only closes the session. Also returns the tenants whose new runs wait, because the
+-- ends these runs; of a durable run, which has ended already, the caller only closes the session. Also returns the tenants whose new runs wait, because the
 -- tenant may not store more; their runs that have begun continue.
 function steps.claim()
   local owner, max_claims, lease_s, only_batch, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
@@ -435,7 +435,7 @@ function steps.renew()
   return {lost, cancelled}
 end
 
--- tenant, run, claim, outcome, kind of failure; for a hosted run its last event and its transcript.
+-- tenant, run, claim, outcome, kind of failure; for a durable run its last event and its transcript.
 -- Returns 1 when the run has this outcome, 0 when another process has the claim.
 function steps.finish()
   local fields = redis.call('HMGET', run_key(ARGV[4], ARGV[5]), 'claim', 'state', 'outcome')
@@ -586,7 +586,7 @@ function steps.delete_batch()
   local tenant, batch = ARGV[4], ARGV[5]
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
-  if not state or batch == HOSTED_BATCH then return 'unknown' end
+  if not state or batch == NO_BATCH then return 'unknown' end
   if state ~= 'deleting' then
     if state ~= 'completed' and state ~= 'cancelled' then return 'open' end
     audit(ARGV[6], ARGV[7])

@@ -4,8 +4,8 @@ Invariant: a forged field can disturb or restart a run, but cannot change its ta
 run does) and the outcome (its result) are therefore signed, for one tenant and one run id. Fields that scripts change
 or compare (states, claims, counters) are not signed.
 
-A run that was started without a batch is called durable run in the guides and hosted run in the code. It is stored as
-an item of the tenant's hidden batch HOSTED_BATCH, which never ends.
+A run that was started without a batch is called durable run. It is stored as
+an item of the tenant's hidden batch NO_BATCH, which never ends.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.store.audit import AUDIT_LUA
 from toolcrew.store.batches import (
-    HOSTED_BATCH,
-    HOSTED_DEFAULTS,
+    NO_BATCH,
+    RUN_DEFAULTS,
     RUN_TTL_S,
     BatchDefaults,
     BatchItem,
@@ -63,13 +63,13 @@ from toolcrew.store.run_log import (
 )
 from toolcrew.store.run_records import (
     LISTED,
-    HostedRun,
-    HostedState,
+    DurableRun,
+    DurableRunState,
     RunRecord,
     build_cancelled_outcome,
     build_end,
     pack_end,
-    parse_hosted,
+    parse_durable_run,
     parse_run,
 )
 from toolcrew.store.tasks import retry_until_available
@@ -106,7 +106,7 @@ _SCRIPT = "\n".join(
         AUDIT_LUA,
         UNSEAL_LUA,
         MEMORY_LUA,
-        *(Path(__file__).with_name(name).read_text() for name in ("runs.lua", "hosted_runs.lua")),
+        *(Path(__file__).with_name(name).read_text() for name in ("runs.lua", "durable_runs.lua")),
         "return steps[operation]()",
     ]
 )
@@ -465,7 +465,7 @@ class RunQueue:
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
-        if claim.record.batch == HOSTED_BATCH:
+        if claim.record.batch == NO_BATCH:
             # The last event is written in the same step as the outcome, so that a follower of the event finds the
             # outcome. A thread packs the transcript, because 64 MB take seconds to compress.
             outcome, event, transcript = await in_tenant_thread(claim.tenant, pack_end, outcome, calls, seconds)
@@ -490,9 +490,9 @@ class RunQueue:
         """End the runs of cancelled batches whose owner died, because no process may be following those batches. A
         cancelled durable run has already ended; only its sessions are closed.
         """
-        for tenant, _, run in (row for row in abandoned if row[1] == HOSTED_BATCH):
+        for tenant, _, run in (row for row in abandoned if row[1] == NO_BATCH):
             await self.close_sessions(tenant, [run])
-        abandoned = [row for row in abandoned if row[1] != HOSTED_BATCH]
+        abandoned = [row for row in abandoned if row[1] != NO_BATCH]
         records = await self._fields([(tenant, run) for tenant, _, run in abandoned])
         for (tenant, batch, run), fields in zip(abandoned, records, strict=True):
             try:
@@ -565,7 +565,7 @@ class RunQueue:
 
     # --- Durable runs
 
-    async def start_hosted(
+    async def start_run(
         self,
         tenant: str,
         run: str,
@@ -581,12 +581,12 @@ class RunQueue:
         of queueing the run. Return `started`; `known` (the same request has that id); `other` (another request has that
         id); `full`; `memory` (the tenant may store no more); or `busy` and the id of the run that uses the session.
         """
-        defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
+        defaults = seal_defaults(self.keys, tenant, NO_BATCH, RUN_DEFAULTS)
         reply = await self.step(
             "start_run",
             tenant,
             run,
-            seal_item(self.keys, tenant, run, HOSTED_BATCH, item),
+            seal_item(self.keys, tenant, run, NO_BATCH, item),
             digest,
             about,
             item.priority,
@@ -601,30 +601,30 @@ class RunQueue:
         return [part.decode() for part in reply]
 
     async def started_claim(self, tenant: str, run: str, token: str) -> RunClaim:
-        """Return the claim of a run that `start_hosted` has claimed with `token`. Raises ConfigError."""
+        """Return the claim of a run that `start_run` has claimed with `token`. Raises ConfigError."""
         (fields,) = await self._fields([(tenant, run)])
         return RunClaim(tenant, run, token, False, await self._parse(tenant, run, fields))
 
-    async def hosted(self, tenant: str, run: str) -> HostedRun:
+    async def durable_run(self, tenant: str, run: str) -> DurableRun:
         """Return a durable run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""
         names = [*LISTED, "outcome"]
         values: Any = await _ask(self._client.hmget(run_key(self._deployment, tenant, run), names))
         fields = dict(zip(names, values, strict=True))
-        hosted_run, sealed = parse_hosted(tenant, run, fields), fields["outcome"]
-        if hosted_run is None:
+        durable_run, sealed = parse_durable_run(tenant, run, fields), fields["outcome"]
+        if durable_run is None:
             raise not_found(run)
-        if hosted_run.end is None or not sealed:
-            return hosted_run
+        if durable_run.end is None or not sealed:
+            return durable_run
         # The shortened end in the hash is for lists and is not signed. Only the outcome is signed.
-        return hosted_run.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
+        return durable_run.model_copy(update={"end": build_end(open_outcome(self.keys, tenant, run, sealed))})
 
-    async def list_hosted(
-        self, tenant: str, before: int, limit: int, state: HostedState | None
-    ) -> tuple[list[HostedRun], int]:
+    async def list_runs(
+        self, tenant: str, before: int, limit: int, state: DurableRunState | None
+    ) -> tuple[list[DurableRun], int]:
         """Return the newest durable runs before the position `before`, without removed ones. Also return the position
         of the next page, 0 if there is none.
         """
-        runs: list[HostedRun] = []
+        runs: list[DurableRun] = []
         state_name, max_checked = (
             state.value if state is not None else "",
             RUNS_PER_STEP if state is not None and not state.is_final else limit,
@@ -633,24 +633,24 @@ class RunQueue:
         for _ in range(MAX_STEPS):
             reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
             before = int(reply)
-            found = await self.find_hosted(tenant, [name.decode() for name in names])
+            found = await self.find_runs(tenant, [name.decode() for name in names])
             runs += [run for run in found if run is not None]
             if not before or len(runs) >= limit:
                 break
         return runs, before
 
-    async def find_hosted(self, tenant: str, names: Sequence[str]) -> list[HostedRun | None]:
+    async def find_runs(self, tenant: str, names: Sequence[str]) -> list[DurableRun | None]:
         """Return these durable runs as lists show them; None for a removed run and for an item of a batch."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             pipe.hmget(run_key(self._deployment, tenant, name), *LISTED)
         rows = await _ask(pipe.execute()) if names else []
         return [
-            parse_hosted(tenant, name, dict(zip(LISTED, row, strict=True)))
+            parse_durable_run(tenant, name, dict(zip(LISTED, row, strict=True)))
             for name, row in zip(names, rows, strict=True)
         ]
 
-    async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
+    async def cancel_run(self, tenant: str, run: str, entry: str) -> None:
         """End a durable run. A waiting run ends at once; a running run is ended by the process that executes it.
         `entry`: the entry for the audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
@@ -662,9 +662,9 @@ class RunQueue:
             await self.close_sessions(tenant, [run])
 
     async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:
-        """Return the messages of a durable run that has ended. None: the run has not ended, is not hosted, or has a
-        transcript that is too large to store; its log then contains the messages. Raises ConfigError: the transcript
-        cannot be read.
+        """Return the messages of a durable run that has ended. None: the run has not ended, is an item of a batch, or
+        has a transcript that is too large to store; its log then contains the messages. Raises ConfigError: the
+        transcript cannot be read.
         """
         packed = await self.packed_transcript(tenant, run)
         return await in_tenant_thread(tenant, unpack_transcript, run, b"".join(packed)) if packed else None
@@ -704,7 +704,7 @@ class RunQueue:
         return [int(value.split()[0]) if value else 0 for value in values]
 
     async def open_log(
-        self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
+        self, tenant: str, run: str, batch: str | None = NO_BATCH
     ) -> tuple[RunRecord, AsyncIterator[RunEvent]]:
         """Return the record of a run, and its log, of which only a page is in memory. Raises the errors of
         `read_log`; the log raises them while it is read.
@@ -719,9 +719,7 @@ class RunQueue:
             raise not_found(run)
         return await self._parse(tenant, run, fields)
 
-    async def read_log(
-        self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
-    ) -> tuple[RunRecord, list[RunEvent]]:
+    async def read_log(self, tenant: str, run: str, batch: str | None = NO_BATCH) -> tuple[RunRecord, list[RunEvent]]:
         """Return the record and the log of a run in `batch` (None: in any batch). The log of a batch's run is removed
         an hour after its end; with kept states, a day after its end. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         Raises ConfigError: the run cannot be verified or read.
@@ -738,7 +736,7 @@ class RunQueue:
         return [[(int(step), name) for step, _, name in row] for row in rows]
 
     async def step(self, operation: str, *arguments: Any) -> Any:
-        """Execute one operation of the Lua scripts runs.lua and hosted_runs.lua atomically, and return its reply.
+        """Execute one operation of the Lua scripts runs.lua and durable_runs.lua atomically, and return its reply.
         `operation`: its name in the script.
         """
         with broker_errors(_WHAT):

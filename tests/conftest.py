@@ -30,7 +30,7 @@ from toolcrew.orchestrator.operations.redis_server import find_redis_server, wri
 
 if TYPE_CHECKING:
     from tests.support.redis.event_harness import EventHarness
-    from tests.support.runs.hosted_harness import HostedFactory
+    from tests.support.runs.durable_run_harness import DurableRunFactory
     from tests.support.runs.item_harness import HarnessFactory
 
 START_S = 90.0
@@ -154,10 +154,10 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator["EventHarness"]:
 
 
 @pytest.fixture
-async def make_hosted(redis_server: RedisProcess) -> AsyncIterator["HostedFactory"]:
-    from tests.support.runs.hosted_harness import open_hosted
+async def make_durable(redis_server: RedisProcess) -> AsyncIterator["DurableRunFactory"]:
+    from tests.support.runs.durable_run_harness import open_durable
 
-    async with open_hosted(redis_server) as make:
+    async with open_durable(redis_server) as make:
         yield make
 
 

@@ -27,11 +27,11 @@ from toolcrew.orchestrator.batches.lines import MAX_DEPTH
 from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import RunView, view_run
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.archives.files import is_file_id
 from toolcrew.store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from toolcrew.store.run_events import parse_id
-from toolcrew.store.run_records import HostedState
+from toolcrew.store.run_records import DurableRunState
 from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
@@ -135,7 +135,7 @@ async def start_run(
     dies.
     """
     await _check_upload(body.workspace, caller)
-    run = await hosted(caller).start(
+    run = await get_runs(caller).start(
         caller.tenant,
         body.body(),
         body.environment(),
@@ -153,12 +153,12 @@ async def list_runs(
     caller: AnyCaller,
     cursor: Cursor = None,
     limit: Limit = 50,
-    state: Annotated[HostedState | None, Query(description="Only runs in this state.")] = None,
+    state: Annotated[DurableRunState | None, Query(description="Only runs in this state.")] = None,
 ) -> Page[RunView]:
     """List the tenant's runs, the newest first. A page may be shorter than `limit` and not be the last: check
     `next_cursor`.
     """
-    page = await hosted(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
+    page = await get_runs(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
     return page_from(map(view_run, page.runs), page.next_cursor)
 
 
@@ -166,14 +166,14 @@ async def list_runs(
 async def get_run(run_id: RunId, caller: AnyCaller) -> RunView:
     """Return the state of a run, with its complete answer."""
     with convert_not_found():
-        return view_run(await hosted(caller).get(caller.tenant, run_id))
+        return view_run(await get_runs(caller).get(caller.tenant, run_id))
 
 
 @router.post("/{run_id}/cancel", responses=responses(404))
 async def cancel_run(run_id: RunId, caller: AnyCaller) -> RunView:
     """Cancel a run: a waiting run at once, a running run within 2 seconds. A run that has ended does not change."""
     with convert_not_found():
-        return view_run(await hosted(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
+        return view_run(await get_runs(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
 
 
 @router.post("/{run_id}/fork", status_code=202, responses=responses(404))
@@ -188,7 +188,7 @@ async def fork_run(
     shared steps is repeated.
     """
     with convert_not_found():
-        runs = await hosted(caller).fork(
+        runs = await get_runs(caller).fork(
             caller.tenant, run_id, body.step, body.n, idempotency_key=_own_key(caller, idempotency_key)
         )
     return RunForks(runs=[view_run(run) for run in runs])
@@ -202,10 +202,10 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
         # has received them.
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with convert_not_found():
-            pieces = await stack.enter_async_context(hosted(caller).open_transcript(caller.tenant, run_id))
+            pieces = await stack.enter_async_context(get_runs(caller).open_transcript(caller.tenant, run_id))
             if pieces is not None:
                 return PieceResponse(_build_body(pieces), _JSON, stack.pop_all())
-            messages, memory = await stack.enter_async_context(hosted(caller).hold_transcript(caller.tenant, run_id))
+            messages, memory = await stack.enter_async_context(get_runs(caller).hold_transcript(caller.tenant, run_id))
         data = await in_tenant_thread(caller.tenant, dump_exactly, {"messages": messages})
         return FileAnswer(split_pieces(data), memory, _JSON, stack.pop_all())
 
@@ -234,7 +234,7 @@ async def follow_run(
     A client continues an interrupted stream with the id of the last event.
     """
     # Errors before the start of the stream are returned as problems.
-    start, runs = parse_id(last_event_id or after or ""), hosted(caller)
+    start, runs = parse_id(last_event_id or after or ""), get_runs(caller)
     with convert_not_found():
         await runs.get(caller.tenant, run_id)
     return EventStream(caller.streams.counted(_build_server_events(caller, runs.follow(caller.tenant, run_id, start))))
@@ -272,7 +272,7 @@ def convert_not_found() -> Iterator[None]:
         raise ApiProblem(ApiCode.NOT_FOUND, f"{failure.message} (GET /v1/runs)") from failure
 
 
-def hosted(caller: Caller) -> HostedRuns:
+def get_runs(caller: Caller) -> DurableRuns:
     """Return the durable runs of the deployment."""
     return caller.app_state.parts.runs
 

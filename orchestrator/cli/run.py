@@ -33,7 +33,7 @@ from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
 from toolcrew.orchestrator.loop.limits import StopReason
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
 from toolcrew.store.batches import RunBody, RunLimits
-from toolcrew.store.run_records import HostedRun, RunEnd
+from toolcrew.store.run_records import DurableRun, RunEnd
 
 
 class WorkspaceSaver:
@@ -183,7 +183,7 @@ def run(
     )
     ttl_s = MAX_TTL_S if keep_states else DEFAULT_TTL_S
 
-    async def work() -> tuple[HostedRun, Sequence[dict[str, Any]]]:
+    async def work() -> tuple[DurableRun, Sequence[dict[str, Any]]]:
         if checkpoint:
             check_store()
         if keep_states and load_settings().redis_url is None:

@@ -17,7 +17,7 @@ from toolcrew.orchestrator.operations.views import view_run
 from toolcrew.orchestrator.sdk.client_runs import ClientRuns
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
-from toolcrew.store.run_records import HostedRun, HostedState, RunPage
+from toolcrew.store.run_records import DurableRun, DurableRunState, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
@@ -29,7 +29,7 @@ _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "charact
 @runs_app.command("list")
 @as_command
 async def runs_list(
-    state: Annotated[HostedState | None, typer.Option("--state", help="Only runs in this state.")] = None,
+    state: Annotated[DurableRunState | None, typer.Option("--state", help="Only runs in this state.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="Largest number of runs to list.")] = 50,
     cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
     tenant: OnlyTenant = None,
@@ -146,11 +146,11 @@ async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False
     return Output(_view(record), [f"{record.id} {state}"])
 
 
-def _view(run: HostedRun) -> dict[str, Any]:
+def _view(run: DurableRun) -> dict[str, Any]:
     return view_run(run).model_dump(mode="json")
 
 
-def describe_run(run: HostedRun) -> list[str]:
+def describe_run(run: DurableRun) -> list[str]:
     """Return the fields of the run and of its end that have a value, one per line."""
     lines = []
     for name, value in _view(run).items():

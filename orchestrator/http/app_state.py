@@ -14,8 +14,8 @@ from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, wait_
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.http.session_cache import SessionCache
 from toolcrew.orchestrator.metrics.page import MetricsPage
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.endpoints import ModelNames
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
@@ -93,7 +93,7 @@ class ConnectedParts:
     pool: PoolConnection
     keys: ApiKeys
     approvals: ApprovalQueue
-    runs: HostedRuns
+    runs: DurableRuns
     metrics: MetricsPage
 
 
@@ -194,7 +194,7 @@ class AppState:
         settings, deployment = self.settings, self.settings.deployment
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
         metrics = MetricsPage(pool.redis, deployment)
-        runs = HostedRuns.on(pool, settings)
+        runs = DurableRuns.on(pool, settings)
         endpoints = ModelEndpoints(pool.redis, deployment, pool.keys)
         runs.check_model = ModelNames(settings, endpoints, pool.tenants).check
         return ConnectedParts(pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, runs, metrics)

@@ -17,7 +17,7 @@ from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.api_keys import ApiKeyRecord
 from toolcrew.store.approvals import PendingQuestion
 from toolcrew.store.batches import ForkPoint
-from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.run_records import DurableRun, DurableRunState
 
 
 class SecretView(BaseModel):
@@ -126,7 +126,7 @@ class RunView(BaseModel):
 
     id: str
     tenant: str
-    state: HostedState
+    state: DurableRunState
     instruction: str
     model: str | None
     session: str | None
@@ -190,7 +190,7 @@ def view_approval(pending: PendingQuestion) -> ApprovalView:
     )
 
 
-def view_run(run: HostedRun) -> RunView:
+def view_run(run: DurableRun) -> RunView:
     """Build the view of a run for clients."""
     fields = run.model_dump(include=set(RunView.model_fields))
     end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}}) if run.end is not None else {}

@@ -27,7 +27,7 @@ from toolcrew.contract.run_events import (
     StepStarted,
     TextArrived,
 )
-from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.run_events import EventBatch, ProgressEvent, RunEventStore, build_event
 from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
@@ -217,7 +217,7 @@ class RunEventPublisher:
 
     def add(self, tenant: str, batch: str, event: RunEvent) -> None:
         """Add one of PROGRESS_EVENTS to the stream of a batch. The events of durable runs are in their own streams."""
-        if batch == HOSTED_BATCH:
+        if batch == NO_BATCH:
             return
         if len(self._progress) >= MAX_WAITING_PROGRESS:
             self._dropped += 1

@@ -57,7 +57,7 @@ from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
 from toolcrew.store.batches import (
     CHAT_URL,
-    HOSTED_BATCH,
+    NO_BATCH,
     BatchDefaults,
     BatchItem,
     CallBody,
@@ -338,7 +338,7 @@ class RunExecutor:
                 options=options,
                 tools=work.tools,
                 on_event=on_event,
-                shows_output=self.publisher is not None and claim.record.batch == HOSTED_BATCH,
+                shows_output=self.publisher is not None and claim.record.batch == NO_BATCH,
                 priority=self.priority,
                 approver=self.approver or (self.builder.reviewer.people if defaults.asks_people else None),
                 gate=gate,
@@ -359,7 +359,7 @@ class RunExecutor:
         name, began_at, is_standing = (
             chosen_model.model.name,
             claim.record.started_at,
-            claim.record.batch == HOSTED_BATCH,
+            claim.record.batch == NO_BATCH,
         )
         is_own = item.environment.session is None and journal.session is not None
         sandbox_s = max(0.0, journal.now() - journal.session.at) if is_own and journal.session else 0.0
@@ -377,7 +377,7 @@ class RunExecutor:
     def _warn_once(self, claim: RunClaim, message: str, on_event: OnEvent) -> None:
         """Add a warning to the item's batch. The batch receives the warning only once."""
         batch = claim.tenant, claim.record.batch
-        if batch not in self._warned and claim.record.batch != HOSTED_BATCH:
+        if batch not in self._warned and claim.record.batch != NO_BATCH:
             self._warned.add(batch)
             on_event(BatchNotice(message=message, is_warning=True))
 
@@ -424,7 +424,7 @@ class RunExecutor:
         """Yield the listener for a run's events. Publish the events of a durable run."""
         if self.sent_calls is not None:
             on_event = pass_to(on_event, self.sent_calls.watch(claim))
-        if claim.record.batch != HOSTED_BATCH or self.publisher is None:
+        if claim.record.batch != NO_BATCH or self.publisher is None:
             yield on_event
             return
         async with self.publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:

@@ -11,15 +11,15 @@ from toolcrew.contract.run_events import OnEvent
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import RunExecutor
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, RunBody
-from toolcrew.store.run_records import HostedRun
+from toolcrew.store.run_records import DurableRun
 
 _DEFAULTS = BatchDefaults(retries=0)
 
@@ -40,23 +40,23 @@ class OwnRuns:
         pool: PoolConnection,
         builder: AgentBuilder,
         traces: Traces,
-        hosted: HostedRuns,
+        runs: DurableRuns,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._builder = builder
         self._traces = traces
-        self._hosted = hosted
+        self._runs = runs
 
-    async def execute(self, tenant: str, body: RunBody, session: str, on_event: OnEvent) -> HostedRun:
+    async def execute(self, tenant: str, body: RunBody, session: str, on_event: OnEvent) -> DurableRun:
         """Start a run in an open session and execute it. Return the run after its end. A cancellation of this method
         cancels the run.
 
         `on_event` receives every event of the run while this process executes it. Raises the same errors as
-        HostedRuns.start.
+        DurableRuns.start.
         """
-        token, queue = secrets.token_hex(8), self._hosted.queue
-        run = await self._hosted.start(tenant, body, ItemEnvironment(session=session), token=token)
+        token, queue = secrets.token_hex(8), self._runs.queue
+        run = await self._runs.start(tenant, body, ItemEnvironment(session=session), token=token)
         claim = await queue.started_claim(tenant, run.id, token)
         client, deployment = self._pool.redis, self._settings.deployment
         async with Models(self._settings, self._pool) as models:
@@ -73,9 +73,9 @@ class OwnRuns:
                 priority="interactive",
                 gate=_NoWaiting(),
             )
-            runner = Runner(client, deployment, queue, executor, publisher, 1, None, hosted_defaults=_DEFAULTS)
+            runner = Runner(client, deployment, queue, executor, publisher, 1, None, run_defaults=_DEFAULTS)
             await runner.run_claimed(claim)
         # A process that was stopped for longer than its lease has lost the run: wait for its end elsewhere.
-        async for _ in self._hosted.follow(tenant, run.id):
+        async for _ in self._runs.follow(tenant, run.id):
             pass
-        return await self._hosted.get(tenant, run.id)
+        return await self._runs.get(tenant, run.id)

@@ -24,7 +24,7 @@ from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.run_records import HostedRun, RunRecord
+from toolcrew.store.run_records import DurableRun, RunRecord
 from toolcrew.store.runs import RunClaim, RunQueue
 
 MAX_TREE_RUNS = 200
@@ -229,11 +229,11 @@ class ForkTree:
 
     name: str
     step: int | None = None
-    run: HostedRun | None = None
+    run: DurableRun | None = None
     forks: list["ForkTree"] = field(default_factory=list)
 
 
-async def build_tree(queue: RunQueue, tenant: str, run: HostedRun) -> ForkTree:
+async def build_tree(queue: RunQueue, tenant: str, run: DurableRun) -> ForkTree:
     """Return the tree of forks that contains the run: the first run, its forks, their forks and so on. The tree has at
     most MAX_TREE_RUNS runs. Raises BrokerUnavailable.
     """
@@ -244,13 +244,13 @@ async def build_tree(queue: RunQueue, tenant: str, run: HostedRun) -> ForkTree:
         if top.run is None or top.run.forked_from is None:
             break
         name = top.run.forked_from.run
-        top = ForkTree(name, run=(await queue.find_hosted(tenant, [name]))[0])
+        top = ForkTree(name, run=(await queue.find_runs(tenant, [name]))[0])
     level, free = [top], MAX_TREE_RUNS - 1
     while level:
         for node, rows in zip(level, await queue.forks(tenant, [node.name for node in level]), strict=True):
             node.forks = [ForkTree(name, step) for step, name in sorted(rows, key=lambda row: row[0])[:free]]
             free -= len(node.forks)
         level = [fork for node in level for fork in node.forks]
-        for node, found in zip(level, await queue.find_hosted(tenant, [node.name for node in level]), strict=True):
+        for node, found in zip(level, await queue.find_runs(tenant, [node.name for node in level]), strict=True):
             node.run = found
     return top

@@ -31,8 +31,8 @@ from toolcrew.orchestrator.runs.outcomes import build_outcome, judge_error, judg
 from toolcrew.orchestrator.runs.run_forks import load_copied_steps
 from toolcrew.orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
 from toolcrew.store.batches import (
-    HOSTED_BATCH,
-    HOSTED_DEFAULTS,
+    NO_BATCH,
+    RUN_DEFAULTS,
     BatchDefaults,
     ItemOutcome,
     build_ended,
@@ -123,7 +123,7 @@ class Runner:
 
     `concurrency`: run slots of this process. The limit of a batch applies to all processes together. `only`: claim
     only runs of this tenant and batch. None: claim durable runs, and runs of all detached batches (batches that
-    services run), only of `tenants` if that is not empty. `hosted_defaults`: defaults of durable runs.
+    services run), only of `tenants` if that is not empty. `run_defaults`: defaults of durable runs.
     """
 
     client: RedisClient
@@ -134,7 +134,7 @@ class Runner:
     concurrency: int
     only: tuple[str, str] | None
     tenants: tuple[str, ...] = ()
-    hosted_defaults: BatchDefaults = HOSTED_DEFAULTS
+    run_defaults: BatchDefaults = RUN_DEFAULTS
     _active: dict[tuple[str, str], _ActiveRun] = field(default_factory=dict)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _defaults: dict[tuple[str, str], tuple[float, BatchDefaults]] = field(default_factory=dict)
@@ -453,9 +453,7 @@ class Runner:
         else:
             await self.queue.close_sessions(claim.tenant, [claim.run])
         message = (
-            "the run was cancelled"
-            if claim.record.batch == HOSTED_BATCH
-            else "the batch was cancelled while this item ran"
+            "the run was cancelled" if claim.record.batch == NO_BATCH else "the batch was cancelled while this item ran"
         )
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=message)
         outcome = build_outcome(claim, failure)
@@ -494,7 +492,7 @@ class Runner:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
             # Without a durable run there is nothing to ask Redis for, twice a second in every idle process.
-            if any(one.claim.record.batch == HOSTED_BATCH for one in self._active.values()):
+            if any(one.claim.record.batch == NO_BATCH for one in self._active.values()):
                 with suppress(BrokerUnavailable):
                     self._end_cancelled(await self.queue.cancels())
 
@@ -520,8 +518,8 @@ class Runner:
     async def _defaults_of(self, claim: RunClaim) -> BatchDefaults:
         """Return the defaults of the claim's batch. A second submission of the batch may change the defaults."""
         key, now = (claim.tenant, claim.record.batch), time.monotonic()
-        if claim.record.batch == HOSTED_BATCH:
-            return self.hosted_defaults
+        if claim.record.batch == NO_BATCH:
+            return self.run_defaults
         self._defaults = {batch: entry for batch, entry in self._defaults.items() if now - entry[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
             self._defaults[key] = now, (await self.queue.batch(*key)).defaults

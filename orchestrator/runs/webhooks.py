@@ -183,7 +183,7 @@ class WebhookSender:
     async def _data(self, notice: DueNotice) -> dict[str, Any]:
         """Return the data of the notice: the state of the run or batch."""
         if notice.kind == "run":
-            run = await self._queue.hosted(notice.tenant, notice.name)
+            run = await self._queue.durable_run(notice.tenant, notice.name)
             failure = run.end.failure if run.end is not None else None
             return {
                 "id": run.id,

@@ -37,8 +37,8 @@ from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.operations.local_stack import StackInfo, embedded_stack
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.executor import RunExecutor
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.runs.journal import MemoryJournal
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.own_run import OwnRuns
@@ -418,9 +418,9 @@ class ToolClient:
     @cached_property
     def runs(self) -> ClientRuns:
         """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
-        hosted = HostedRuns.on(self._pool, self._settings)
-        own = OwnRuns(self._settings, self._pool, self._builder, self.traces, hosted)
-        return ClientRuns(hosted, own, self._as_tenant, self.actor)
+        runs = DurableRuns.on(self._pool, self._settings)
+        own = OwnRuns(self._settings, self._pool, self._builder, self.traces, runs)
+        return ClientRuns(runs, own, self._as_tenant, self.actor)
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """Return the tenant of an operation. Raises ToolFailure when the client's key is not valid for that tenant."""

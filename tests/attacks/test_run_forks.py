@@ -16,7 +16,7 @@ from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.runs.tenant_limits import LimitReader
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.batches import ItemEnvironment
-from toolcrew.store.run_records import HostedState
+from toolcrew.store.run_records import DurableRunState
 
 pytestmark = pytest.mark.stack
 
@@ -110,7 +110,7 @@ async def test_a_run_in_a_fork_of_another_tenants_state_fails(victim: Victim, mo
         run = await client.runs.start("[item steps] go", environment=ItemEnvironment(fork=victim.state))
         events = [text async for _, text in client.runs.follow(run.id)]
         ended = await client.runs.get(run.id)
-    assert ended.state is HostedState.FAILED
+    assert ended.state is DurableRunState.FAILED
     assert not [text for text in events if '"CallFinished"' in text]
     (acme_runs, acme_sessions, rival_runs, rival_sessions) = await victim.snapshot()
     assert [acme_runs, acme_sessions, rival_sessions] == [before[0], before[1], before[3]]

@@ -30,7 +30,7 @@ from toolcrew.orchestrator.batches.displays import DisplayedBatch
 from toolcrew.orchestrator.batches.progress import BatchProgress
 from toolcrew.orchestrator.batches.report import build_report
 from toolcrew.orchestrator.command import app, import_all
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.store.batches import RunBody
 from toolcrew.store.sessions import SessionStore
@@ -266,9 +266,9 @@ def test_runs_of_all_tenants_are_listed_and_a_missing_run_names_the_list(redis_s
     async def start() -> None:
         keys = BrokerSettings.model_validate({"redis_url": redis_server.url}).signing_keys()
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-            hosted = HostedRuns(client, "default", keys, RedisTenants(client, "default", keys))
+            durable_runs = DurableRuns(client, "default", keys, RedisTenants(client, "default", keys))
             for tenant in ("default", "acme"):
-                await hosted.start(tenant, RunBody(instruction="Count the files."))
+                await durable_runs.start(tenant, RunBody(instruction="Count the files."))
 
     asyncio.run(start())
 

@@ -67,9 +67,9 @@ async def test_a_running_run_is_shown_live(world: World, visitors: Visitors) -> 
 
 
 async def test_the_fork_tree_links_runs_to_each_other(world: World, visitors: Visitors) -> None:
-    run = await world.hosted.start("acme", RunBody(instruction="Branch here"))
+    run = await world.durable_runs.start("acme", RunBody(instruction="Branch here"))
     source = ForkSource(run=run.id, step=2, attempt=1, entries=0)
-    fork = await world.hosted.start(
+    fork = await world.durable_runs.start(
         "acme",
         RunBody(instruction="Branch here"),
         ItemEnvironment(),
@@ -88,11 +88,11 @@ async def test_the_fork_tree_links_runs_to_each_other(world: World, visitors: Vi
         await page.get_by_role("link", name=run.id).first.click()
         await expect(page.get_by_role("heading", level=1)).to_contain_text(run.id)
     for one in (run, fork):
-        await world.hosted.cancel("acme", one.id)
+        await world.durable_runs.cancel("acme", one.id)
 
 
 async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
-    run = await world.hosted.start("acme", RunBody(instruction="Never begun"))
+    run = await world.durable_runs.start("acme", RunBody(instruction="Never begun"))
     async with visitors.visit("operator") as visit:
         await visit.page.goto(f"/runs/{run.id}?of=acme")
         await visit.page.get_by_text("Cancel the run…").click()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.support.models.model_endpoint import END, Server, serving, stream
-from tests.support.runs.hosted_harness import HostedFactory
+from tests.support.runs.durable_run_harness import DurableRunFactory
 from tests.support.runs.item_harness import HarnessFactory, build_run
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
@@ -88,9 +88,9 @@ async def test_a_resumed_run_returns_the_fields_of_earlier_replies(make: Harness
             check(message)
 
 
-async def test_a_fork_of_a_run_returns_the_fields_of_the_shared_replies(make_hosted: HostedFactory) -> None:
+async def test_a_fork_of_a_run_returns_the_fields_of_the_shared_replies(make_durable: DurableRunFactory) -> None:
     async with open_endpoint() as (server, model):
-        harness = make_hosted(model)
+        harness = make_durable(model)
         harness.runs._sessions = harness.places
         run = await harness.start(RunBody(instruction="say it", tools=("echo",), keep_states=True))
         async with harness.working():

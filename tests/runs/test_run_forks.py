@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.records.builders import KEY
-from tests.support.runs.hosted_harness import HostedFactory, HostedHarness
+from tests.support.runs.durable_run_harness import DurableRunFactory, DurableRunHarness
 from tests.support.runs.item_harness import build_run, echo_then
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
@@ -28,14 +28,14 @@ from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.runs.run_forks import copy_steps
 from toolcrew.store.batches import BatchDefaults, RunBody
 from toolcrew.store.run_log import RunAttempt, RunLog
-from toolcrew.store.run_records import HostedState
+from toolcrew.store.run_records import DurableRunState
 
 KEEP_STATES_BODY = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 
 
 @pytest.fixture
-def harness(make_hosted: HostedFactory) -> HostedHarness:
-    harness = make_hosted(echo_then("done", "one", "two"))
+def harness(make_durable: DurableRunFactory) -> DurableRunHarness:
+    harness = make_durable(echo_then("done", "one", "two"))
     harness.runs._sessions = harness.places
     return harness
 
@@ -46,13 +46,13 @@ async def expect_failure(operation: Any) -> ToolFailure:
     return failure.value
 
 
-async def run_to_end(harness: HostedHarness, *runs: str) -> None:
+async def run_to_end(harness: DurableRunHarness, *runs: str) -> None:
     async with harness.working():
         for run in runs:
             await harness.events(run)
 
 
-def script(harness: HostedHarness, *turns: str) -> ScriptedModel:
+def script(harness: DurableRunHarness, *turns: str) -> ScriptedModel:
     """Let the model answer the next requests with `turns`."""
     assert isinstance(harness.model, ScriptedModel)
     harness.model.turns = turns
@@ -60,12 +60,12 @@ def script(harness: HostedHarness, *turns: str) -> ScriptedModel:
     return harness.model
 
 
-def sent_echoes(harness: HostedHarness) -> list[str]:
+def sent_echoes(harness: DurableRunHarness) -> list[str]:
     return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
 
 
 @pytest.fixture
-async def run(harness: HostedHarness) -> str:
+async def run(harness: DurableRunHarness) -> str:
     """Return a run that has ended and kept its states."""
     run = await harness.start(KEEP_STATES_BODY)
     await run_to_end(harness, run)
@@ -112,7 +112,7 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 # Forks
 
 
-async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: str, harness: HostedHarness) -> None:
+async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: str, harness: DurableRunHarness) -> None:
     assert (harness.count_model_requests(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
     _, entries = await harness.queue.read_log("acme", run)
@@ -136,7 +136,7 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
     assert len(forked) == 2 + 2
     for fork in forks:
         fork_run = await harness.runs.get("acme", fork.id)
-        assert fork_run.state is HostedState.SUCCEEDED
+        assert fork_run.state is DurableRunState.SUCCEEDED
         assert fork_run.end is not None
         assert (fork_run.forked_from and (fork_run.forked_from.run, fork_run.forked_from.step)) == (run, 1)
         assert (fork_run.end.answer, fork_run.end.steps) == ("left", 3)
@@ -154,7 +154,7 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
     assert {"acme"} == {tenant for tenant, _ in harness.places.locations}
 
 
-async def test_fork_tree_includes_forks_of_forks(run: str, harness: HostedHarness) -> None:
+async def test_fork_tree_includes_forks_of_forks(run: str, harness: DurableRunHarness) -> None:
     script(harness, *["left"] * 3)
     (new_fork,) = await harness.runs.fork("acme", run, 2)
     (right,) = await harness.runs.fork("acme", run, 0)
@@ -167,10 +167,10 @@ async def test_fork_tree_includes_forks_of_forks(run: str, harness: HostedHarnes
         assert tree.name == run
         assert [(fork.step, fork.name) for fork in tree.forks] == [(0, right.id), (2, new_fork.id)]
         assert [(fork.step, fork.name) for fork in tree.forks[1].forks] == [(1, below.id)]
-        assert {fork.run and fork.run.state for fork in tree.forks} == {HostedState.SUCCEEDED}
+        assert {fork.run and fork.run.state for fork in tree.forks} == {DurableRunState.SUCCEEDED}
 
 
-async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, harness: HostedHarness) -> None:
+async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, harness: DurableRunHarness) -> None:
     forks = await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")
     assert [fork.id for fork in await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")] == [
         fork.id for fork in forks
@@ -182,7 +182,7 @@ async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, 
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: HostedHarness) -> None:
+async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: DurableRunHarness) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
     claim = await harness.claim_next()
@@ -194,7 +194,7 @@ async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: H
 
 
 async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
-    run: str, harness: HostedHarness
+    run: str, harness: DurableRunHarness
 ) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
@@ -213,7 +213,7 @@ async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
 # Refusals
 
 
-async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) -> None:
+async def test_impossible_fork_is_refused_with_a_reason(harness: DurableRunHarness) -> None:
     run = await harness.start(KEEP_STATES_BODY)
     before_end = await expect_failure(harness.runs.fork("acme", run, 0))
     assert before_end.code is ErrorCode.INVALID_ARGUMENTS
@@ -237,7 +237,7 @@ async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) 
 
 
 async def test_fork_of_a_run_whose_model_was_removed_is_refused(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: DurableRunHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = harness.work.models
     monkeypatch.setattr(models, "get", partial(lambda get, tenant, _: get(tenant, None), models.get))
@@ -251,14 +251,14 @@ async def test_fork_of_a_run_whose_model_was_removed_is_refused(
     assert (await expect_failure(harness.runs.fork("acme", run, 1))).message == "there is no model fast"
 
 
-async def test_forks_above_the_quota_start_none(run: str, harness: HostedHarness) -> None:
+async def test_forks_above_the_quota_start_none(run: str, harness: DurableRunHarness) -> None:
     harness.runs._limits = (2, 100)
     assert (await expect_failure(harness.runs.fork("acme", run, 1, 3))).code is ErrorCode.QUOTA_EXCEEDED
     assert (await harness.queue.forks("acme", [run]))[0] == []
     assert len(await harness.runs.fork("acme", run, 1, 2)) == 2
 
 
-async def test_failed_state_copy_warns_and_the_run_continues(harness: HostedHarness) -> None:
+async def test_failed_state_copy_warns_and_the_run_continues(harness: DurableRunHarness) -> None:
     harness.answers["fork"] = lambda call, _: ToolResult.failed(call, ErrorCode.NO_SPACE, "the disk is full")
     run = await harness.start(KEEP_STATES_BODY)
     async with harness.working():
@@ -270,7 +270,7 @@ async def test_failed_state_copy_warns_and_the_run_continues(harness: HostedHarn
     assert "the disk is full" in failure.message
 
 
-async def test_cancelled_run_leaves_no_kept_states(harness: HostedHarness) -> None:
+async def test_cancelled_run_leaves_no_kept_states(harness: DurableRunHarness) -> None:
     reached = asyncio.Event()
 
     async def hang(call: Any, _: Any) -> ToolResult:
@@ -289,7 +289,7 @@ async def test_cancelled_run_leaves_no_kept_states(harness: HostedHarness) -> No
     assert harness.places.locations == {}
 
 
-async def test_fork_of_a_batch_run_uses_the_batch_defaults(harness: HostedHarness) -> None:
+async def test_fork_of_a_batch_run_uses_the_batch_defaults(harness: DurableRunHarness) -> None:
     claim = await harness.put(build_run(keep_states=True))
     outcome = await harness.execute(claim, BatchDefaults())
     await harness.queue.finish(claim, outcome)

@@ -21,7 +21,7 @@ from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.webhooks import Webhook, WebhookDelivery, sign
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.webhooks import PAUSES_S, WebhookSender
 from toolcrew.store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
 from toolcrew.store.runs import RunQueue
@@ -54,7 +54,7 @@ class Harness:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
         self.queue = RunQueue(client, "d", KEY)
-        self.hosted = HostedRuns(client, "d", KEY, RedisTenants(client, "d", KEY))
+        self.durable_runs = DurableRuns(client, "d", KEY, RedisTenants(client, "d", KEY))
 
     def sender(self, receiver: Receiver) -> WebhookSender:
         return WebhookSender(RunQueue(self.client, "d", KEY), cast(Any, receiver))
@@ -83,9 +83,11 @@ class Harness:
 
     async def end_runs(self, tenant: str, count: int) -> list[str]:
         """End runs with webhooks, and return their ids."""
-        runs = [(await self.hosted.start(tenant, RunBody(instruction="x"), webhook=HOOK)).id for _ in range(count)]
+        runs = [
+            (await self.durable_runs.start(tenant, RunBody(instruction="x"), webhook=HOOK)).id for _ in range(count)
+        ]
         for run in runs:
-            await self.hosted.cancel(tenant, run)
+            await self.durable_runs.cancel(tenant, run)
         return runs
 
 
@@ -164,12 +166,12 @@ async def test_late_sender_keeps_the_notice_of_a_reopened_batch(harness: Harness
 
 
 async def test_run_and_batch_report_the_state_of_their_webhook(harness: Harness) -> None:
-    run = await harness.hosted.start("acme", RunBody(instruction="x"), webhook=HOOK)
+    run = await harness.durable_runs.start("acme", RunBody(instruction="x"), webhook=HOOK)
     assert run.webhook == WebhookDelivery(state="pending")
-    await harness.hosted.cancel("acme", run.id)
+    await harness.durable_runs.cancel("acme", run.id)
     await harness.sender(Receiver(204)).send_due()
-    assert (await harness.queue.hosted("acme", run.id)).webhook == WebhookDelivery(state="delivered", tries=1)
-    assert (await harness.hosted.start("acme", RunBody(instruction="x"))).webhook is None
+    assert (await harness.queue.durable_run("acme", run.id)).webhook == WebhookDelivery(state="delivered", tries=1)
+    assert (await harness.durable_runs.start("acme", RunBody(instruction="x"))).webhook is None
     await harness.end_batch()
     assert await harness.delivery() == WebhookDelivery(state="pending")
     await harness.sender(Receiver(204)).send_due()
@@ -212,8 +214,8 @@ async def test_slow_receivers_of_one_tenant_delay_no_other(harness: Harness) -> 
 async def test_tenant_with_many_notices_does_not_delay_another(harness: Harness) -> None:
     for tenant, count in (("acme", 40), ("rival", 1)):
         for _ in range(count):
-            run = await harness.hosted.start(tenant, RunBody(instruction="x"), webhook=HOOK)
-            await harness.hosted.cancel(tenant, run.id)
+            run = await harness.durable_runs.start(tenant, RunBody(instruction="x"), webhook=HOOK)
+            await harness.durable_runs.cancel(tenant, run.id)
     notices = DueNotices(harness.queue.step)
     first = [notice.tenant for notice in await notices.claim(16, 60)]
     # Free slots go to the tenant that has more notices.
@@ -241,8 +243,8 @@ def test_weak_webhook_secrets_are_refused(secret: str) -> None:
 
 async def test_run_end_is_sent(harness: Harness) -> None:
     receiver = Receiver(200)
-    run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
-    await harness.hosted.cancel("acme", run.id)
+    run = await harness.durable_runs.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
+    await harness.durable_runs.cancel("acme", run.id)
     assert await harness.sender(receiver).send_due() == 1
     body = json.loads(receiver.sent[0]["body"])
     assert (body["type"], body["data"]["id"], body["data"]["state"]) == ("run.ended", run.id, "cancelled")

@@ -15,7 +15,7 @@ from tests.support.runs.run_harness import RunHarness, build_outcome
 from tests.support.sandboxd.fake_hosts import build_report
 from toolcrew.contract.names import host_key, hosts_key, tenants_key
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.batches import RunBody
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.sessions import SessionStore
@@ -169,10 +169,10 @@ async def test_runs_and_items_of_batches_are_counted_separately(
     client: "redis.asyncio.Redis", reader: OverviewReader
 ) -> None:
     runs, tenants = RunHarness(client), RedisTenants(client, DEPLOYMENT, KEY)
-    hosted = HostedRuns(client, DEPLOYMENT, KEY, tenants)
+    durable_runs = DurableRuns(client, DEPLOYMENT, KEY, tenants)
     await runs.submit(3, batch="b", tenant="bolt")
     for tenant in ("bolt", "cyan"):
-        await hosted.start(tenant, RunBody(instruction="Count the files."))
+        await durable_runs.start(tenant, RunBody(instruction="Count the files."))
     assert len(await runs.queue.claim(10)) == 5
 
     overview = await reader.read()

@@ -13,7 +13,7 @@ from toolcrew.orchestrator.api.pages.rendering import render
 from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.batches.report import build_sections
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
-from toolcrew.orchestrator.runs.hosted import build_transcript
+from toolcrew.orchestrator.runs.durable_runs import build_transcript
 from toolcrew.store.audit import Audit, build_entry
 from toolcrew.store.batches import BatchRecord, BatchState
 from toolcrew.store.overview import Overview, OverviewReader

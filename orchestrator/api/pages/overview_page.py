@@ -12,17 +12,17 @@ from toolcrew.orchestrator.api.pages.people import PageViewer, Person
 from toolcrew.orchestrator.api.pages.rendering import render
 from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.api.pages.run_pages import newest_runs
-from toolcrew.store.batches import HOSTED_BATCH
+from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.run_events import RunEventStore
-from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.run_records import DurableRun, DurableRunState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 MAX_RUNS = 20
 MAX_TENANTS = 20
 MAX_APPROVALS = 100
-_LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
+_LIVE = (DurableRunState.WAITING_FOR_APPROVAL, DurableRunState.RUNNING)
 
 
 @router.get("/")
@@ -41,7 +41,7 @@ async def overview(request: Request, person: PageViewer) -> Response:
         "tenants": mine[:1] if viewer.tenant else [],
         "live": list(zip(runs, does, strict=True)),
         "batches": [
-            batch for batch in snapshot.batches if viewer.tenant in (None, batch.tenant) and batch.batch != HOSTED_BATCH
+            batch for batch in snapshot.batches if viewer.tenant in (None, batch.tenant) and batch.batch != NO_BATCH
         ],
         "approvals": count,
         "seen": len(names),
@@ -53,7 +53,7 @@ async def overview(request: Request, person: PageViewer) -> Response:
     )
 
 
-async def _describe_activity(person: Person, run: HostedRun) -> str:
+async def _describe_activity(person: Person, run: DurableRun) -> str:
     """Return what a run does now, from its last event, in a few words."""
     events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     text = await events.last(run.tenant, run.id)

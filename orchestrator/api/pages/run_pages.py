@@ -19,9 +19,9 @@ from toolcrew.orchestrator.api.pages.rendering import Viewer, build, render
 from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.api.pages.run_progress import RunProgress
 from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
-from toolcrew.orchestrator.runs.hosted import HostedRuns
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.run_events import START, is_before
-from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.run_records import DurableRun, DurableRunState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -40,11 +40,12 @@ RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 @router.get("/runs")
 async def runs(request: Request, person: PageViewer, state: str = "", cursor: str = "") -> Response:
     """Show the runs, the newest first."""
-    viewer, selected = await person.viewer(), next((member for member in HostedState if member.value == state), None)
-    listed: list[HostedRun] = []
+    viewer = await person.viewer()
+    selected = next((member for member in DurableRunState if member.value == state), None)
+    listed: list[DurableRun] = []
     following, unseen = None, 0
     if viewer.tenant is not None:
-        page = await _get_hosted_runs(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
+        page = await _get_runs(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
         listed, following = list(page.runs), page.next_cursor
     else:
         names = await list_tenants(person)
@@ -54,7 +55,7 @@ async def runs(request: Request, person: PageViewer, state: str = "", cursor: st
     values: dict[str, Any] = {
         "runs": listed,
         "state": state_name,
-        "states": [member.value for member in HostedState],
+        "states": [member.value for member in DurableRunState],
         "next": following,
         "cursor": cursor,
         "unseen": unseen,
@@ -68,15 +69,15 @@ async def one_run(request: Request, run: RunId, person: PageViewer, done: str = 
     """Show a run with its steps and calls so far."""
     viewer = await person.viewer()
     with _missing_run_as_404():
-        hosted_run = await _get_hosted_runs(person).get(person.owner, run)
-        tree = await _get_hosted_runs(person).tree(person.owner, hosted_run)
+        durable_run = await _get_runs(person).get(person.owner, run)
+        tree = await _get_runs(person).tree(person.owner, durable_run)
     trace = find_trace(person, run)
     if is_fragment(request):
-        return render("run.part.html", viewer, run=hosted_run, tree=tree, trace=trace)
+        return render("run.part.html", viewer, run=durable_run, tree=tree, trace=trace)
     progress, last = RunProgress(), ""
     with _missing_run_as_404():
         last = await _read_so_far(person, run, progress)
-    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "progress": progress, "last": last, "trace": trace}
+    values: dict[str, Any] = {"run": durable_run, "tree": tree, "progress": progress, "last": last, "trace": trace}
     values["done"] = DONE.get(done)
     return await person.render("run.html", title=f"Run {run}", page="runs", **values)
 
@@ -86,7 +87,7 @@ async def transcript(run: RunId, person: PageViewer) -> Response:
     """Show the messages of a run, in the form that the model receives."""
     async with AsyncExitStack() as stack:
         with _missing_run_as_404():
-            holding = _get_hosted_runs(person).hold_transcript(person.owner, run)
+            holding = _get_runs(person).hold_transcript(person.owner, run)
             messages, _ = await stack.enter_async_context(holding)
         return await person.render(
             "transcript.html",
@@ -106,7 +107,7 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
         raise build_not_found("event")
     viewer, progress = await person.viewer(), RunProgress()
     with _missing_run_as_404():
-        await _get_hosted_runs(person).get(person.owner, run)
+        await _get_runs(person).get(person.owner, run)
         # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
         last = await _read_so_far(person, run, progress, until=start)
     return EventStream(person.streams.counted(_parts(person, viewer, run, progress, last)))
@@ -116,7 +117,7 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
 async def cancel(run: RunId, person: FormSender) -> Response:
     """Cancel a run."""
     with _missing_run_as_404():
-        await _get_hosted_runs(person).cancel(person.owner, run, actor=person.actor)
+        await _get_runs(person).cancel(person.owner, run, actor=person.actor)
     return back("runs", run, of=person.owner, tenant=person.tenant, done="cancelled")
 
 
@@ -134,18 +135,16 @@ def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
 async def has_page(person: Person, tenant: str, run: str | None) -> bool:
     """Return whether a run has a page. Items of batches and runs of other programs have no page."""
     try:
-        return run is not None and (await _get_hosted_runs(person).get(tenant, run)).id == run
+        return run is not None and (await _get_runs(person).get(tenant, run)).id == run
     except ToolFailure:
         return False
 
 
 async def newest_runs(
-    person: Person, tenants: list[str], state: HostedState | None = None, limit: int = PAGE
-) -> list[HostedRun]:
+    person: Person, tenants: list[str], state: DurableRunState | None = None, limit: int = PAGE
+) -> list[DurableRun]:
     """Return the newest runs of several tenants, the newest first."""
-    pages = await asyncio.gather(
-        *(_get_hosted_runs(person).list(tenant, limit=limit, state=state) for tenant in tenants)
-    )
+    pages = await asyncio.gather(*(_get_runs(person).list(tenant, limit=limit, state=state) for tenant in tenants))
     newest = [run for page in pages for run in page.runs]
     return sorted(newest, key=lambda run: -run.created_at)[:limit]
 
@@ -153,7 +152,7 @@ async def newest_runs(
 async def _parts(
     person: Person, viewer: Viewer, run: str, progress: RunProgress, last: str
 ) -> AsyncIterator[ServerEvent]:
-    events = _get_hosted_runs(person).follow(person.owner, run, last)
+    events = _get_runs(person).follow(person.owner, run, last)
     following = asyncio.ensure_future(anext(events, None))
     looked_at = time.monotonic()
     try:
@@ -197,7 +196,7 @@ async def _read_so_far(person: Person, run: str, progress: RunProgress, until: s
     Changes up to the event `until` are not reported as changes, because the page shows them already.
     """
     last = START
-    async for id_, text in _get_hosted_runs(person).stored_events(person.owner, run):
+    async for id_, text in _get_runs(person).stored_events(person.owner, run):
         if until and not is_before(until, last) and is_before(until, id_):
             progress.take_changed()
         progress.add(text)
@@ -207,7 +206,7 @@ async def _read_so_far(person: Person, run: str, progress: RunProgress, until: s
     return last
 
 
-def _get_hosted_runs(person: Person) -> HostedRuns:
+def _get_runs(person: Person) -> DurableRuns:
     return person.app_state.parts.runs
 
 

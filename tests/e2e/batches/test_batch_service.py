@@ -42,7 +42,7 @@ from toolcrew.store.batches import (
     RunLimits,
 )
 from toolcrew.store.connection import open_redis
-from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.run_records import DurableRun, DurableRunState
 from toolcrew.store.runs import RunQueue
 from toolcrew.store.tenants import RedisTenants
 
@@ -381,7 +381,7 @@ def open_started_run(user_shell: ServiceShell, item: str) -> Iterator["subproces
         end_process(process)
 
 
-async def find_run(client: ToolClient, item: str) -> HostedRun:
+async def find_run(client: ToolClient, item: str) -> DurableRun:
     (run,) = [run for run in (await client.runs.list()).runs if f"[item {item}]" in run.instruction]
     return run
 
@@ -392,7 +392,7 @@ async def test_a_cli_run_continues_in_the_service_after_its_process_was_killed(
     async with user_shell.client() as client:
         with open_started_run(user_shell, "alone") as process:
             begun = await find_run(client, "alone")
-            assert (begun.state, service.runs("run_begun") & {begun.id}) == (HostedState.RUNNING, set())
+            assert (begun.state, service.runs("run_begun") & {begun.id}) == (DurableRunState.RUNNING, set())
             process.kill()
             process.wait()
         with user_shell.stack.open_redis() as redis_client:
@@ -402,7 +402,7 @@ async def test_a_cli_run_continues_in_the_service_after_its_process_was_killed(
             pass
         ended = await client.runs.get(begun.id)
         assert ended.end is not None
-        assert (ended.state, ended.end.answer) == (HostedState.SUCCEEDED, f"alone acted {STEPS} times")
+        assert (ended.state, ended.end.answer) == (DurableRunState.SUCCEEDED, f"alone acted {STEPS} times")
         await (await client.session(str(ended.session))).close()
 
 
@@ -412,4 +412,4 @@ async def test_an_interrupted_cli_run_is_cancelled(user_shell: ServiceShell, ser
             process.send_signal(signal.SIGINT)
             assert process.wait(UP_S) == 130
         stopped = await find_run(client, "endless")
-        assert (stopped.state, service.runs("run_begun") & {stopped.id}) == (HostedState.CANCELLED, set())
+        assert (stopped.state, service.runs("run_begun") & {stopped.id}) == (DurableRunState.CANCELLED, set())

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.batches.test_hosted_runs import serving, wait_ended
+from tests.e2e.batches.test_durable_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
 from tests.support.stack.stack import Stack
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.batches import RunBody
-from toolcrew.store.run_records import HostedRun
+from toolcrew.store.run_records import DurableRun
 
 pytestmark = pytest.mark.stack
 
@@ -36,7 +36,7 @@ def server(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield server
 
 
-async def observations(client: ToolClient, run: HostedRun) -> list[str]:
+async def observations(client: ToolClient, run: DurableRun) -> list[str]:
     messages = await client.runs.transcript(run.id)
     return [str(message["content"]) for message in messages if message["role"] == "tool"]
 

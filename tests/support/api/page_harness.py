@@ -33,8 +33,8 @@ from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import Budgets
 from toolcrew.orchestrator.dialects.model import TokenUsage
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.store.api_keys import ApiKeys, NewKey
 from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
 from toolcrew.store.audit import Actor
@@ -75,7 +75,7 @@ class World:
         self.approvals = ApprovalQueue(client, DEPLOYMENT, settings.broker().signing_keys())
         self.runs = RunQueue(client, DEPLOYMENT, settings.broker().signing_keys())
         self.tenants = RedisTenants(client, DEPLOYMENT, settings.broker().signing_keys())
-        self.hosted = HostedRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
+        self.durable_runs = DurableRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())
         self.done = self.rival_run = self.question = self.call = ""
         self.rival_question: ApprovalQuestion | None = None
@@ -194,7 +194,7 @@ class World:
     @asynccontextmanager
     async def open_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["OpenRun"]:
         """Yield a run that the test executes directly. The run ends on exit."""
-        run = await self.hosted.start(tenant, RunBody(instruction=instruction))
+        run = await self.durable_runs.start(tenant, RunBody(instruction=instruction))
         claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
         async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as events:
             yield OpenRun(run.id, events)

@@ -14,7 +14,7 @@ from toolcrew.orchestrator.cli.run import WorkspaceSaver
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint
 from toolcrew.orchestrator.loop.limits import StopReason
-from toolcrew.store.run_records import HostedRun, HostedState, RunEnd
+from toolcrew.store.run_records import DurableRun, DurableRunState, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])
@@ -74,8 +74,8 @@ async def test_a_failed_checkpoint_or_export_is_reported(session: Any, expected:
 
 def test_a_run_with_a_failed_checkpoint_prints_its_answer_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     end = RunEnd(answer="42", stop_reason=StopReason.ANSWERED.value, steps=1)
-    result = HostedRun(
-        id="r", tenant="default", state=HostedState.SUCCEEDED, instruction="hello", created_at=1.0, end=end
+    result = DurableRun(
+        id="r", tenant="default", state=DurableRunState.SUCCEEDED, instruction="hello", created_at=1.0, end=end
     )
 
     @asynccontextmanager
@@ -93,7 +93,7 @@ def test_a_run_with_a_failed_checkpoint_prints_its_answer_and_fails(monkeypatch:
 class FakeClient:
     """Answers every run with one result, in a session that stores nothing."""
 
-    def __init__(self, result: HostedRun) -> None:
+    def __init__(self, result: DurableRun) -> None:
         self._result = result
         self.runs = self
 
@@ -106,7 +106,7 @@ class FakeClient:
 
         return open_fake()
 
-    async def execute(self, *_: object) -> HostedRun:
+    async def execute(self, *_: object) -> DurableRun:
         return self._result
 
     async def transcript(self, _: str) -> list[dict[str, Any]]:

@@ -2,14 +2,14 @@
 
 from toolcrew.contract.run_events import Failure, FailureKind
 from toolcrew.orchestrator.cli.runs import _view, describe_run
-from toolcrew.store.run_records import HostedRun, HostedState, RunEnd
+from toolcrew.store.run_records import DurableRun, DurableRunState, RunEnd
 
 
 def test_a_run_is_described_with_readable_times_and_without_empty_fields() -> None:
-    run = HostedRun(
+    run = DurableRun(
         id="r",
         tenant="acme",
-        state=HostedState.SUCCEEDED,
+        state=DurableRunState.SUCCEEDED,
         instruction="say it",
         created_at=0.0,
         end=RunEnd(answer="done", artifacts_missing=("a.txt",)),
@@ -23,8 +23,8 @@ def test_a_run_is_described_with_readable_times_and_without_empty_fields() -> No
 def test_the_json_of_a_run_has_the_fields_of_its_end_next_to_its_state_and_readable_times() -> None:
     failure = Failure(kind=FailureKind.MODEL, code="max_iterations", message="the run reached its limit")
     end = RunEnd(stop_reason="max_iterations", steps=3, failure=failure)
-    run = HostedRun(
-        id="r", tenant="acme", state=HostedState.FAILED, instruction="x", created_at=0.0, ended_at=1.0, end=end
+    run = DurableRun(
+        id="r", tenant="acme", state=DurableRunState.FAILED, instruction="x", created_at=0.0, ended_at=1.0, end=end
     )
     shown = _view(run)
     assert (shown["state"], shown["stop_reason"], shown["steps"]) == ("failed", "max_iterations", 3)

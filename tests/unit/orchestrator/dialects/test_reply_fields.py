@@ -21,7 +21,7 @@ from toolcrew.orchestrator.dialects.reply_fields import MAX_CHARS, ORIGIN, PARTS
 from toolcrew.orchestrator.loop.agent import Agent
 from toolcrew.orchestrator.models.openai import OpenAIModel
 from toolcrew.orchestrator.runs.chunks import join_chunks
-from toolcrew.orchestrator.runs.hosted import build_transcript
+from toolcrew.orchestrator.runs.durable_runs import build_transcript
 from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
 from toolcrew.orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
 from toolcrew.store.batches import RUNS_URL, BatchItem, RunBody

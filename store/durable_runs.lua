@@ -1,4 +1,4 @@
--- The steps of hosted runs, which programs start one by one. They are the items of a batch that never ends; each tenant has one such batch.
+-- The steps of durable runs, which programs start one by one. They are the items of a batch that never ends; each tenant has one such batch.
 -- This file continues runs.lua in the same script.
 
 -- Publishes the last event of a run in the step that ends it, so that each subscriber receives it exactly once.
@@ -18,27 +18,27 @@ function build_end_event(run, kind, code, message)
 end
 
 -- `ended`: the last event of the run, nil for a run that did not start. `transcript`: '' for none.
-function end_hosted_run(tenant, run, failure, ended, transcript)
+function end_durable_run(tenant, run, failure, ended, transcript)
   local key = run_key(tenant, run)
-  local sessions, session = batch_key(tenant, HOSTED_BATCH) .. ':sessions', redis.call('HGET', key, 'session') or ''
+  local sessions, session = batch_key(tenant, NO_BATCH) .. ':sessions', redis.call('HGET', key, 'session') or ''
   if redis.call('HGET', sessions, session) == run then redis.call('HDEL', sessions, session) end
-  if transcript ~= '' then redis.call('SET', key .. ':transcript', transcript, 'EX', ttl_of(tenant, HOSTED_BATCH)) end
+  if transcript ~= '' then redis.call('SET', key .. ':transcript', transcript, 'EX', ttl_of(tenant, NO_BATCH)) end
   local state = (failure == '' and 'succeeded') or (failure == 'cancelled' and failure) or 'failed'
-  redis.call('ZADD', batch_key(tenant, HOSTED_BATCH) .. ':' .. state, redis.call('HGET', key, 'line') or '0', run)
+  redis.call('ZADD', batch_key(tenant, NO_BATCH) .. ':' .. state, redis.call('HGET', key, 'line') or '0', run)
   ended = ended or build_end_event(run, failure, 'CANCELLED', 'the run was cancelled')
   redis.call('HSET', key, 'end', ended, 'last_event', publish_end(tenant, run, ended))
   count_run(tenant, run, 'stream_bytes', counted_bytes(key, 'stream_bytes') + #ended + ENTRY_BYTES, EVENTS_TTL)
 end
 
 local function delete_oldest(tenant, max_count)
-  local batch, parts = batch_key(tenant, HOSTED_BATCH), {':succeeded', ':failed', ':cancelled'}
+  local batch, parts = batch_key(tenant, NO_BATCH), {':succeeded', ':failed', ':cancelled'}
   local index = batch .. ':index'
-  local function delete_hosted_run(run)
+  local function delete_ended_run(run)
     for _, part in ipairs({':index', unpack(parts)}) do redis.call('ZREM', batch .. part, run) end
-    delete_run(tenant, HOSTED_BATCH, run)
+    delete_run(tenant, NO_BATCH, run)
   end
   for _, run in ipairs(redis.call('ZRANGE', index, 0, 9)) do
-    if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_hosted_run(run) end
+    if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_ended_run(run) end
   end
   -- The index also contains runs that have not ended; only ended ones are deleted.
   for _ = 1, math.min(10, redis.call('ZCARD', index) - max_count) do
@@ -48,7 +48,7 @@ local function delete_oldest(tenant, max_count)
       if first[1] and (not at or tonumber(first[2]) < at) then oldest, at = first[1], tonumber(first[2]) end
     end
     if not oldest then break end
-    delete_hosted_run(oldest)
+    delete_ended_run(oldest)
   end
 end
 
@@ -59,9 +59,9 @@ end
 -- the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
-  local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
+  local key, batch = run_key(tenant, run), batch_key(tenant, NO_BATCH)
   local existing = redis.call('HMGET', key, 'batch', 'digest')
-  if existing[1] then return {existing[1] == HOSTED_BATCH and existing[2] == digest and 'known' or 'other'} end
+  if existing[1] then return {existing[1] == NO_BATCH and existing[2] == digest and 'known' or 'other'} end
   if not may_start(tenant) then return {'memory'} end
   local token = ARGV[16]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
@@ -78,10 +78,10 @@ function steps.start_run()
   local index = batch .. ':index'
   local last = redis.call('ZREVRANGE', index, 0, 0, 'WITHSCORES')
   local line = (tonumber(last[2] or '0')) + 1
-  redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
+  redis.call('HSET', key, 'batch', NO_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
   redis.call('HSET', key, 'webhook', ARGV[15], 'webhook_state', ARGV[15] ~= '' and 'pending' or '')
-  count_texts(tenant, HOSTED_BATCH, run)
+  count_texts(tenant, NO_BATCH, run)
   redis.call('ZADD', index, line, run)
   if ARGV[19] ~= '' then
     local forks = run_key(tenant, ARGV[19]) .. ':forks'
@@ -90,12 +90,12 @@ function steps.start_run()
   end
   delete_oldest(tenant, tonumber(ARGV[13]))
   if token == '' then
-    enqueue(tenant, HOSTED_BATCH, run)
-    extend_run_ttl(tenant, HOSTED_BATCH, run)
+    enqueue(tenant, NO_BATCH, run)
+    extend_run_ttl(tenant, NO_BATCH, run)
   else
-    start(tenant, HOSTED_BATCH, run, token, ARGV[17], tonumber(ARGV[18]), 'begun')
+    start(tenant, NO_BATCH, run, token, ARGV[17], tonumber(ARGV[18]), 'begun')
   end
-  extend_ttl(tenant, HOSTED_BATCH)
+  extend_ttl(tenant, NO_BATCH)
   return {'started'}
 end
 
@@ -105,7 +105,7 @@ function steps.cancel_run()
   local tenant, run = ARGV[4], ARGV[5]
   local key, name = run_key(tenant, run), tenant .. '|' .. run
   local fields = redis.call('HMGET', key, 'batch', 'state')
-  if fields[1] ~= HOSTED_BATCH then return 'unknown' end
+  if fields[1] ~= NO_BATCH then return 'unknown' end
   if fields[2] == 'ended' then return 'ended' end
   audit(ARGV[6], ARGV[7])
   local is_leased = fields[2] == 'running' and tonumber(redis.call('ZSCORE', runs .. 'leases', name) or '0') > now
@@ -151,7 +151,7 @@ end
 -- Returns the last line that was checked (0 at the end of the list) and the runs, the newest first.
 function steps.list_runs()
   local tenant, before, max_count, state, max_checked = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
-  local key, ids = batch_key(tenant, HOSTED_BATCH), {}
+  local key, ids = batch_key(tenant, NO_BATCH), {}
   local is_live = state == 'queued' or state == 'running' or state == 'waiting_for_approval'
   local live_rows = is_live and list_live(tenant, key, state)
   if live_rows then

@@ -1,7 +1,7 @@
 """A process that executes one run of tenant acme until a test kills the process. The model calls a tool in each step,
 and the second call never ends.
 
-python -m tests.support.runs.hosted_holder REDIS_URL
+python -m tests.support.runs.durable_run_holder REDIS_URL
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 import redis.asyncio
 
-from tests.support.runs.hosted_harness import HostedHarness
+from tests.support.runs.durable_run_harness import DurableRunHarness
 from tests.support.runs.item_harness import echo_then
 from tests.support.sandboxd.fake_hosts import MemorySessionStore
 from toolcrew.contract.calls import ToolResult
@@ -24,7 +24,7 @@ async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
 
 async def work(url: str) -> None:
     async with redis.asyncio.Redis.from_url(url) as client:
-        harness = HostedHarness(
+        harness = DurableRunHarness(
             client, echo_then("never", "one", "two"), places=MemorySessionStore(), answers={"echo": hang_at_the_second}
         )
         await harness.runner().run()

@@ -41,8 +41,8 @@ from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, bu
 from toolcrew.store.archives.files import TenantStore
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.batches import (
-    HOSTED_BATCH,
-    HOSTED_DEFAULTS,
+    NO_BATCH,
+    RUN_DEFAULTS,
     RUNS_URL,
     BatchItem,
     ForkPoint,
@@ -54,7 +54,7 @@ from toolcrew.store.connection import RedisClient
 from toolcrew.store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
 from toolcrew.store.run_events import RunEventHub, not_found
 from toolcrew.store.run_log import inflate_transcript, measure_transcript
-from toolcrew.store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
+from toolcrew.store.run_records import About, DurableRun, DurableRunState, RunPage, RunRecord
 from toolcrew.store.runs import (
     MAX_BODY_BYTES,
     MAX_LISTED,
@@ -110,7 +110,7 @@ _DEFAULT_ENVIRONMENT = ItemEnvironment()
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class HostedRuns:
+class DurableRuns:
     """Durable runs of every tenant. Any number of processes may have an instance of this class.
 
     Every method raises BrokerUnavailable when Redis does not answer. Every method raises ToolFailure(FILE_NOT_FOUND)
@@ -143,7 +143,7 @@ class HostedRuns:
         self.hub = RunEventHub(client, deployment)
 
     @classmethod
-    def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "HostedRuns":
+    def on(cls, pool: PoolConnection, settings: OrchestratorSettings) -> "DurableRuns":
         """Return the durable runs of a pool. Create one instance per process: all followers of the instance share one
         connection. Close `hub` before the pool.
         """
@@ -165,7 +165,7 @@ class HostedRuns:
         token: str = "",
         forked_from: ForkSource | None = None,
         count: int = 1,
-    ) -> HostedRun:
+    ) -> DurableRun:
         """Queue a run. An orchestrator claims the run shortly afterwards.
 
         `idempotency_key`: a second start with the same key and the same request returns the first run and starts
@@ -211,13 +211,13 @@ class HostedRuns:
         ).hexdigest()
         limits = (self._limits[0] - count + 1, self._limits[1])
         self._check_started(
-            tenant, await self.queue.start_hosted(tenant, run, item, digest, about, limits, webhook, token)
+            tenant, await self.queue.start_run(tenant, run, item, digest, about, limits, webhook, token)
         )
         return await self.get(tenant, run)
 
     async def fork(
         self, tenant: str, run: str, step: int, n: int = 1, *, idempotency_key: str | None = None
-    ) -> list[HostedRun]:
+    ) -> list[DurableRun]:
         """Queue `n` runs that share the first `step` steps of a run, and continue from the state of its session after
         these steps. The shared requests to the model and calls are neither repeated nor counted again.
 
@@ -231,7 +231,7 @@ class HostedRuns:
         record, entries = await self.queue.open_log(tenant, _check_run_id(run), batch=None)
         shared = await read_shared_steps(entries, name_attempt(run, record.attempt), step)
         batch = record.batch
-        defaults = HOSTED_DEFAULTS if batch == HOSTED_BATCH else (await self.queue.batch(tenant, batch)).defaults
+        defaults = RUN_DEFAULTS if batch == NO_BATCH else (await self.queue.batch(tenant, batch)).defaults
         plan = plan_fork(run, record, shared, step, defaults)
         if await self._sessions.find(tenant, plan.state) is None:
             raise ToolFailure(
@@ -254,16 +254,16 @@ class HostedRuns:
             for number, name in enumerate(names)
         ]
 
-    async def tree(self, tenant: str, run: HostedRun) -> ForkTree:
+    async def tree(self, tenant: str, run: DurableRun) -> ForkTree:
         """Return the tree of forks that contains the run, from the first run on (build_tree)."""
         return await build_tree(self.queue, tenant, run)
 
-    async def get(self, tenant: str, run: str) -> HostedRun:
+    async def get(self, tenant: str, run: str) -> DurableRun:
         """Return a run with its complete answer."""
-        return await self.queue.hosted(tenant, _check_run_id(run))
+        return await self.queue.durable_run(tenant, _check_run_id(run))
 
     async def list(
-        self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None
+        self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: DurableRunState | None = None
     ) -> RunPage:
         """Return a page of runs, the newest first.
 
@@ -275,10 +275,10 @@ class HostedRuns:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: use a limit from 1 to {MAX_PAGE}"
             )
-        runs, before = await self.queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
+        runs, before = await self.queue.list_runs(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
-    async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> HostedRun:
+    async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> DurableRun:
         """Cancel a run and return the run. A waiting run ends at once, a running run within 2 s. A run that has ended
         does not change.
 
@@ -288,7 +288,7 @@ class HostedRuns:
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _check_run_id(run), tenant=tenant))
-        await self.queue.cancel_hosted(tenant, _check_run_id(run), entry)
+        await self.queue.cancel_run(tenant, _check_run_id(run), entry)
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
@@ -465,7 +465,7 @@ def _derive_run_id(tenant: str, key: str) -> str:
     """Return the run id that belongs to an idempotency key. The same tenant and key always give the same id."""
     if not 1 <= len(key) <= 256:
         raise _refused("an idempotency key must have 1 to 256 characters: use another key")
-    return hashlib.sha256(f"{tenant}\0{HOSTED_BATCH}\0{key}".encode(errors="replace")).hexdigest()[:24]
+    return hashlib.sha256(f"{tenant}\0{NO_BATCH}\0{key}".encode(errors="replace")).hexdigest()[:24]
 
 
 def _parse_cursor(cursor: str | None) -> int:

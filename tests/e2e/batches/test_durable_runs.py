@@ -19,7 +19,7 @@ from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.runs.batch_service import BatchService
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.batches import ItemEnvironment
-from toolcrew.store.run_records import HostedRun, HostedState
+from toolcrew.store.run_records import DurableRun, DurableRunState
 
 pytestmark = pytest.mark.stack
 
@@ -67,7 +67,7 @@ async def wait_for_event(client: ToolClient, run: str, kind: str, word: str) -> 
             return
 
 
-async def wait_ended(client: ToolClient, run: str) -> HostedRun:
+async def wait_ended(client: ToolClient, run: str) -> DurableRun:
     async for _ in client.runs.follow(run):
         pass
     return await client.runs.get(run)
@@ -78,20 +78,20 @@ async def open_session_with_orchestrator() -> tuple[str, str]:
         await session.write_file("mark", b"a mark")
         own = await client.runs.start("[item own] act", metadata={"for": "a test"})
         await wait_for_event(client, own.id, "OutputArrived", "first")
-        assert (await client.runs.get(own.id)).state is HostedState.RUNNING
+        assert (await client.runs.get(own.id)).state is DurableRunState.RUNNING
         shared = await client.runs.start("[item shared] act", environment=ItemEnvironment(session=session.id))
         assert (await wait_ended(client, shared.id)).end.answer == "it said a mark"  # type: ignore[union-attr]
         stopped = await client.runs.start("[item stopped] act", environment=ItemEnvironment(session=session.id))
         await wait_for_event(client, stopped.id, "OutputArrived", "begun")
         await client.runs.cancel(stopped.id)
-        assert (await wait_ended(client, stopped.id)).state is HostedState.CANCELLED
+        assert (await wait_ended(client, stopped.id)).state is DurableRunState.CANCELLED
         # The session is unchanged, and the programs that the run had started there have ended.
         files = await session.call(
             "bash_tool", {"command": "for _ in $(seq 50); do pgrep -f '[s]leep 301' || exit 0; sleep 0.1; done; exit 1"}
         )
         assert files.metadata["exit_code"] == 0, files.output
         found = await wait_ended(client, own.id)
-        assert found.state is HostedState.SUCCEEDED
+        assert found.state is DurableRunState.SUCCEEDED
         return own.id, stopped.id
 
 

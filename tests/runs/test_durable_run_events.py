@@ -15,7 +15,7 @@ import pytest
 import redis.asyncio
 
 from tests.conftest import RedisProcess
-from tests.support.runs.hosted_harness import HostedFactory, HostedHarness, open_hosted, types
+from tests.support.runs.durable_run_harness import DurableRunFactory, DurableRunHarness, open_durable, types
 from tests.support.runs.item_harness import echo_then
 from tests.support.runs.run_harness import build_outcome
 from tests.support.stack.waiting import SOON_S, until, wait_until_async
@@ -35,12 +35,12 @@ from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from toolcrew.store import run_events
 from toolcrew.store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
-from toolcrew.store.run_records import HostedState
+from toolcrew.store.run_records import DurableRunState
 
 
 @pytest.fixture
-def harness(make_hosted: HostedFactory) -> HostedHarness:
-    return make_hosted(["done"])
+def harness(make_durable: DurableRunFactory) -> DurableRunHarness:
+    return make_durable(["done"])
 
 
 def text(content: str) -> TextArrived:
@@ -129,7 +129,7 @@ def test_an_event_with_any_content_is_bounded(hostile: str) -> None:
     assert json.loads(event)["type"] == "CallFinished"
 
 
-async def test_events_are_stored_once_and_only_from_the_holder(harness: HostedHarness) -> None:
+async def test_events_are_stored_once_and_only_from_the_holder(harness: DurableRunHarness) -> None:
     run = await harness.start()
     claim = await harness.claim_next()
     assert await harness.append_text(run, claim.token, "a", "b")
@@ -141,7 +141,7 @@ async def test_events_are_stored_once_and_only_from_the_holder(harness: HostedHa
 
 
 async def test_a_stream_is_bounded_and_reports_missed_events_to_a_late_reader(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: DurableRunHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
     run = await harness.start()
@@ -161,7 +161,7 @@ async def test_a_stream_is_bounded_and_reports_missed_events_to_a_late_reader(
     assert await harness.events(run, events[0]["id"]) == events[1:]
 
 
-async def test_a_run_reports_its_end_after_its_event_stream_expired(harness: HostedHarness) -> None:
+async def test_a_run_reports_its_end_after_its_event_stream_expired(harness: DurableRunHarness) -> None:
     run = await harness.start()
     async with harness.working():
         events = await harness.events(run)
@@ -175,7 +175,7 @@ async def test_a_run_reports_its_end_after_its_event_stream_expired(harness: Hos
     assert await harness.events(run, events[-1]["id"]) == []
 
 
-async def test_a_run_lost_by_redis_ends_for_its_followers(harness: HostedHarness) -> None:
+async def test_a_run_lost_by_redis_ends_for_its_followers(harness: DurableRunHarness) -> None:
     run = await harness.start()
     await harness.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
     follower = asyncio.create_task(harness.events(run))
@@ -186,13 +186,13 @@ async def test_a_run_lost_by_redis_ends_for_its_followers(harness: HostedHarness
 
 
 async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
-    redis_server: RedisProcess, make_hosted: HostedFactory
+    redis_server: RedisProcess, make_durable: DurableRunFactory
 ) -> None:
-    harness = make_hosted(["done"])
+    harness = make_durable(["done"])
     run = await harness.start()
     follower = asyncio.create_task(harness.events(run))
     holder = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.runs.hosted_holder", redis_server.url
+        sys.executable, "-m", "tests.support.runs.durable_run_holder", redis_server.url
     )
     try:
         async with asyncio.timeout(SOON_S):
@@ -219,7 +219,7 @@ async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
     assert after.count("CallFinished") == 1
     assert types(events).count("RunEnded") == 1
     record = await harness.runs.get("acme", run)
-    assert record.state is HostedState.SUCCEEDED
+    assert record.state is DurableRunState.SUCCEEDED
     assert record.end is not None
     assert (record.end.answer, record.end.steps) == ("done", 3)
     roles = [message["role"] for message in await harness.runs.transcript("acme", run)]
@@ -227,9 +227,9 @@ async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
 
 
 async def test_a_restarted_run_reports_that_earlier_events_are_void(
-    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
+    make_durable: DurableRunFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = make_hosted(["done"])
+    harness = make_durable(["done"])
     run = await harness.start()
     claim = await harness.claim_next()
     async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
@@ -243,7 +243,7 @@ async def test_a_restarted_run_reports_that_earlier_events_are_void(
 
 
 async def test_events_during_a_redis_outage_are_stored_afterwards(redis_server: RedisProcess) -> None:
-    async with open_hosted(redis_server) as make:
+    async with open_durable(redis_server) as make:
         harness = make(["done"])
         run = await harness.start()
         claim = await harness.claim_next()
@@ -264,7 +264,7 @@ async def test_events_during_a_redis_outage_are_stored_afterwards(redis_server: 
         assert types(events)[-1] == "RunEnded"
 
 
-async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: HostedFactory) -> None:
+async def test_model_text_is_reported_as_it_arrives_and_only_once(make_durable: DurableRunFactory) -> None:
     may_continue = asyncio.Event()
 
     class SlowModel:
@@ -277,7 +277,7 @@ async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: H
 
         async def aclose(self) -> None: ...
 
-    harness = make_hosted(SlowModel())
+    harness = make_durable(SlowModel())
     run = await harness.start()
     pieces = []
     async with harness.working():
@@ -289,7 +289,7 @@ async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: H
     assert pieces == ["half ", "whole"]
 
 
-async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: HostedFactory) -> None:
+async def test_text_of_an_interrupted_reply_is_withdrawn(make_durable: DurableRunFactory) -> None:
     class InterruptedModel:
         name = "breaking"
         requests = 0
@@ -303,7 +303,7 @@ async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: HostedFact
 
         async def aclose(self) -> None: ...
 
-    harness = make_hosted(InterruptedModel())
+    harness = make_durable(InterruptedModel())
     run = await harness.start()
     async with harness.working():
         events = await harness.events(run)
@@ -315,8 +315,8 @@ async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: HostedFact
     assert texts == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
 
 
-async def test_a_follower_continues_after_its_last_event(make_hosted: HostedFactory) -> None:
-    harness = make_hosted(echo_then("done", "one"))
+async def test_a_follower_continues_after_its_last_event(make_durable: DurableRunFactory) -> None:
+    harness = make_durable(echo_then("done", "one"))
     run = await harness.start()
     async with harness.working():
         events = await harness.events(run)
@@ -325,10 +325,10 @@ async def test_a_follower_continues_after_its_last_event(make_hosted: HostedFact
 
 
 async def test_a_slow_follower_misses_no_event_and_delays_no_other(
-    make_hosted: HostedFactory, monkeypatch: pytest.MonkeyPatch
+    make_durable: DurableRunFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
-    harness = make_hosted()
+    harness = make_durable()
     run = await harness.start()
     claim = await harness.claim_next()
     await harness.append_text(run, claim.token, "0")
@@ -344,7 +344,7 @@ async def test_a_slow_follower_misses_no_event_and_delays_no_other(
     assert [event for event, _ in received] == [event["id"] for event in events]
 
 
-async def test_one_connection_serves_all_followers_and_is_released(harness: HostedHarness) -> None:
+async def test_one_connection_serves_all_followers_and_is_released(harness: DurableRunHarness) -> None:
     runs = [await harness.start() for _ in range(20)]
     follower = [asyncio.create_task(harness.events(run)) for run in runs for _ in range(3)]
     await until(lambda: sum(stream.readers for stream in harness.runs.hub._streams.values()) >= 60)
@@ -361,7 +361,7 @@ async def test_one_connection_serves_all_followers_and_is_released(harness: Host
     assert harness.runs.hub._reading is None
 
 
-async def test_event_text_that_resembles_an_end_event_does_not_end_the_stream(harness: HostedHarness) -> None:
+async def test_event_text_that_resembles_an_end_event_does_not_end_the_stream(harness: DurableRunHarness) -> None:
     run = await harness.start()
     claim = await harness.claim_next()
     hub, follower = RunEventHub(harness.client, "d"), asyncio.create_task(harness.events(run))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import RedisProcess
 from tests.support.records.builders import KEY
-from tests.support.runs.hosted_harness import ECHO, HostedFactory, HostedHarness, open_hosted, types
+from tests.support.runs.durable_run_harness import ECHO, DurableRunFactory, DurableRunHarness, open_durable, types
 from tests.support.runs.item_harness import echo_then, fail_with
 from tests.support.runs.run_harness import build_outcome
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
@@ -24,26 +24,26 @@ from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.dispatch.sessions import Session
-from toolcrew.orchestrator.runs import hosted
+from toolcrew.orchestrator.runs import durable_runs
 from toolcrew.orchestrator.runs.batches import Batches
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.store import run_log, runs
 from toolcrew.store.archives.files import new_file_id
 from toolcrew.store.audit import Actor, Audit
-from toolcrew.store.batches import HOSTED_BATCH, BatchItem, ItemEnvironment, RunBody
+from toolcrew.store.batches import NO_BATCH, BatchItem, ItemEnvironment, RunBody
 from toolcrew.store.run_log import MAX_TRANSCRIPT_BYTES
-from toolcrew.store.run_records import HostedState, parse_run
+from toolcrew.store.run_records import DurableRunState, parse_run
 from toolcrew.store.runs import BatchCancelled
 from toolcrew.store.tenants import RedisTenants
 
 
 @pytest.fixture
-def harness(make_hosted: HostedFactory) -> HostedHarness:
-    return make_hosted(echo_then("done", "one"))
+def harness(make_durable: DurableRunFactory) -> DurableRunHarness:
+    return make_durable(echo_then("done", "one"))
 
 
-async def run_to_end(harness: HostedHarness) -> str:
+async def run_to_end(harness: DurableRunHarness) -> str:
     """Start a run and follow its events to its end."""
     run = await harness.start()
     async with harness.working():
@@ -57,13 +57,13 @@ async def failure_of(awaited: Any) -> ToolFailure:
     return failure.value
 
 
-async def test_a_run_reports_each_step_and_its_answer(harness: HostedHarness) -> None:
+async def test_a_run_reports_each_step_and_its_answer(harness: DurableRunHarness) -> None:
     run = await harness.start(metadata={"for": "me"}, priority=3)
-    assert (await harness.runs.get("acme", run)).state is HostedState.QUEUED
+    assert (await harness.runs.get("acme", run)).state is DurableRunState.QUEUED
     async with harness.working():
         events = await harness.events(run)
     record = await harness.runs.get("acme", run)
-    assert record.state is HostedState.SUCCEEDED
+    assert record.state is DurableRunState.SUCCEEDED
     assert record.end is not None
     assert record.started_at is not None
     assert (record.end.answer, record.end.stop_reason, record.end.steps) == ("done", "answered", 2)
@@ -85,7 +85,7 @@ async def test_a_run_reports_each_step_and_its_answer(harness: HostedHarness) ->
     assert events[-1]["seconds"] > 0
 
 
-async def test_the_transcript_is_available_during_and_after_the_run(make_hosted: HostedFactory) -> None:
+async def test_the_transcript_is_available_during_and_after_the_run(make_durable: DurableRunFactory) -> None:
     reached, may_continue = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
@@ -93,7 +93,7 @@ async def test_the_transcript_is_available_during_and_after_the_run(make_hosted:
         await may_continue.wait()
         return fail_with(ErrorCode.TIMEOUT)(call, _)
 
-    harness = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
+    harness = make_durable(echo_then("done", "one", "two"), answers={"echo": wait})
     run = await harness.start()
     async with harness.working():
         await reached.wait()
@@ -115,7 +115,7 @@ async def test_the_transcript_is_available_during_and_after_the_run(make_hosted:
 
 
 async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: DurableRunHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = dict[str, int]()
 
@@ -128,7 +128,7 @@ async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
 
         monkeypatch.setattr(module, name, call_and_record)
 
-    names = {"parse_run": runs, "parse_entry": run_log, "build_transcript": hosted, "unpack_transcript": runs}
+    names = {"parse_run": runs, "parse_entry": run_log, "build_transcript": durable_runs, "unpack_transcript": runs}
     names["pack_end"] = runs
     for name, module in names.items():
         record_thread(module, name)
@@ -141,7 +141,7 @@ async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
 
 
 async def test_a_transcript_above_the_limit_is_read_from_the_log(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: DurableRunHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_log, "MAX_TRANSCRIPT_BYTES", 100)
     run = await run_to_end(harness)
@@ -150,7 +150,7 @@ async def test_a_transcript_above_the_limit_is_read_from_the_log(
     assert not await harness.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
 
 
-async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: HostedHarness) -> None:
+async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: DurableRunHarness) -> None:
     run = await run_to_end(harness)
     key = f"toolcrew:d:t:acme:run.{run}"
     await harness.client.hset(key, "end", (await harness.client.hget(key, "end")).replace(b"done", b"forged"))
@@ -159,7 +159,7 @@ async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: Hosted
     assert record.end.answer == "done"
 
 
-async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: HostedHarness) -> None:
+async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: DurableRunHarness) -> None:
     run = await run_to_end(harness)
     bomb, values = b" " * (MAX_TRANSCRIPT_BYTES + 1), b"[" + b"{}," * 500_000 + b"{}]"
     stored = [zlib.compress(text) for text in (bomb, values, b"[" * 100_000, b'["one"]')]
@@ -174,13 +174,13 @@ async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: Hosted
             tracemalloc.stop()
 
 
-async def test_a_run_of_a_removed_tenant_fails_with_unknown_tenant(make_hosted: HostedFactory) -> None:
-    run = await make_hosted().start()
-    await RedisTenants(make_hosted().client, "d", KEY).add("other", TenantPolicy())
-    resumed_harness = make_hosted()
+async def test_a_run_of_a_removed_tenant_fails_with_unknown_tenant(make_durable: DurableRunFactory) -> None:
+    run = await make_durable().start()
+    await RedisTenants(make_durable().client, "d", KEY).add("other", TenantPolicy())
+    resumed_harness = make_durable()
     async with resumed_harness.working():
         record = await resumed_harness.ended(run)
-    assert record.state is HostedState.FAILED
+    assert record.state is DurableRunState.FAILED
     assert record.end is not None
     assert record.end.failure is not None
     assert record.end.failure.code == "UNKNOWN_TENANT"
@@ -194,7 +194,7 @@ def nest(depth: int) -> Any:
     return inner
 
 
-async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None:
+async def test_an_idempotency_key_starts_one_run(harness: DurableRunHarness) -> None:
     first, repeated = await harness.start(idempotency_key="once"), await harness.start(idempotency_key="once")
     assert first == repeated
     assert len((await harness.runs.list("acme")).runs) == 1
@@ -228,7 +228,7 @@ async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None
     ],
 )
 async def test_an_invalid_run_is_refused_at_the_start(
-    harness: HostedHarness, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
+    harness: DurableRunHarness, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
 ) -> None:
     failure = await failure_of(harness.start(body, environment=environment, **options))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
@@ -236,16 +236,16 @@ async def test_an_invalid_run_is_refused_at_the_start(
     assert (await harness.runs.list("acme")).runs == ()
 
 
-async def test_waiting_runs_above_the_tenant_limit_are_refused(harness: HostedHarness) -> None:
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_pending=2)
+async def test_waiting_runs_above_the_tenant_limit_are_refused(harness: DurableRunHarness) -> None:
+    harness.runs = DurableRuns(harness.client, "d", KEY, harness.pool.tenants, max_pending=2)
     first, _ = await harness.start(), await harness.start()
     assert (await failure_of(harness.start())).code is ErrorCode.QUOTA_EXCEEDED
-    assert (await harness.runs.start("zeta", ECHO)).state is HostedState.QUEUED
+    assert (await harness.runs.start("zeta", ECHO)).state is DurableRunState.QUEUED
     await harness.runs.cancel("acme", first)
     assert await harness.start()
 
 
-async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness: HostedHarness) -> None:
+async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness: DurableRunHarness) -> None:
     session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", spec=SessionSpec())
     location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=location)
@@ -253,13 +253,13 @@ async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness:
     failure = await failure_of(harness.start(environment=ItemEnvironment(session=session.id)))
     assert run in failure.message
     async with harness.working():
-        assert (await harness.ended(run)).state is HostedState.SUCCEEDED
+        assert (await harness.ended(run)).state is DurableRunState.SUCCEEDED
     assert "close" not in harness.sent()
     assert harness.sent().count("open") <= 2
     assert await harness.start(environment=ItemEnvironment(session=session.id)) != run
 
 
-async def test_a_session_of_another_tenant_is_not_found(harness: HostedHarness) -> None:
+async def test_a_session_of_another_tenant_is_not_found(harness: DurableRunHarness) -> None:
     location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=location)
     for name in ("theirs", "unknown", "../zeta", "theirs:place"):
@@ -268,48 +268,48 @@ async def test_a_session_of_another_tenant_is_not_found(harness: HostedHarness) 
         ).code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_waiting_run_is_cancelled_at_once(harness: HostedHarness) -> None:
+async def test_a_waiting_run_is_cancelled_at_once(harness: DurableRunHarness) -> None:
     run = await harness.start()
-    assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
+    assert (await harness.runs.cancel("acme", run)).state is DurableRunState.CANCELLED
     assert types(await harness.events(run)) == ["RunEnded"]
     assert await harness.queue.claim(9) == []
 
 
-async def test_a_running_run_is_cancelled_by_its_holder(make_hosted: HostedFactory) -> None:
+async def test_a_running_run_is_cancelled_by_its_holder(make_durable: DurableRunFactory) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
         reached.set()
         await never.wait()
 
-    harness = make_hosted(echo_then("done", "one"), answers={"echo": hang})
+    harness = make_durable(echo_then("done", "one"), answers={"echo": hang})
     run = await harness.start()
     async with harness.working():
         await reached.wait()
-        assert (await harness.runs.cancel("acme", run)).state is HostedState.RUNNING
+        assert (await harness.runs.cancel("acme", run)).state is DurableRunState.RUNNING
         record = await harness.ended(run)
-    assert record.state is HostedState.CANCELLED
+    assert record.state is DurableRunState.CANCELLED
     assert types(await harness.stored_events(run)).count("RunEnded") == 1
     assert await harness.client.zcard("toolcrew:d:runs:cancels") == 0
 
 
-async def test_a_run_of_a_dead_holder_is_cancelled_at_once(harness: HostedHarness) -> None:
+async def test_a_run_of_a_dead_holder_is_cancelled_at_once(harness: DurableRunHarness) -> None:
     run = await harness.start()
     await harness.die(await harness.claim_next())
-    assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
+    assert (await harness.runs.cancel("acme", run)).state is DurableRunState.CANCELLED
 
 
-async def test_a_cancelled_run_is_not_resumed_after_the_death_of_its_holder(harness: HostedHarness) -> None:
+async def test_a_cancelled_run_is_not_resumed_after_the_death_of_its_holder(harness: DurableRunHarness) -> None:
     run = await harness.start()
     claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
     await harness.die(claim)
     assert await harness.other.claim(9) == []
-    assert (await harness.runs.get("acme", run)).state is HostedState.CANCELLED
+    assert (await harness.runs.get("acme", run)).state is DurableRunState.CANCELLED
     assert types(await harness.events(run)) == ["RunEnded"]
 
 
-async def test_a_cancelled_run_cannot_be_returned_to_the_queue(harness: HostedHarness) -> None:
+async def test_a_cancelled_run_cannot_be_returned_to_the_queue(harness: DurableRunHarness) -> None:
     run = await harness.start()
     claim = await harness.claim_next()
     await harness.runs.cancel("acme", run)
@@ -317,7 +317,7 @@ async def test_a_cancelled_run_cannot_be_returned_to_the_queue(harness: HostedHa
         await harness.queue.give_back(claim)
 
 
-async def test_a_cancel_by_an_operator_is_audited_and_one_by_the_tenant_is_not(harness: HostedHarness) -> None:
+async def test_a_cancel_by_an_operator_is_audited_and_one_by_the_tenant_is_not(harness: DurableRunHarness) -> None:
     operator, owner = Actor(key="k1", role="operator", name="eve"), Actor(key="k2", role="tenant", tenant="acme")
     first, second = await harness.start(), await harness.start()
     await harness.runs.cancel("acme", first, actor=operator)
@@ -328,7 +328,7 @@ async def test_a_cancel_by_an_operator_is_audited_and_one_by_the_tenant_is_not(h
     assert (result.action, result.tenant, result.target, result.actor) == ("run.cancel", "acme", first, operator)
 
 
-async def test_unknown_and_foreign_runs_are_reported_alike_as_not_found(harness: HostedHarness) -> None:
+async def test_unknown_and_foreign_runs_are_reported_alike_as_not_found(harness: DurableRunHarness) -> None:
     await harness.start()
     other_run = (await harness.runs.start("zeta", ECHO)).id
     await harness.submit(1)
@@ -336,27 +336,27 @@ async def test_unknown_and_foreign_runs_are_reported_alike_as_not_found(harness:
         for method in (harness.runs.get, harness.runs.cancel, harness.runs.transcript):
             assert (await failure_of(method("acme", name))).code is ErrorCode.FILE_NOT_FOUND
         assert (await failure_of(harness.events(name))).code is ErrorCode.FILE_NOT_FOUND
-    assert (await harness.runs.get("zeta", other_run)).state is HostedState.QUEUED
+    assert (await harness.runs.get("zeta", other_run)).state is DurableRunState.QUEUED
 
 
-async def test_the_batch_of_hosted_runs_cannot_be_changed(harness: HostedHarness) -> None:
+async def test_durable_runs_cannot_be_changed_as_a_batch(harness: DurableRunHarness) -> None:
     await harness.start()
     batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
     for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids, batches.delete):
-        assert (await failure_of(method(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+        assert (await failure_of(method(NO_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
-    assert (await failure_of(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+    assert (await failure_of(batches.submit(file, batch=NO_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     assert (await harness.queue.list_batches("acme")).batches == {}
 
 
-async def test_an_item_without_a_session_is_stored_as_in_the_previous_release(harness: HostedHarness) -> None:
+async def test_an_item_without_a_session_is_stored_as_in_the_previous_release(harness: DurableRunHarness) -> None:
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await harness.start()
     fields: Any = await harness.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
     assert parse_run(KEY, "acme", run, fields).item.environment == ItemEnvironment()
 
 
-async def test_a_page_of_ten_thousand_runs_is_listed_quickly(harness: HostedHarness) -> None:
+async def test_a_page_of_ten_thousand_runs_is_listed_quickly(harness: DurableRunHarness) -> None:
     for _ in range(20):
         await asyncio.gather(*(harness.runs.start("acme", ECHO) for _ in range(10)))
     pipe = harness.client.pipeline(transaction=False)
@@ -368,7 +368,7 @@ async def test_a_page_of_ten_thousand_runs_is_listed_quickly(harness: HostedHarn
         for part in ("index", "succeeded"):
             pipe.zadd(f"toolcrew:d:t:acme:batch.@runs:{part}", {f"old{number}": -number})
     await pipe.execute()
-    for state in (None, HostedState.QUEUED, HostedState.SUCCEEDED, HostedState.FAILED):
+    for state in (None, DurableRunState.QUEUED, DurableRunState.SUCCEEDED, DurableRunState.FAILED):
         durations = []
         for _ in range(5):
             started_at = time.perf_counter()
@@ -376,7 +376,7 @@ async def test_a_page_of_ten_thousand_runs_is_listed_quickly(harness: HostedHarn
             durations.append(time.perf_counter() - started_at)
         # 20 ms on a quiet machine; what goes through all records would take seconds.
         assert min(durations) < 0.2, state
-        assert len(page.runs) == (0 if state is HostedState.FAILED else 50)
+        assert len(page.runs) == (0 if state is DurableRunState.FAILED else 50)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -385,10 +385,10 @@ def test_pages_list_each_run_once_while_runs_are_added_and_removed(
     redis_server: RedisProcess, data: st.DataObject
 ) -> None:
     async def check() -> None:
-        async with open_hosted(redis_server) as make:
+        async with open_durable(redis_server) as make:
             harness = make()
             await harness.client.flushdb()
-            harness.runs = HostedRuns(
+            harness.runs = DurableRuns(
                 harness.client, "d", KEY, harness.pool.tenants, max_listed=data.draw(st.integers(5, 30))
             )
             run_ids = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
@@ -409,9 +409,9 @@ def test_pages_list_each_run_once_while_runs_are_added_and_removed(
     asyncio.run(check())
 
 
-async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted: HostedFactory) -> None:
-    harness = make_hosted(["done", "done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
+async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_durable: DurableRunFactory) -> None:
+    harness = make_durable(["done", "done"])
+    harness.runs = DurableRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
     started = [await harness.start() for _ in range(2)]
     async with harness.working():
         await harness.ended(started[1])
@@ -432,9 +432,9 @@ async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted
     assert used == sum(texts) + texts[0]
 
 
-async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: HostedFactory) -> None:
-    harness = make_hosted(["done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
+async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_durable: DurableRunFactory) -> None:
+    harness = make_durable(["done"])
+    harness.runs = DurableRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for kind in (FailureKind.MODEL, None) * 3:
@@ -445,15 +445,15 @@ async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: 
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
 
 
-async def test_an_invalid_list_cursor_is_refused(harness: HostedHarness) -> None:
+async def test_an_invalid_list_cursor_is_refused(harness: DurableRunHarness) -> None:
     for cursor in ("", "x", "-1", "1" * 16, "²"):
         with pytest.raises(ToolFailure) as failure:
             await harness.runs.list("acme", cursor=cursor)
         assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_runs_are_listed_by_state(make_hosted: HostedFactory) -> None:
-    harness = make_hosted(["done"])
+async def test_runs_are_listed_by_state(make_durable: DurableRunFactory) -> None:
+    harness = make_durable(["done"])
     succeeded = await harness.start()
     async with harness.working():
         await harness.ended(succeeded)
@@ -469,17 +469,17 @@ async def test_runs_are_listed_by_state(make_hosted: HostedFactory) -> None:
     await harness.client.hset(f"toolcrew:d:t:acme:run.{waiting}", "asking", "1")
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {
-        HostedState.SUCCEEDED: succeeded,
-        HostedState.CANCELLED: cancelled,
-        HostedState.FAILED: failed_run,
-        HostedState.WAITING_FOR_APPROVAL: waiting,
-        HostedState.RUNNING: running,
-        HostedState.QUEUED: queued,
+        DurableRunState.SUCCEEDED: succeeded,
+        DurableRunState.CANCELLED: cancelled,
+        DurableRunState.FAILED: failed_run,
+        DurableRunState.WAITING_FOR_APPROVAL: waiting,
+        DurableRunState.RUNNING: running,
+        DurableRunState.QUEUED: queued,
     }
-    assert set(expected) == set(HostedState)
+    assert set(expected) == set(DurableRunState)
     for state, run in expected.items():
         assert [record.id for record in (await harness.runs.list("acme", state=state)).runs] == [run]
     newer = await harness.start()
-    page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1)
-    next_page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
+    page = await harness.runs.list("acme", state=DurableRunState.QUEUED, limit=1)
+    next_page = await harness.runs.list("acme", state=DurableRunState.QUEUED, limit=1, cursor=page.next_cursor)
     assert [record.id for record in (*page.runs, *next_page.runs)] == [newer, queued]

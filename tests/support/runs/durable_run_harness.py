@@ -16,28 +16,28 @@ from tests.support.records.builders import KEY
 from tests.support.runs.item_harness import ItemHarness
 from tests.support.sandboxd.fake_hosts import MemorySessionStore
 from tests.support.stack.waiting import SOON_S
+from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.hosted import HostedRuns
 from toolcrew.orchestrator.runs.run_service import build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import ItemEnvironment, RunBody
 from toolcrew.store.run_events import EventBatch, RunEventStore
-from toolcrew.store.run_records import HostedRun
+from toolcrew.store.run_records import DurableRun
 from toolcrew.store.runs import RunClaim
 
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]
-HostedFactory = Callable[..., "HostedHarness"]
+DurableRunFactory = Callable[..., "DurableRunHarness"]
 
 
-class HostedHarness(ItemHarness):
+class DurableRunHarness(ItemHarness):
     """A process that starts runs of tenant acme, follows the runs, and executes the runs inside `working`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.publisher = RunEventPublisher(self.client, "d")
         self.work = build_service_executor(self.pool, self.builder, self.work.models, None, self.publisher)
-        self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
+        self.runs = DurableRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:
         return Runner(self.client, "d", self.queue, self.work, RunEventPublisher(self.client, "d"), 8, None, **options)
@@ -69,7 +69,7 @@ class HostedHarness(ItemHarness):
         async with asyncio.timeout(SOON_S):
             return [json.loads(text) | {"id": event} async for event, text in self.runs.follow("acme", run, after)]
 
-    async def ended(self, run: str) -> HostedRun:
+    async def ended(self, run: str) -> DurableRun:
         await self.events(run)
         return await self.runs.get("acme", run)
 
@@ -89,13 +89,13 @@ def types(events: list[Event]) -> list[str]:
 
 
 @asynccontextmanager
-async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[HostedFactory]:
+async def open_durable(redis_server: RedisProcess) -> AsyncIterator[DurableRunFactory]:
     """Yield a factory of processes on one Redis that share the session locations."""
-    places, made = MemorySessionStore(), list[HostedHarness]()
+    places, made = MemorySessionStore(), list[DurableRunHarness]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
 
-        def make(*arguments: Any, **options: Any) -> HostedHarness:
-            made.append(HostedHarness(client, *arguments, places=places, **options))
+        def make(*arguments: Any, **options: Any) -> DurableRunHarness:
+            made.append(DurableRunHarness(client, *arguments, places=places, **options))
             return made[-1]
 
         with capture_logs():
