@@ -3,24 +3,35 @@
 
     .venv/bin/python scripts/reference.py [--check]
 
-With --check the script writes nothing. It exits with status 1 if a page is out of date, and prints a line for each
-such page.
+With --check the script writes nothing. It exits with status 1 if a page is out of date or a text that people write is
+missing, and prints a line for each.
 """
 
-import runpy
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SCRIPTS = ("setting_docs", "command_docs", "error_docs", "http_docs", "tool_docs", "metric_docs", "log_events")
+from scripts.pages import commands, errors, http_api, log_events, metrics, settings, tools  # noqa: E402
+
+PAGES = (settings, commands, errors, http_api, tools, metrics, log_events)
 
 
-def main() -> int:
-    # Each script reads --check from the command line.
-    return max(int(runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]()) for name in SCRIPTS)
+def main(arguments: list[str]) -> int:
+    problems = []
+    for page in PAGES:
+        path = ROOT / "docs" / page.PAGE
+        text = page.build_page()
+        if "--check" not in arguments:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            problems.append(f"docs/{page.PAGE} is out of date: run .venv/bin/python scripts/reference.py")
+    problems += log_events.find_problems()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from scripts.setting_docs import docstrings
+from scripts.pages.settings import docstrings
 from tests.support.stack.stack import ROOT
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.setting_rows import MASK, build_rows

@@ -4,14 +4,17 @@ request.
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
+
+from scripts import reference
+from scripts.pages import log_events
 
 ROOT = Path(__file__).parents[3]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
@@ -33,10 +36,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("name", ["setting_docs", "command_docs", "error_docs", "http_docs"])
-def test_a_generated_page_matches_the_code(name: str) -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))
-    assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/reference.py"
+@pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.PAGE)
+def test_a_generated_page_matches_the_code(page: ModuleType) -> None:
+    assert (ROOT / "docs" / page.PAGE).read_text() == page.build_page(), "run .venv/bin/python scripts/reference.py"
+
+
+def test_every_log_event_has_a_valid_name_and_a_meaning() -> None:
+    assert log_events.find_problems() == []
 
 
 @pytest.fixture(scope="module")

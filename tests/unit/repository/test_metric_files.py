@@ -4,7 +4,6 @@ for its condition.
 
 import json
 import re
-import runpy
 import subprocess
 from pathlib import Path
 
@@ -85,9 +84,3 @@ def test_alerts_fire_only_for_their_conditions() -> None:
     rules = yaml.safe_load((PROMETHEUS / "toolcrew.rules.yml").read_text())["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules if f'"{rule["alert"]}"' not in tested] == []
     assert all(rule["annotations"].keys() == {"summary", "description"} for rule in rules)
-
-
-def test_metrics_page_is_current() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "metric_docs.py"))
-    page = script["PAGE"].read_text()
-    assert page == script["build_page"](), "run .venv/bin/python scripts/metric_docs.py"

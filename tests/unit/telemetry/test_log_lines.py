@@ -5,9 +5,6 @@ terminal.
 import json
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,16 +164,3 @@ def test_escape_line_changes_only_unprintable_text(text: str) -> None:
     escaped = escape_line(text)
     assert escaped.isprintable()
     assert escaped == text or not text.isprintable()
-
-
-# docs/log-events.md
-
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_log_events_page_is_current() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "log_events.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,29 +1,18 @@
-#!/usr/bin/env python3
-"""Write docs/settings.md from the settings classes: every variable with its type, default and meaning.
-
-    .venv/bin/python scripts/setting_docs.py [--check]
-
-With --check the script writes nothing. It exits with status 1 if the page is out of date.
-"""
+"""Build docs/settings.md from the settings classes: every variable with its type, default and meaning."""
 
 import ast
 import inspect
 import json
 import re
-import sys
 import types
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from pydantic import BaseModel  # noqa: E402
-from pydantic.fields import FieldInfo  # noqa: E402
-
-from scripts.kept_pages import keep_page  # noqa: E402
-from toolcrew.contract.setting_rows import variable_names  # noqa: E402
-from toolcrew.contract.settings import (  # noqa: E402
+from toolcrew.contract.setting_rows import variable_names
+from toolcrew.contract.settings import (
     EgressSettings,
     LogSettings,
     OrchestratorSettings,
@@ -33,9 +22,9 @@ from toolcrew.contract.settings import (  # noqa: E402
     WebSettings,
     WorkerSettings,
 )
-from toolcrew.contract.tenant_classes import TenantClass  # noqa: E402
+from toolcrew.contract.tenant_classes import TenantClass
 
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = "settings.md"
 INTRO = """\
 # Settings
 
@@ -43,7 +32,7 @@ Each process reads its settings from the environment once, when it starts. `tool
 host. Write lists and objects as JSON. An empty variable counts as not set. A wrong value, or a variable that begins with `TOOLCREW_` and is no
 setting, ends the process with the nearest known name. Secrets are never printed.
 
-An *operator* runs the deployment, a *batch team* runs agents on it, a *tenant* uses it with an API key. `scripts/setting_docs.py` writes this page
+An *operator* runs the deployment, a *batch team* runs agents on it, a *tenant* uses it with an API key. `scripts/reference.py` writes this page
 from the settings classes.
 """
 PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
@@ -188,11 +177,3 @@ def _cell(text: str) -> str:
     """Return the text for a cell of a table, with links to other pages."""
     text = re.sub(r"\((?:docs/)([a-z-]+\.md)\)", r"([\1](\1))", text)
     return " ".join(text.replace("|", "\\|").split())
-
-
-def main() -> int:
-    return keep_page(PAGE, build_page(), "the settings say")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

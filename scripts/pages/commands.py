@@ -1,32 +1,21 @@
-#!/usr/bin/env python3
-"""Write docs/commands.md from the commands: every command with its purpose, arguments and options.
-
-    .venv/bin/python scripts/command_docs.py [--check]
-
-With --check the script writes nothing. It exits with status 1 if the page is out of date.
-"""
+"""Build docs/commands.md from the commands: every command with its purpose, arguments and options."""
 
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # noqa: E402
-
-from scripts.kept_pages import keep_page  # noqa: E402
-from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
-from toolcrew.orchestrator.command import import_all  # noqa: E402
+from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED
+from toolcrew.orchestrator.command import import_all
 
 _KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = "commands.md"
 INTRO = f"""\
 # Commands
 
-Made from the commands by `scripts/command_docs.py`; `toolcrew COMMAND --help` prints the same. [Settings](settings.md) lists the environment variables.
+Made from the commands by `scripts/reference.py`; `toolcrew COMMAND --help` prints the same. [Settings](settings.md) lists the environment variables.
 
 Listings take `--json` and print `{{"runs": [...], "next_cursor": null}}`, with the name of their items; times are ISO 8601, UTC. An error is one sentence on stderr that says what to do; with `--json` it is an object on stdout,
 `{{"error": {{"code": ..., "message": ...}}}}` ([errors.md](errors.md)).
@@ -102,11 +91,3 @@ def _default(option: TyperOption) -> str:
 
 def _cell(text: str | None) -> str:
     return (text or "").replace("|", "\\|").replace("\n", " ").replace("[", "\\[")
-
-
-def main() -> int:
-    return keep_page(PAGE, build_page(), "the commands say")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

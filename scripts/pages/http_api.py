@@ -1,34 +1,22 @@
-#!/usr/bin/env python3
-"""Write docs/http-api.md from the OpenAPI description of the API: every path with its parameters and responses.
-
-    .venv/bin/python scripts/http_docs.py [--check]
-
-With --check the script writes nothing. It exits with status 1 if the page is out of date.
-"""
+"""Build docs/http-api.md from the OpenAPI description of the API: every path with its parameters and responses."""
 
 import asyncio
 import json
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from toolcrew.contract.settings import OrchestratorSettings
+from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.api.app import build_app
+from toolcrew.orchestrator.http.app_state import ConnectedParts
 
-from scripts.kept_pages import keep_page  # noqa: E402
-from toolcrew.contract.settings import OrchestratorSettings  # noqa: E402
-from toolcrew.orchestrator.api.api_state import ApiState  # noqa: E402
-from toolcrew.orchestrator.api.app import build_app  # noqa: E402
-from toolcrew.orchestrator.http.app_state import ConnectedParts  # noqa: E402
-
-PAGE = ROOT / "docs" / "http-api.md"
+PAGE = "http-api.md"
 INTRO = """\
 # Addresses of the HTTP API
 
-Made from the API's OpenAPI by `scripts/http_docs.py`; a running service returns it at `/openapi.json`. [HTTP API](api.md) explains the API with examples.
+Made from the API's OpenAPI by `scripts/reference.py`; a running service returns it at `/openapi.json`. [HTTP API](api.md) explains the API with examples.
 Its errors: [errors.md](errors.md).
 """
 METHODS = ("get", "put", "post", "patch", "delete")
@@ -149,11 +137,3 @@ def _text(text: object) -> str:
 
 def _cell(text: object) -> str:
     return _text(text).replace("|", "\\|").replace("\n", " ")
-
-
-def main() -> int:
-    return keep_page(PAGE, build_page(), "the API says")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

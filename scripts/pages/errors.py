@@ -1,29 +1,16 @@
-#!/usr/bin/env python3
-"""Write docs/errors.md from the enumerations of codes in the source: meaning, reader, HTTP status and remedy of each
-code.
+"""Build docs/errors.md from the codes of the source: meaning, reader, HTTP status and remedy of each code."""
 
-.venv/bin/python scripts/error_docs.py [--check]
-
-With --check the script writes nothing. It exits with status 1 if the page is out of date or a code has no text.
-"""
-
-import sys
-from pathlib import Path
 from typing import get_args
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from scripts.pages.tools import MEANINGS
+from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, RefusalReason
+from toolcrew.orchestrator.http.problems import ApiCode, status_of
 
-from scripts.kept_pages import keep_page  # noqa: E402
-from scripts.tool_docs import MEANINGS  # noqa: E402
-from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, RefusalReason  # noqa: E402
-from toolcrew.orchestrator.http.problems import ApiCode, status_of  # noqa: E402
-
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = "errors.md"
 INTRO = """\
 # Errors
 
-`scripts/error_docs.py` makes this page from the closed sets of codes. The meaning of a code never changes. Each error has a code and a sentence that
+`scripts/reference.py` makes this page from the closed sets of codes. The meaning of a code never changes. Each error has a code and a sentence that
 says what to do next.
 
 There are three kinds of failures:
@@ -150,11 +137,3 @@ def build_page() -> str:
         "never run these messages. The metric `toolcrew_envelope_refusals_total` ([metrics.md](metrics.md)) counts "
         f"them by reason.\n\n| reason | meaning |\n|---|---|\n{reasons}"
     )
-
-
-def main() -> int:
-    return keep_page(PAGE, build_page(), "the codes say")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,28 +1,16 @@
-#!/usr/bin/env python3
-"""Write docs/tools.md from the specs of the built-in tools.
+"""Build docs/tools.md from the specs of the built-in tools."""
 
-    .venv/bin/python scripts/tool_docs.py [--check]
+from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.tool_pages import render_tool
+from toolcrew.workers.tools.builtin import build_registry
+from toolcrew.workers.web.webfetch import WEBFETCH_SPEC
+from toolcrew.workers.web.websearch import WEBSEARCH_SPEC
 
-With --check the script writes nothing. It exits with status 1 if the page is out of date.
-"""
-
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from toolcrew.contract.errors import ErrorCode  # noqa: E402
-from toolcrew.contract.tool_pages import render_tool  # noqa: E402
-from toolcrew.workers.tools.builtin import build_registry  # noqa: E402
-from toolcrew.workers.web.webfetch import WEBFETCH_SPEC  # noqa: E402
-from toolcrew.workers.web.websearch import WEBSEARCH_SPEC  # noqa: E402
-
-PAGE = ROOT / "docs" / "tools.md"
+PAGE = "tools.md"
 INTRO = """\
 # The built-in tools
 
-`scripts/tool_docs.py` makes this page. `toolcrew tools show NAME` prints the same for a running pool. `skill_tool` exists only if skills are installed:
+`scripts/reference.py` makes this page. `toolcrew tools show NAME` prints the same for a running pool. `skill_tool` exists only if skills are installed:
 [Add a tool](add-a-tool.md#skills).
 
 **Results.** Every call returns one result: `success`, `output`, `error`, `error_code`, `metadata`, `truncated`, `spill`. If `output` is only a part,
@@ -110,18 +98,3 @@ def build_page() -> str:
     tools = sorted([*specs, WEBFETCH_SPEC, WEBSEARCH_SPEC], key=lambda spec: spec.name)
     rows = "".join(f"| `{code.value}` | {MEANINGS[code]} |\n" for code in ErrorCode)
     return INTRO + rows + "\n" + "\n".join(render_tool(spec) for spec in tools)
-
-
-def main() -> int:
-    page = build_page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page)
-        return 0
-    if PAGE.is_file() and PAGE.read_text() == page:
-        return 0
-    print("docs/tools.md is out of date. Run .venv/bin/python scripts/tool_docs.py.", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,16 @@
-#!/usr/bin/env python3
-"""Update docs/log-events.md: every log event of the sources with its levels, processes and fields.
+"""Build docs/log-events.md: every log event of the sources with its levels, processes and fields.
 
-    .venv/bin/python scripts/log_events.py [--check]
-
-The last column, meaning and remedy, is written by hand, and the script keeps it. A new event gets a row without a
-meaning. With --check the script writes nothing. It exits with status 1 if the page is out of date, a meaning is
-missing, or the name of an event is not a literal in snake_case.
+The last column, meaning and remedy, is written by hand, and the page keeps it. A new event gets a row without a meaning.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "log-events.md"
+PAGE = "log-events.md"
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("contract", "telemetry", "store", "orchestrator", "workers")
 LEVELS = {
     "debug": "debug",
@@ -33,7 +27,7 @@ INTRO = """\
 # Log events
 
 This page lists every log event of every process. For the format and the common fields, see [Observe](observe.md#logs). The column `fields` has the
-event's own fields. Events also have `tenant`, `batch`, `run`, `session`, `call` and `tool` where these are known. `scripts/log_events.py` makes the
+event's own fields. Events also have `tenant`, `batch`, `run`, `session`, `call` and `tool` where these are known. `scripts/reference.py` makes the
 table from the sources; the last column is written by hand.
 
 | event | level | process | fields | meaning, and what to do |
@@ -85,7 +79,7 @@ def find_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, int]]:
             yield node, str(getattr(node.args[0], "value", "")), 1
 
 
-def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
+def read_events() -> tuple[dict[str, Event], list[str]]:
     """Return the events by name, and messages about calls without a valid event name."""
     # All messages of libraries have one event name; the field `logger` has the library.
     events = {
@@ -94,8 +88,8 @@ def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
         )
     }
     errors = []
-    for path in sorted(file for package in PACKAGES for file in (root / package).rglob("*.py")):
-        name = path.relative_to(root).as_posix()
+    for path in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
         for call, level, at in find_calls(ast.parse(path.read_text())):
             argument = call.args[at] if len(call.args) > at else None
             if (
@@ -117,13 +111,16 @@ def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
     return events, errors
 
 
-def read_meanings(page: str) -> dict[str, str]:
-    """Return the last column of a page by event."""
+def _read_meanings() -> dict[str, str]:
+    """Return the last column of the page by event."""
+    page = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
     return {row["event"]: row["meaning"] for row in ROW.finditer(page)}
 
 
-def build_page(events: dict[str, Event], meanings: dict[str, str]) -> str:
+def build_page() -> str:
     """Return the text of the page."""
+    events, _ = read_events()
+    meanings = _read_meanings()
     order = list(dict.fromkeys(LEVELS.values()))
     rows = []
     for name, event in sorted(events.items()):
@@ -134,24 +131,12 @@ def build_page(events: dict[str, Event], meanings: dict[str, str]) -> str:
     return INTRO + "".join(rows)
 
 
-def main() -> int:
+def find_problems() -> list[str]:
+    """Return a sentence for each event without a meaning and for each call without a valid event name."""
     events, errors = read_events()
-    page = PAGE.read_text() if PAGE.exists() else ""
-    meanings = read_meanings(page)
-    new_page = build_page(events, meanings)
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(new_page)
-    elif new_page != page:
-        errors.append("docs/log-events.md is out of date. Run scripts/log_events.py.")
-    errors += [
-        f"docs/log-events.md: the event {name} has no meaning. Write it in the last column."
+    meanings = _read_meanings()
+    return errors + [
+        f"docs/{PAGE}: the event {name} has no meaning. Write it in the last column."
         for name in events
         if UNWRITTEN in meanings.get(name, UNWRITTEN)
     ]
-    for error in errors:
-        print(error, file=sys.stderr)
-    return 1 if errors else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
