@@ -184,11 +184,19 @@ def _open_pool(broker: BrokerSettings) -> BlockingConnectionPool:
     )
 
 
+CONNECTION_OPTIONS: dict[str, Any] = {
+    # With these notifications, the pool hands out connections that the server has closed (redis-py 8.1). Only Redis
+    # Enterprise sends the notifications.
+    "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+    # The users of a deployment may not send CLIENT SETINFO, which Redis 7.0 does not know.
+    "driver_info": None,
+}
+"""Options of every connection to Redis, also of Celery's."""
+
+
 def _options(broker: BrokerSettings) -> dict[str, Any]:
     return {
-        # With these notifications, the pool hands out connections that the server has closed (redis-py 8.1). Only
-        # Redis Enterprise sends the notifications.
-        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+        **CONNECTION_OPTIONS,
         "username": broker.user,
         "password": broker.password,
         "db": broker.database,

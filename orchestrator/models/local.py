@@ -105,8 +105,8 @@ class LocalModelServer:
         line = await self._process.stdout.readline()
         if not line:
             raise ModelUnavailable(
-                f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install "
-                "'toolcrew[local-model]')? Run "
+                f"the local model's server ended while loading {self._weights}: are xllamacpp (pip install "
+                "'toolcrew[local-model]') and the library libgomp (apt install libgomp1) installed? Run "
                 "`python -m toolcrew.orchestrator.models.local_server` yourself to see the reason"
             )
         ready = json.loads(line)

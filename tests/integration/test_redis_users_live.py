@@ -178,8 +178,11 @@ def _no_call_is_refused(pool: PoolHarness) -> Iterator[None]:
     """Fail if Redis has refused a command of any user during a test."""
     yield
     with pool.server.client() as admin:
-        refused = [(entry["username"], entry["context"], entry["object"]) for entry in admin.acl_log()]
-        assert refused == []
+        refused = {(entry["username"], entry["context"], entry["object"]) for entry in admin.acl_log()}
+        # The clients of Flower and of `celery inspect` send CLIENT SETINFO and go on without an answer. Redis 7.0 does
+        # not start with a user that may send it.
+        own = {entry for entry in refused if entry[0] == "orchestrator" or not entry[2].startswith("client")}
+        assert own == set()
 
 
 async def wait_until_running(pool: PoolHarness, call_id: str) -> None:

@@ -26,6 +26,7 @@ from kombu import transport
 from kombu.transport import TRANSPORT_ALIASES, redis
 
 from toolcrew.contract.errors import RefusalReason
+from toolcrew.store.connection import CONNECTION_OPTIONS
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +82,9 @@ def register_transport() -> None:
 
 class _HardenedChannel(redis.Channel):
     """A channel that checks each message, because any process may have written to the queue."""
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        return {**super()._connparams(asynchronous), **CONNECTION_OPTIONS}  # type: ignore[misc]
 
     def _brpop_read(self, **options: Any) -> Any:
         try:

@@ -35,6 +35,7 @@ from toolcrew.contract.names import POOL_QUEUES, task_name
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.store.calls import FinishedCalls
+from toolcrew.store.connection import CONNECTION_OPTIONS
 from toolcrew.store.usage import CallEnding, StoredChange
 from toolcrew.workers.celery_edge.broker import LiveTasks
 from toolcrew.workers.executor import BlobStore, CallRepeated, Executor
@@ -359,6 +360,10 @@ class _Results(RedisBackend):
     _ensure_retryable: Callable[[Callable[[], object]], object]
     """Celery's retry loop for Redis commands, with the pauses of the app's settings."""
     expires: int
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.connparams |= CONNECTION_OPTIONS
 
     def store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **options: Any

