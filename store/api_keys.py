@@ -27,6 +27,7 @@ from toolcrew.contract.tenancy import REGISTERED_LUA
 from toolcrew.store.audit import AUDIT_LUA, Actor, AuditedStore
 from toolcrew.store.audit import Role as Role
 from toolcrew.store.connection import broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import SharedReads
 from toolcrew.telemetry.logs import get_logger
 
@@ -48,29 +49,40 @@ TAIL_CHARS = 4
 _KEY = re.compile(r"tc_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 _NOBODY = "0" * 64
 
-_ADD = f"""
+_ADD = Script(
+    f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: tenants, API keys, audit. ARGV: tenant, key id, record, entry. Creates no key for a removed tenant.
-if ARGV[1] ~= 'default' and not is_registered(KEYS[1], ARGV[1]) then return -1 end
-if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then return 0 end
-audit(KEYS[3], ARGV[4])
-return redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
-"""
-_REVOKE = f"""
+-- Creates no key for a removed tenant.
+if tenant ~= 'default' and not is_registered(tenants, tenant) then return -1 end
+if redis.call('HEXISTS', api_keys, key_id) == 1 then return 0 end
+audit(audit_log, entry)
+return redis.call('HSET', api_keys, key_id, record)
+""",
+    keys=("tenants", "api_keys", "audit_log"),
+    args=("tenant", "key_id", "record", "entry"),
+)
+_REVOKE = Script(
+    f"""
 {AUDIT_LUA}
--- KEYS: API keys, audit. ARGV: key id, entry.
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
-audit(KEYS[2], ARGV[2])
-return redis.call('HDEL', KEYS[1], ARGV[1])
-"""
-_OPEN_LOGIN = """
--- KEYS: login, the logins of the API key. ARGV: the key's id, lifetime of a login, max logins of a key.
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
-redis.call('RPUSH', KEYS[2], KEYS[1])
-redis.call('EXPIRE', KEYS[2], ARGV[2])
-if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.call('LPOP', KEYS[2])) end
-"""
+if redis.call('HEXISTS', api_keys, key_id) == 0 then return 0 end
+audit(audit_log, entry)
+return redis.call('HDEL', api_keys, key_id)
+""",
+    keys=("api_keys", "audit_log"),
+    args=("key_id", "entry"),
+)
+_OPEN_LOGIN = Script(
+    """
+-- `logins`: the logins of the API key. `key_id`: signed.
+redis.call('SET', login, key_id, 'EX', ttl_s)
+redis.call('RPUSH', logins, login)
+redis.call('EXPIRE', logins, ttl_s)
+if redis.call('LLEN', logins) > tonumber(max_logins) then redis.call('DEL', redis.call('LPOP', logins)) end
+""",
+    keys=("login", "logins"),
+    args=("key_id", "ttl_s", "max_logins"),
+)
 
 
 class ApiKeyRecord(Record):
@@ -137,8 +149,6 @@ class ApiKeys(AuditedStore):
         self._clock = clock
         self._cache: dict[str, tuple[ApiKeyRecord, float]] = {}
         self._reads = SharedReads[ApiKeyRecord | None]()
-        self._add_script = client.register_script(_ADD)
-        self._revoke_script = client.register_script(_REVOKE)
 
     async def authenticate(self, text: str) -> Identity:
         """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED): the key is unknown, revoked or expired.
@@ -189,12 +199,17 @@ class ApiKeys(AuditedStore):
         until = format_instant(record.expires_at) if record.expires_at is not None else None
         details = {"role": role, "name": name, "tail": record.tail, "expires": until}
         entry = self._entry("key.add", key_id, tenant=tenant, details=details)
-        keys, args = (
-            [self._tenants, self._key, self._audit],
-            [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry],
-        )
         with broker_errors("no API key was created"):
-            added = await self._add_script(keys=keys, args=args)
+            added = await _ADD.run(
+                self._client,
+                tenants=self._tenants,
+                api_keys=self._key,
+                audit_log=self._audit,
+                tenant=tenant,
+                key_id=key_id,
+                record=self._signing.seal(_purpose(key_id), record.model_dump_json()),
+                entry=entry,
+            )
         if added != 1:
             raise ToolFailure(
                 ErrorCode.UNKNOWN_TENANT,
@@ -211,7 +226,9 @@ class ApiKeys(AuditedStore):
             if data is None:
                 return False
             entry = self._entry("key.remove", key_id, **self._describe(key_id, data))
-            was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry])
+            was_there = await _REVOKE.run(
+                self._client, api_keys=self._key, audit_log=self._audit, key_id=key_id, entry=entry
+            )
         self._cache.pop(key_id, None)
         return bool(was_there)
 
@@ -331,7 +348,6 @@ class LoginStore:
         self._client = client
         self._deployment = deployment
         self._signing = signing
-        self._open_script = client.register_script(_OPEN_LOGIN)
 
     async def open(self, key_id: str) -> str:
         """Create a login for the holder of an API key, and return its token."""
@@ -339,9 +355,15 @@ class LoginStore:
         # The signature is bound to the token. Otherwise any process that can write to Redis could log in as the holder
         # of any key.
         sealed = self._signing.seal(self._purpose(token), key_id)
-        keys = [self._key(token), deployment_key(self._deployment, f"page:logins:{key_id}")]
         with broker_errors("the login was not stored"):
-            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_PER_KEY])
+            await _OPEN_LOGIN.run(
+                self._client,
+                login=self._key(token),
+                logins=deployment_key(self._deployment, f"page:logins:{key_id}"),
+                key_id=sealed,
+                ttl_s=LOGIN_S,
+                max_logins=LOGINS_PER_KEY,
+            )
         return token
 
     async def find(self, token: str) -> str | None:

@@ -25,6 +25,7 @@ from toolcrew.store.audit import AUDIT_LUA, Actor, build_entry, entry_text
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -72,66 +73,68 @@ _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-_ASK = (
+_ASK = Script(
     _NOW
     + MEMORY_LUA
     + """
--- KEYS: question, answer, all questions, the tenant's, memory of the tenant. ARGV: id, question, digest, asker,
--- waiting time in ms, lifetime of the record in ms, max questions of a tenant.
-local answer = redis.call('GET', KEYS[2])
-if answer then return {'answered', answer} end
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
-if not redis.call('ZSCORE', KEYS[4], ARGV[1]) and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[7]) then
-  return {'full'}
-end
-if redis.call('EXISTS', KEYS[1]) == 0 and not has_room(KEYS[5], now / 1000, RUNNING_WORK) then return {'memory'} end
-local expires_at = now + ARGV[5]
-redis.call('HSETNX', KEYS[1], 'created_at', now)
-redis.call('HSET', KEYS[1], 'question', ARGV[2], 'digest', ARGV[3], 'asker', ARGV[4], 'expires_at', expires_at)
-redis.call('PEXPIRE', KEYS[1], ARGV[6])
-set_bytes(KEYS[5], now / 1000, KEYS[1], 'bytes', #ARGV[2] + RECORD_BYTES, (now + ARGV[6]) / 1000)
-for at = 3, 4 do
-  redis.call('ZADD', KEYS[at], expires_at, ARGV[1])
-  redis.call('PEXPIRE', KEYS[at], math.max(redis.call('PTTL', KEYS[at]), ARGV[6]))
+-- `text`: the question. `ttl_ms`: of its record. `account`, here and below: memory of the tenant.
+local given = redis.call('GET', answer)
+if given then return {'answered', given} end
+redis.call('ZREMRANGEBYSCORE', all_questions, '-inf', now)
+redis.call('ZREMRANGEBYSCORE', tenant_questions, '-inf', now)
+local is_new = not redis.call('ZSCORE', tenant_questions, id)
+if is_new and redis.call('ZCARD', tenant_questions) >= tonumber(max_questions) then return {'full'} end
+if redis.call('EXISTS', question) == 0 and not has_room(account, now / 1000, RUNNING_WORK) then return {'memory'} end
+local expires_at = now + wait_ms
+redis.call('HSETNX', question, 'created_at', now)
+redis.call('HSET', question, 'question', text, 'digest', digest, 'asker', asker, 'expires_at', expires_at)
+redis.call('PEXPIRE', question, ttl_ms)
+set_bytes(account, now / 1000, question, 'bytes', #text + RECORD_BYTES, (now + ttl_ms) / 1000)
+for _, questions in ipairs({all_questions, tenant_questions}) do
+  redis.call('ZADD', questions, expires_at, id)
+  redis.call('PEXPIRE', questions, math.max(redis.call('PTTL', questions), ttl_ms))
 end
 return {'asked'}
-"""
+""",
+    keys=("question", "answer", "all_questions", "tenant_questions", "account"),
+    args=("id", "text", "digest", "asker", "wait_ms", "ttl_ms", "max_questions"),
 )
-_WITHDRAW = (
+_WITHDRAW = Script(
     _NOW
     + """
--- KEYS: question, all questions, the tenant's. ARGV: id, asker. Keeps a question that another
--- process has asked again.
-if redis.call('HGET', KEYS[1], 'asker') ~= ARGV[2] then return 0 end
-if tonumber(redis.call('HGET', KEYS[1], 'expires_at')) > now then redis.call('HSET', KEYS[1], 'expires_at', now) end
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
+-- Keeps a question that another process has asked again.
+if redis.call('HGET', question, 'asker') ~= asker then return 0 end
+if tonumber(redis.call('HGET', question, 'expires_at')) > now then redis.call('HSET', question, 'expires_at', now) end
+redis.call('ZREM', all_questions, id)
+redis.call('ZREM', tenant_questions, id)
 return 1
-"""
+""",
+    keys=("question", "all_questions", "tenant_questions"),
+    args=("id", "asker"),
 )
-_ANSWER = (
+_ANSWER = Script(
     AUDIT_LUA
     + _NOW
     + MEMORY_LUA
     + """
--- KEYS: question, answer, all questions, the tenant's, audit, memory of the tenant. ARGV: id, digest, answer, lifetime
--- of the answer in ms, entry.
-local answer = redis.call('GET', KEYS[2])
-if answer then return {'answered', answer} end
-local stored = redis.call('HMGET', KEYS[1], 'digest', 'expires_at')
+-- `text`: the answer.
+local given = redis.call('GET', answer)
+if given then return {'answered', given} end
+local stored = redis.call('HMGET', question, 'digest', 'expires_at')
 if not stored[1] then return {'unknown'} end
-if stored[1] ~= ARGV[2] then return {'other'} end
+if stored[1] ~= digest then return {'other'} end
 if tonumber(stored[2]) <= now then return {'over', stored[2]} end
-audit(KEYS[5], ARGV[5])
-redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
-add_bytes(KEYS[6], now / 1000, #ARGV[3] + ENTRY_BYTES, (now + ARGV[4]) / 1000)
-set_bytes(KEYS[6], now / 1000, KEYS[1], 'bytes', 0)
-redis.call('DEL', KEYS[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('ZREM', KEYS[4], ARGV[1])
+audit(audit_log, entry)
+redis.call('SET', answer, text, 'PX', ttl_ms)
+add_bytes(account, now / 1000, #text + ENTRY_BYTES, (now + ttl_ms) / 1000)
+set_bytes(account, now / 1000, question, 'bytes', 0)
+redis.call('DEL', question)
+redis.call('ZREM', all_questions, id)
+redis.call('ZREM', tenant_questions, id)
 return {'done'}
-"""
+""",
+    keys=("question", "answer", "all_questions", "tenant_questions", "audit_log", "account"),
+    args=("id", "digest", "text", "ttl_ms", "entry"),
 )
 
 
@@ -258,9 +261,6 @@ class ApprovalQueue:
         self._keys = keys
         self._approvers = approvers
         self._clock = clock
-        self._ask_script = client.register_script(_ASK)
-        self._withdraw_script = client.register_script(_WITHDRAW)
-        self._answer_script = client.register_script(_ANSWER)
 
     async def ask(self, question: ApprovalQuestion, asker: str, wait_s: float) -> ApprovalAnswer | None:
         """Add a question, or extend the time of an existing one. Return the answer, if there is one. `asker`: a token
@@ -270,17 +270,18 @@ class ApprovalQueue:
         has a wrong signature.
         """
         wait_ms = int(min(wait_s, MAX_WAIT_S) * 1000)
-        args = [
-            question.id,
-            seal(self._keys, question),
-            question.digest,
-            asker,
-            wait_ms,
-            wait_ms + int(CLOSED_QUESTION_TTL_S * 1000),
-            MAX_PENDING,
-        ]
-        keys = [*self._keys_of(question.id), *self._sets(question.tenant), self._account(question.tenant)]
-        reply = await self._run(self._ask_script, keys, args)
+        with broker_errors(_WHAT):
+            reply = await _ASK.run(
+                self._client,
+                **self._script_keys(question.id, question.tenant),
+                id=question.id,
+                text=seal(self._keys, question),
+                digest=question.digest,
+                asker=asker,
+                wait_ms=wait_ms,
+                ttl_ms=wait_ms + int(CLOSED_QUESTION_TTL_S * 1000),
+                max_questions=MAX_PENDING,
+            )
         if reply[0] == b"memory":
             raise no_memory("the call needs approval, and the question was not stored")
         if reply[0] == b"full":
@@ -293,9 +294,16 @@ class ApprovalQueue:
 
     async def withdraw(self, question: ApprovalQuestion, asker: str) -> None:
         """Close a question, unless another process has asked the same question since then."""
-        await self._run(
-            self._withdraw_script, [self._keys_of(question.id)[0], *self._sets(question.tenant)], [question.id, asker]
-        )
+        all_questions, tenant_questions = self._sets(question.tenant)
+        with broker_errors(_WHAT):
+            await _WITHDRAW.run(
+                self._client,
+                question=self._keys_of(question.id)[0],
+                all_questions=all_questions,
+                tenant_questions=tenant_questions,
+                id=question.id,
+                asker=asker,
+            )
 
     async def answers(self, ids: Sequence[str]) -> dict[str, ApprovalAnswer | EnvelopeRefused]:
         """Return the answers to these questions. Questions without an answer are left out. An answer with a wrong
@@ -384,11 +392,18 @@ class ApprovalQueue:
         details["arguments"] = "changed" if answer.arguments is not None else ""
         action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
-        keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
-        keys.append(self._account(question.tenant))
-        args = [id_, digest, seal(self._keys, answer), int(ANSWER_TTL_S * 1000), entry_text(entry)]
         # The script checks digest and expiry again: another process may have changed the question since `get`.
-        reply = await self._run(self._answer_script, keys, args)
+        with broker_errors(_WHAT):
+            reply = await _ANSWER.run(
+                self._client,
+                **self._script_keys(id_, question.tenant),
+                audit_log=audit_key(self._deployment),
+                id=id_,
+                digest=digest,
+                text=seal(self._keys, answer),
+                ttl_ms=int(ANSWER_TTL_S * 1000),
+                entry=entry_text(entry),
+            )
         if reply[0] == b"answered":
             existing = self._opened(id_, reply[1])
             if isinstance(existing, ApprovalAnswer):
@@ -447,9 +462,17 @@ class ApprovalQueue:
         if isinstance(answer, ApprovalAnswer) and answer.id == id_ and actor.may_act_for(answer.tenant):
             raise AlreadyAnswered(answer)
 
-    async def _run(self, script: Any, keys: list[str], args: list[Any]) -> Any:
-        with broker_errors(_WHAT):
-            return await script(keys=keys, args=args)
+    def _script_keys(self, id_: str, tenant: str) -> dict[str, str]:
+        """Return the keys of a question by their names in the scripts."""
+        question, answer = self._keys_of(id_)
+        all_questions, tenant_questions = self._sets(tenant)
+        return {
+            "question": question,
+            "answer": answer,
+            "all_questions": all_questions,
+            "tenant_questions": tenant_questions,
+            "account": account_key(self._deployment, tenant),
+        }
 
     def _keys_of(self, id_: str) -> tuple[str, str]:
         """Return the keys of a question and its answer. Raises UnknownQuestion: the id is invalid. An invalid id could
@@ -459,9 +482,6 @@ class ApprovalQueue:
             raise UnknownQuestion(id_)
         key = approval_key(self._deployment, id_)
         return key, f"{key}:decision"
-
-    def _account(self, tenant: str) -> str:
-        return account_key(self._deployment, tenant)
 
     def _sets(self, tenant: str) -> tuple[str, str]:
         return approvals_key(self._deployment), tenant_approvals_key(self._deployment, tenant)

@@ -24,6 +24,7 @@ from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.names import audit_key, tenant_audit_key, tenants_key
 from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.scripts import Script
 
 Role = Literal["tenant", "operator", "admin"]
 """The role of an actor. tenant: may call tools for its own tenant. operator: may call tools for any tenant. admin: may
@@ -96,7 +97,11 @@ end
 the actor who made the change. With the entry '', it writes nothing.
 """
 
-_ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
+_ADD = Script(
+    f"{AUDIT_LUA}\naudit(audit_log, entry)\n",
+    keys=("audit_log",),
+    args=("entry",),
+)
 
 
 class Actor(Record):
@@ -229,7 +234,6 @@ class Audit:
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._add = client.register_script(_ADD)
 
     async def add(self, entry: NewAuditEntry) -> None:
         """Write an entry before a change outside of Redis. For changes in Redis, use AUDIT_LUA or `add_entry`.
@@ -237,7 +241,7 @@ class Audit:
         Raises BrokerUnavailable: the entry was not written, so the caller must not make the change.
         """
         with broker_errors("nothing was done, because the audit entry was not written"):
-            await self._add(keys=[audit_key(self._deployment)], args=[entry_text(entry)])
+            await _ADD.run(self._client, audit_log=audit_key(self._deployment), entry=entry_text(entry))
 
     async def count(self) -> int:
         """Return the number of stored entries in the operators' stream. Raises BrokerUnavailable when Redis does not

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
 
 from toolcrew.contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
@@ -21,6 +20,7 @@ from toolcrew.contract.names import BlobPool, blob_key, is_blob_of
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.read_memory import Reservation, read_memory
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
@@ -46,41 +46,42 @@ waits for the result.
 ROOM_PAUSE_S = 0.2
 PIECE_BYTES = 256 * 1024
 _DIGEST_CHARS = 64
-# KEYS: sizes of the tenant's blobs. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size,
-# the limit, lifetime of the sizes. Returns 1 if there is room; the size of the blob is then added. Returns 0 if there
-# is no room; the blob is then deleted.
-ROOM_LUA = (
+# Returns 1 if there is room; the size of the blob is then added. Returns 0 if there is none; the blob is then deleted.
+# `prefix`: of the keys of blobs. `blob` '': check only.
+ROOM = Script(
     MEMORY_LUA
     + """
-local size, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
-local total = tonumber(redis.call('HGET', KEYS[1], 'total') or 0)
+local size, max_bytes = tonumber(bytes), tonumber(limit)
+local total = tonumber(redis.call('HGET', sizes_key, 'total') or 0)
 -- Blobs live for seconds, and running calls need them: they may use memory that longer lived records may not.
 local free = free_bytes(CALLS_SHARE)
 if free then max_bytes = math.min(max_bytes, RUNNING_WORK * free) end
 if total + size > max_bytes then
-  local sizes = redis.call('HGETALL', KEYS[1])
+  local sizes = redis.call('HGETALL', sizes_key)
   total = 0
   for at = 1, #sizes, 2 do
     if sizes[at] ~= 'total' then
-      if redis.call('EXISTS', ARGV[1] .. sizes[at]) == 1 then
+      if redis.call('EXISTS', prefix .. sizes[at]) == 1 then
         total = total + tonumber(sizes[at + 1])
       else
-        redis.call('HDEL', KEYS[1], sizes[at])
+        redis.call('HDEL', sizes_key, sizes[at])
       end
     end
   end
-  redis.call('HSET', KEYS[1], 'total', total)
+  redis.call('HSET', sizes_key, 'total', total)
 end
 if total + size > max_bytes then
-  if ARGV[2] ~= '' then redis.call('UNLINK', ARGV[1] .. ARGV[2]) end
+  if blob ~= '' then redis.call('UNLINK', prefix .. blob) end
   return 0
 end
-if ARGV[2] ~= '' then
-  redis.call('HSET', KEYS[1], ARGV[2], size, 'total', total + size)
-  redis.call('EXPIRE', KEYS[1], ARGV[5])
+if blob ~= '' then
+  redis.call('HSET', sizes_key, blob, size, 'total', total + size)
+  redis.call('EXPIRE', sizes_key, ttl_s)
 end
 return 1
-"""
+""",
+    keys=("sizes_key",),
+    args=("prefix", "blob", "bytes", "limit", "ttl_s"),
 )
 
 
@@ -113,14 +114,14 @@ class Blobs:
 
     async def _store(self, tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:
         """Store a blob. Return False, without storing it, if the tenant has no room."""
-        if len(data) > CHECK_FIRST_BYTES:
-            has_room: Any = self._client.eval(*room_arguments(self._deployment, tenant, pool, "", len(data)))
-            if not await has_room:
-                return False
+        if len(data) > CHECK_FIRST_BYTES and not await ROOM.run(
+            self._client, **room_values(self._deployment, tenant, pool, "", len(data))
+        ):
+            return False
         pipe = self._client.pipeline(transaction=True)
         # A transaction, because a blob that is not counted would bypass the limit.
         pipe.set(key, data, ex=BLOB_TTL_S)
-        pipe.eval(*room_arguments(self._deployment, tenant, pool, key, len(data)))
+        ROOM.add_to(pipe, **room_values(self._deployment, tenant, pool, key, len(data)))
         return bool((await pipe.execute())[1])
 
     async def drop(self, key: str) -> None:
@@ -234,14 +235,14 @@ class WorkerBlobs:
 
     def _store(self, tenant: str, key: str, data: bytes, ttl_s: int) -> bool:
         """Store a blob. Return False, without storing it, if the tenant has no room."""
-        if len(data) > CHECK_FIRST_BYTES and not self._client.eval(
-            *room_arguments(self._deployment, tenant, self._pool, "", len(data))
+        if len(data) > CHECK_FIRST_BYTES and not ROOM.run_blocking(
+            self._client, **room_values(self._deployment, tenant, self._pool, "", len(data))
         ):
             return False
         pipe = self._client.pipeline(transaction=True)
         # A transaction, because a blob that is not counted would bypass the limit.
         pipe.set(key, data, ex=ttl_s)
-        pipe.eval(*room_arguments(self._deployment, tenant, self._pool, key, len(data)))
+        ROOM.add_to(pipe, **room_values(self._deployment, tenant, self._pool, key, len(data)))
         return bool(pipe.execute()[1])
 
 
@@ -272,23 +273,19 @@ def check_blob(key: str, *pieces: bytes) -> None:
         )
 
 
-def room_arguments(
-    deployment: str, tenant: str, pool: BlobPool, key: str, size: int
-) -> tuple[str, int, str, str, str, int, int, int]:
-    """Return the arguments of EVAL that count a blob of that size, which was just stored under `key`. If `key` is "",
+def room_values(deployment: str, tenant: str, pool: BlobPool, key: str, size: int) -> dict[str, str | int]:
+    """Return the keys and arguments of ROOM for a blob of that size, which was just stored under `key`. If `key` is "",
     the script only checks whether the tenant's limit allows the blob.
     """
-    start = blob_key(deployment, tenant, pool, "")
-    return (
-        ROOM_LUA,
-        1,
-        f"{start}sizes",
-        start,
-        key.removeprefix(start),
-        max(size, LEAST_CHARGE),
-        TENANT_BLOB_BYTES,
-        SIZES_TTL_S,
-    )
+    prefix = blob_key(deployment, tenant, pool, "")
+    return {
+        "sizes_key": f"{prefix}sizes",
+        "prefix": prefix,
+        "blob": key.removeprefix(prefix),
+        "bytes": max(size, LEAST_CHARGE),
+        "limit": TENANT_BLOB_BYTES,
+        "ttl_s": SIZES_TTL_S,
+    }
 
 
 def blob_limit_error(tenant: str) -> ToolFailure:

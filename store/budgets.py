@@ -16,6 +16,7 @@ from toolcrew.contract.names import audit_key
 from toolcrew.contract.tenancy import POLICY_FRESH_S, Budgets
 from toolcrew.store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
 from toolcrew.store.connection import broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import SharedReads
 from toolcrew.store.usage import DAY_S, UNITS, UsageStore, usage_prefix
 from toolcrew.telemetry.logs import get_logger
@@ -34,16 +35,18 @@ _METRICS = {
 """Name of a budget -> names of the used amounts whose sum counts for the budget."""
 _ACTOR = Actor(key="local", role="operator", name="toolcrew")
 
-# KEYS: notices of the tenant, audit. ARGV: the notice, its lifetime, audit entry. Returns 1 for the first one.
-_ADD_NOTICE = (
+# Returns 1 for the first notice of its text.
+_ADD_NOTICE = Script(
     AUDIT_LUA
     + """
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
-audit(KEYS[2], ARGV[3])
-redis.call('HSET', KEYS[1], ARGV[1], 1)
-redis.call('EXPIRE', KEYS[1], ARGV[2])
+if redis.call('HEXISTS', notices, notice) == 1 then return 0 end
+audit(audit_log, entry)
+redis.call('HSET', notices, notice, 1)
+redis.call('EXPIRE', notices, ttl_s)
 return 1
-"""
+""",
+    keys=("notices", "audit_log"),
+    args=("notice", "ttl_s", "entry"),
 )
 
 
@@ -72,7 +75,6 @@ class BudgetStore:
         self._client = client
         self._deployment = deployment
         self._usage = UsageStore(client, deployment)
-        self._add_notice = client.register_script(_ADD_NOTICE)
         self._reads = SharedReads[list[BudgetState]]()
         self._read: dict[str, tuple[float, Budgets, list[BudgetState]]] = {}
 
@@ -140,9 +142,15 @@ class BudgetStore:
         details = {name: str(value) for name, value in state.model_dump(mode="json").items() if name != "is_used_up"}
         entry = entry_text(build_entry(_ACTOR, action, state.name, tenant=tenant, details=details))
         notice = f"{action} {state.name} {state.limit:g} {state.resets_at:.0f}"
-        keys = [f"{usage_prefix(self._deployment, tenant)}notices", audit_key(self._deployment)]
         with broker_errors("a notice about a budget was not written"):
-            is_first = await self._add_notice(keys=keys, args=[notice, NOTICES_TTL_S, entry])
+            is_first = await _ADD_NOTICE.run(
+                self._client,
+                notices=f"{usage_prefix(self._deployment, tenant)}notices",
+                audit_log=audit_key(self._deployment),
+                notice=notice,
+                ttl_s=NOTICES_TTL_S,
+                entry=entry,
+            )
         if is_first and action == "budget.exceed":
             log.error("budget_used_up", tenant=tenant, **details)
         elif is_first:

@@ -44,6 +44,7 @@ from toolcrew.store.call_records import CALLS_LISTED, CallRecord, CallState, par
 from toolcrew.store.calls import CallStore
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.run_log import run_key
+from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import parse_session_location
 from toolcrew.store.slots import WaitReason
 
@@ -64,20 +65,24 @@ _POSITION_TEXT = re.compile(r"([0-9])\|(-?[0-9.]{1,20}(?:e[+-]?[0-9]{1,3})?)\|([
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
 """Pattern of the ids of calls that belong to a run in a program's own process."""
 
-# KEYS: queue. ARGV: a text that only the message of the call contains. Returns the number of messages before the call
-# (-1 if the call is not among the first 5,000), and the length of the queue.
-_POSITION = """
-local length, at = redis.call('LLEN', KEYS[1]), 0
+# Returns the number of messages before the call (-1 if the call is not among the first 5,000), and the length of the
+# queue. `text`: a text that only the message of the call contains.
+_POSITION = Script(
+    """
+local length, at = redis.call('LLEN', queue), 0
 -- A limited number of messages: a long queue must not block Redis because a user looks at one call.
 while at < length and at < 5000 do
-  local some = redis.call('LRANGE', KEYS[1], -at - 100, -at - 1)
+  local some = redis.call('LRANGE', queue, -at - 100, -at - 1)
   for index = #some, 1, -1 do
-    if string.find(some[index], ARGV[1], 1, true) then return {at + #some - index, length} end
+    if string.find(some[index], text, 1, true) then return {at + #some - index, length} end
   end
   at = at + 100
 end
 return {-1, length}
-"""
+""",
+    keys=("queue",),
+    args=("text",),
+)
 
 
 Moment = Annotated[float, PlainSerializer(lambda at: format_instant(at, "milliseconds"), when_used="json-unless-none")]
@@ -198,7 +203,6 @@ class CallReader:
         self._keys = keys
         self._flower_url = flower_url
         self._records = CallStore(client, deployment)
-        self._position = client.register_script(_POSITION)
 
     # --- The list --------------------------------------------------------------------------------------------------
 
@@ -279,7 +283,7 @@ class CallReader:
             return await self._read_waiting(tenant, call_id)
         fields: dict[str, Any] = {}
         if record.state is CallState.QUEUED:
-            ahead, length = await _ask(self._position(keys=[record.queue], args=[f'"id": "{record.task}"']))
+            ahead, length = await _ask(_POSITION.run(self._client, queue=record.queue, text=f'"id": "{record.task}"'))
             fields = {"waits_in": "queue", "ahead": ahead if ahead >= 0 else None, "waiting": length}
         elif record.state is CallState.RUNNING:
             # The record of a killed worker stays `running` until its sender marks the loss. Only the report shows it.

@@ -31,6 +31,7 @@ from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.audit import NewAuditEntry, add_entry
 from toolcrew.store.clock import SharedClock, read_clock
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -81,56 +82,62 @@ local function count(workers, total, worker, slots, now, ttl)
 end
 """
 
-# KEYS: report, all hosts, tombstone, then the workers and the total of each queue. ARGV: report, queue, worker,
-# lifetime of the report in seconds, 1 for the first report, then the slots for each queue, or '' for a queue that is
-# no longer served.
-_REPORT = (
+# `slot_keys`, here and below: the keys of the workers and of the total of each queue. `slots`: of each queue, or '' for
+# a queue that is no longer served.
+_REPORT = Script(
     _LUA
     + """
 local time = redis.call('TIME')
-if redis.call('EXISTS', KEYS[3]) == 1 then return {'given_up', time[1], time[2]} end
-local last = redis.call('GET', KEYS[1])
-if last and worker_of(last) ~= ARGV[3] or ARGV[5] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[2]) then
+if redis.call('EXISTS', tombstone) == 1 then return {'given_up', time[1], time[2]} end
+local last = redis.call('GET', report)
+if last and worker_of(last) ~= worker or is_first == '1' and redis.call('ZSCORE', hosts, queue) then
   return {'replaced', time[1], time[2]}
 end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[4])
-redis.call('ZADD', KEYS[2], time[1], ARGV[2])
-for i = 4, #KEYS, 2 do
-  local slots = ARGV[6 + (i - 4) / 2]
-  count(KEYS[i], KEYS[i + 1], ARGV[2], slots ~= '' and slots or nil, tonumber(time[1]), tonumber(ARGV[4]))
+redis.call('SET', report, text, 'EX', ttl_s)
+redis.call('ZADD', hosts, time[1], queue)
+for i, served in ipairs(slots) do
+  local workers, total = slot_keys[2 * i - 1], slot_keys[2 * i]
+  count(workers, total, queue, served ~= '' and served or nil, tonumber(time[1]), tonumber(ttl_s))
 end
 return {'accepted', time[1], time[2]}
-"""
+""",
+    keys=("report", "hosts", "tombstone", "slot_keys..."),
+    args=("text", "queue", "worker", "ttl_s", "is_first", "slots..."),
 )
 
-# KEYS: report, all hosts, queue, then the workers and the total of each queue. ARGV: queue, worker, departure, last
-# report, its lifetime in seconds, lifetime of slots in seconds.
-_LEAVE = (
+_LEAVE = Script(
     _LUA
     + """
-local last = redis.call('GET', KEYS[1])
-if last and worker_of(last) ~= ARGV[2] then return 'replaced' end
-if ARGV[3] == 'drained' and redis.call('LLEN', KEYS[3]) > 0 then return 'busy' end
+local last = redis.call('GET', report)
+if last and worker_of(last) ~= worker then return 'replaced' end
+if departure == 'drained' and redis.call('LLEN', messages) > 0 then return 'busy' end
 local now = tonumber(redis.call('TIME')[1])
-for i = 4, #KEYS, 2 do count(KEYS[i], KEYS[i + 1], ARGV[1], nil, now, tonumber(ARGV[6])) end
-if ARGV[3] == 'restarting' then redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5]) else redis.call('DEL', KEYS[1]) end
-if ARGV[3] == 'drained' then redis.call('ZREM', KEYS[2], ARGV[1]) end
+for i = 1, #slot_keys, 2 do count(slot_keys[i], slot_keys[i + 1], queue, nil, now, tonumber(slots_ttl_s)) end
+if departure == 'restarting' then
+  redis.call('SET', report, last_report, 'EX', report_ttl_s)
+else
+  redis.call('DEL', report)
+end
+if departure == 'drained' then redis.call('ZREM', hosts, queue) end
 -- The worker now counts as lost, so that the reaper empties its queue.
-if ARGV[3] == 'stopped' then redis.call('ZADD', KEYS[2], now - ARGV[6] - 1, ARGV[1]) end
+if departure == 'stopped' then redis.call('ZADD', hosts, now - slots_ttl_s - 1, queue) end
 return 'left'
-"""
+""",
+    keys=("report", "hosts", "messages", "slot_keys..."),
+    args=("queue", "worker", "departure", "last_report", "report_ttl_s", "slots_ttl_s"),
 )
 
-# KEYS: report, all hosts. ARGV: its worker, its queue, lifetime of reports in seconds. Removes the report of a worker
-# that has certainly ended, unless another worker reports.
-_DISMISS = (
+# Removes the report of a worker that has certainly ended, unless another worker reports.
+_DISMISS = Script(
     _LUA
     + """
-local last = redis.call('GET', KEYS[1])
-if not last or worker_of(last) ~= ARGV[1] then return 0 end
-redis.call('ZADD', KEYS[2], redis.call('TIME')[1] - ARGV[3] - 1, ARGV[2])
-return redis.call('DEL', KEYS[1])
-"""
+local last = redis.call('GET', report)
+if not last or worker_of(last) ~= worker then return 0 end
+redis.call('ZADD', hosts, redis.call('TIME')[1] - ttl_s - 1, queue)
+return redis.call('DEL', report)
+""",
+    keys=("report", "hosts"),
+    args=("worker", "queue", "ttl_s"),
 )
 
 # --- Orchestrators ----------------------------------------------------------------------------------------------------
@@ -310,9 +317,6 @@ class WorkerHostStore:
         self._client = client
         self._deployment = deployment
         self._clock = clock
-        self._report = client.register_script(_REPORT)
-        self._leave = client.register_script(_LEAVE)
-        self._dismiss = client.register_script(_DISMISS)
 
     def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
         """Report that the worker lives, and update the clock with Redis's time. `is_first`: accept the host instance's
@@ -321,11 +325,20 @@ class WorkerHostStore:
         report = report.model_copy(update={"reported_at": self._clock()})
         own = report.slots if report.kind == "sandbox" else ""
         shared = report.slots if not report.draining else ""
-        keys = [*self._keys(report), tombstone_key(self._deployment, report.queue), *self._slot_keys(report)]
-        arguments: list[str | int] = [report.model_dump_json(), report.queue, report.worker, ttl_s, int(is_first), own]
-        arguments += [shared for _ in report.pools]
         with broker_errors("the worker was not reported"):
-            result: Any = self._report(keys=keys, args=arguments)
+            result = _REPORT.run_blocking(
+                self._client,
+                report=host_key(self._deployment, report.queue),
+                hosts=hosts_key(self._deployment),
+                tombstone=tombstone_key(self._deployment, report.queue),
+                slot_keys=self._slot_keys(report),
+                text=report.model_dump_json(),
+                queue=report.queue,
+                worker=report.worker,
+                ttl_s=ttl_s,
+                is_first=int(is_first),
+                slots=[own, *(shared for _ in report.pools)],
+            )
         self._clock.learn(int(result[1]) + int(result[2]) / 1_000_000)
         return ReportResult(result[0].decode())
 
@@ -334,17 +347,21 @@ class WorkerHostStore:
         starts. Return False if the departure is "drained" but the queue has calls.
         """
         parting = last.model_copy(update={"worker": "", "draining": True, "busy": 0, "reported_at": self._clock()})
-        keys = [*self._keys(last), last.queue, *self._slot_keys(last)]
-        arguments: list[str | int] = [
-            last.queue,
-            last.worker,
-            departure,
-            parting.model_dump_json(),
-            RESTART_GRACE_S,
-            HOST_TTL_S,
-        ]
         with broker_errors("the worker's report was not removed"):
-            return bool(self._leave(keys=keys, args=arguments) != b"busy")
+            result = _LEAVE.run_blocking(
+                self._client,
+                report=host_key(self._deployment, last.queue),
+                hosts=hosts_key(self._deployment),
+                messages=last.queue,
+                slot_keys=self._slot_keys(last),
+                queue=last.queue,
+                worker=last.worker,
+                departure=departure,
+                last_report=parting.model_dump_json(),
+                report_ttl_s=RESTART_GRACE_S,
+                slots_ttl_s=HOST_TTL_S,
+            )
+        return bool(result != b"busy")
 
     def find(self, queue: str) -> HostReport | None:
         """Return the last report of an instance; None if there is none, or if this release cannot read it."""
@@ -362,10 +379,14 @@ class WorkerHostStore:
     def dismiss(self, report: HostReport) -> None:
         """Remove the report of a worker that has ended. The reaper then processes its queue."""
         with broker_errors(_WHAT):
-            self._dismiss(keys=self._keys(report), args=[report.worker, report.queue, HOST_TTL_S])
-
-    def _keys(self, report: HostReport) -> list[str]:
-        return [host_key(self._deployment, report.queue), hosts_key(self._deployment)]
+            _DISMISS.run_blocking(
+                self._client,
+                report=host_key(self._deployment, report.queue),
+                hosts=hosts_key(self._deployment),
+                worker=report.worker,
+                queue=report.queue,
+                ttl_s=HOST_TTL_S,
+            )
 
     def _slot_keys(self, report: HostReport) -> list[str]:
         queues = (report.queue, *report.pools)

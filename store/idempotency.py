@@ -15,6 +15,7 @@ from toolcrew.contract.names import deployment_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.scripts import Script
 
 KEEP_S = 24 * 3600
 PENDING_S = 900
@@ -29,42 +30,50 @@ FULL = (
     f"the stored responses of this API key fill {MAX_STORED_BYTES // 2**20} MiB, so the request was not started: send "
     "it without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
 )
+_NOT_ENDED = "the end of the request was not stored"
 # Every script is repeatable after a lost reply. A repeated claim recognizes the first one, and a response is stored
 # only once. A claim may also arrive after the release of the same claim, from a connection that was given up. No
 # process reads the reply to such a claim, so the script must not take the slot.
-_CLAIM = (
+_CLAIM = Script(
     MEMORY_LUA
     + """
--- KEYS: slot, mark of a release, memory of the tenant. ARGV: claim, its lifetime, 'full' if the account is full.
-if redis.call('EXISTS', KEYS[2]) == 1 then return ARGV[1] end
-local found = redis.call('GET', KEYS[1])
-if found and found ~= ARGV[1] then return found end
-if ARGV[3] == 'full' then return ARGV[3] end
-if not found and not has_room(KEYS[3], read_time(), RUNNING_WORK) then return 'memory' end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+-- `fullness`: 'full' if the account of the API key is full. `account`: memory of the tenant.
+if redis.call('EXISTS', released) == 1 then return claim end
+local found = redis.call('GET', slot)
+if found and found ~= claim then return found end
+if fullness == 'full' then return fullness end
+if not found and not has_room(account, read_time(), RUNNING_WORK) then return 'memory' end
+redis.call('SET', slot, claim, 'EX', ttl_s)
 return false
-"""
+""",
+    keys=("slot", "released", "account"),
+    args=("claim", "ttl_s", "fullness"),
 )
-_KEEP = (
+_KEEP = Script(
     MEMORY_LUA
     + """
--- KEYS: slot, bytes of the account in this hour, memory of the tenant. ARGV: claim, response, its lifetime, its bytes,
--- lifetime of the count.
-local found = redis.call('GET', KEYS[1])
-if found and found ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
-redis.call('INCRBY', KEYS[2], ARGV[4])
-redis.call('EXPIRE', KEYS[2], ARGV[5])
+-- `hour`: the bytes of the API key in this hour.
+local found = redis.call('GET', slot)
+if found and found ~= claim then return 0 end
+redis.call('SET', slot, response, 'EX', ttl_s)
+redis.call('INCRBY', hour, bytes)
+redis.call('EXPIRE', hour, count_ttl_s)
 local now = read_time()
-add_bytes(KEYS[3], now, tonumber(ARGV[4]), now + ARGV[3])
+add_bytes(account, now, tonumber(bytes), now + ttl_s)
 return 1
-"""
+""",
+    keys=("slot", "hour", "account"),
+    args=("claim", "response", "ttl_s", "bytes", "count_ttl_s"),
 )
-_RELEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
-redis.call('SET', KEYS[2], '', 'EX', ARGV[2])
+_RELEASE = Script(
+    """
+if redis.call('GET', slot) == claim then return redis.call('DEL', slot) end
+redis.call('SET', released, '', 'EX', ttl_s)
 return 0
-"""
+""",
+    keys=("slot", "released"),
+    args=("claim", "ttl_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,6 @@ class IdempotencyStore:
         self._redis = client
         self._prefix = deployment_key(deployment, "api")
         self._clock = clock
-        self._claim = client.register_script(_CLAIM)
-        self._keep = client.register_script(_KEEP)
-        self._release = client.register_script(_RELEASE)
 
     def name(self, account: str, name: str, digest: str, token: str, tenant: str) -> SlotClaim:
         """Return the claim of a request. `name`: its Idempotency-Key. `digest`: the digest of its content. `token`: a
@@ -117,9 +123,14 @@ class IdempotencyStore:
         with broker_errors("the request was not started"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > MAX_STORED_BYTES
-            content: Any = await self._claim(
-                [claim.slot, claim.released, account_key(self._deployment, claim.tenant)],
-                [claim.pending, PENDING_S, "full" if is_full else ""],
+            content = await _CLAIM.run(
+                self._redis,
+                slot=claim.slot,
+                released=claim.released,
+                account=account_key(self._deployment, claim.tenant),
+                claim=claim.pending,
+                ttl_s=PENDING_S,
+                fullness="full" if is_full else "",
             )
         if content == b"memory":
             raise no_memory("the request was not started, because its response could not be stored")
@@ -134,13 +145,18 @@ class IdempotencyStore:
         # The signature is bound to the slot. Otherwise any process that can write to Redis could forge a response of
         # the API.
         record = self._signing.seal(_purpose(claim.slot), record)
-        size = len(record) + SLOT_BYTES
-        await self._settle(
-            self._keep(
-                [claim.slot, self._hour(claim.account), account_key(self._deployment, claim.tenant)],
-                [claim.pending, record, KEEP_S, size, KEEP_S + 3600],
+        with broker_errors(_NOT_ENDED):
+            await _KEEP.run(
+                self._redis,
+                slot=claim.slot,
+                hour=self._hour(claim.account),
+                account=account_key(self._deployment, claim.tenant),
+                claim=claim.pending,
+                response=record,
+                ttl_s=KEEP_S,
+                bytes=len(record) + SLOT_BYTES,
+                count_ttl_s=KEEP_S + 3600,
             )
-        )
 
     def _open(self, slot: str, content: bytes) -> dict[str, Any]:
         """Return a pending claim or a signed response. Raises RecordRefused: the response cannot be verified. A
@@ -162,7 +178,10 @@ class IdempotencyStore:
         """Free the slot, if that claim still holds it. A second call changes nothing. Raises BrokerUnavailable when
         Redis does not answer.
         """
-        await self._settle(self._release([claim.slot, claim.released], [claim.pending, PENDING_S]))
+        with broker_errors(_NOT_ENDED):
+            await _RELEASE.run(
+                self._redis, slot=claim.slot, released=claim.released, claim=claim.pending, ttl_s=PENDING_S
+            )
 
     async def count(self, account: str) -> int:
         """Return how many bytes are stored for the account. Each hour has its own counter, which expires a day later
@@ -173,10 +192,6 @@ class IdempotencyStore:
 
     def _hour(self, account: str, back: int = 0) -> str:
         return f"{self._prefix}:kept:{account}:{int(self._clock() // 3600) - back}"
-
-    async def _settle(self, settling: Any) -> None:
-        with broker_errors("the end of the request was not stored"):
-            await settling
 
 
 def _purpose(slot: str) -> str:

@@ -1,14 +1,13 @@
 -- The state of a deployment for one scrape. The script changes nothing. Redis serves no other client while the script runs. Callers with many rows
 -- therefore split the rows between several executions.
--- ARGV: subject; its rows (JSON); key prefix of the deployment, of admission, of slots, of the queue of runs; max batches.
+-- `deployment`, `admission`, `slots`, `runs`: key prefixes. The subjects with their rows:
 --   deployment: no rows. Result: runs: waiting, delayed, running; batches; approvals
 --   tenants: names. Result: rows of in flight, waiting
 --   queues: names. Result: rows of messages, age of the oldest in seconds (-1: unknown), slots, in flight, waiting, tenants whose calls wait for a slot
 --   waits: rows of queue and tenants. Result: the waiting time of the oldest call of each row in seconds
 -- Results are JSON.
 
-local subject, rows = ARGV[1], cjson.decode(ARGV[2])
-local deployment, admission, slots, runs, max_batches = ARGV[3], ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
+local rows, max_batches = cjson.decode(rows_json), tonumber(batch_limit)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, NamedTuple
 
 from toolcrew.contract.errors import BrokerUnavailable, RefusalReason
@@ -40,6 +39,7 @@ from toolcrew.contract.names import (
 )
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
+from toolcrew.store.scripts import Script, Value
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -77,43 +77,57 @@ def host_gauges_key(deployment: str, queue: str) -> str:
 
 # --- Counts of a process ----------------------------------------------------------------------------------------------
 
-# KEYS: the sums, the totals of this source that are already in them. ARGV: lifetime of these totals in seconds; then
-# for each number: metric, limit of its series, the field that marks the series as existing, field, field of the
-# overflow series, total, the total that the source knows as added.
-ABSORB_LUA = """
-for at = 2, #ARGV, 7 do
-  local metric, max_series, mark = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
-  local field, spare = ARGV[at + 3], ARGV[at + 4]
-  local total = tonumber(ARGV[at + 5])
-  local more = total - (tonumber(redis.call('HGET', KEYS[2], field) or ARGV[at + 6]) or 0)
+# `counted`: the totals of this source that are already in the sums. `counts`: for each number its metric, the limit of
+# its series, the field that marks the series as existing, its field, the field of the overflow series, its total, and
+# the total that the source knows as added.
+ABSORB = Script(
+    """
+for at = 1, #counts, 7 do
+  local metric, max_series, mark = counts[at], tonumber(counts[at + 1]), counts[at + 2]
+  local field, spare = counts[at + 3], counts[at + 4]
+  local total = tonumber(counts[at + 5])
+  local more = total - (tonumber(redis.call('HGET', counted, field) or counts[at + 6]) or 0)
   if more > 0 then
     local into = field
-    if field ~= spare and redis.call('HEXISTS', KEYS[1], mark) == 0 then
-      local series = tonumber(redis.call('HGET', KEYS[1], '#' .. metric) or nil) or 0
+    if field ~= spare and redis.call('HEXISTS', sums, mark) == 0 then
+      local series = tonumber(redis.call('HGET', sums, '#' .. metric) or nil) or 0
       if series >= max_series then
         into = spare
       else
-        redis.call('HSET', KEYS[1], '#' .. metric, string.format('%d', series + 1))
+        redis.call('HSET', sums, '#' .. metric, string.format('%d', series + 1))
       end
-      if into == field and field ~= mark then redis.call('HSET', KEYS[1], mark, '0') end
+      if into == field and field ~= mark then redis.call('HSET', sums, mark, '0') end
     end
-    local added = redis.pcall('HINCRBYFLOAT', KEYS[1], into, string.format('%.17g', more))
+    local added = redis.pcall('HINCRBYFLOAT', sums, into, string.format('%.17g', more))
     -- Another program wrote a value that is not a number.
-    if type(added) == 'table' and added.err then redis.call('HSET', KEYS[1], into, string.format('%.17g', more)) end
-    redis.call('HSET', KEYS[2], field, ARGV[at + 5])
+    if type(added) == 'table' and added.err then redis.call('HSET', sums, into, string.format('%.17g', more)) end
+    redis.call('HSET', counted, field, counts[at + 5])
   end
 end
-redis.call('EXPIRE', KEYS[2], ARGV[1])
+redis.call('EXPIRE', counted, ttl_s)
 return 1
-"""
+""",
+    keys=("sums", "counted"),
+    args=("ttl_s", "counts..."),
+)
 
 
 @dataclass(frozen=True)
 class PendingCounts:
-    """Totals that are being sent. `arguments`: ARGV of the script."""
+    """Totals that are being sent. `arguments`: `counts` of the script."""
 
     totals: Mapping[str, float]
     arguments: tuple[str, ...]
+
+
+def absorb_values(deployment: str, source: str, pending: PendingCounts) -> dict[str, Value]:
+    """Return the keys and arguments of ABSORB."""
+    return {
+        "sums": metrics_key(deployment),
+        "counted": counted_key(deployment, source),
+        "ttl_s": COUNTED_TTL_S,
+        "counts": pending.arguments,
+    }
 
 
 class _Series:
@@ -166,7 +180,7 @@ class Counts:
         # The count of a histogram must come before its other parts, because the count marks the series as existing.
         fields = sorted(self._changed)[:_FIELDS_AT_ONCE]
         totals = {field: self._totals[field] for field in fields}
-        arguments = [str(COUNTED_TTL_S)]
+        arguments = list[str]()
         for field, total in totals.items():
             part, series = field.split("\t", 1)
             metric = METRICS[series.split("\t", 1)[0]]
@@ -270,24 +284,19 @@ class MetricsStore:
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        prefixes = (
-            deployment_key(deployment, ""),
-            admission_prefix(deployment),
-            slots_key(deployment, ""),
-            runs_prefix(deployment),
-        )
-        self._key_parts: tuple[str | int, ...] = (*prefixes, MAX_BATCHES)
-        self._overview_script = client.register_script(
-            resources.files("toolcrew.store").joinpath("metrics.lua").read_text(encoding="utf-8")
-        )
-        self._absorb = client.register_script(ABSORB_LUA)
+        self._key_parts = {
+            "deployment": deployment_key(deployment, ""),
+            "admission": admission_prefix(deployment),
+            "slots": slots_key(deployment, ""),
+            "runs": runs_prefix(deployment),
+        }
+        self._script = Script.load("metrics.lua", args=("subject", "rows_json", *self._key_parts, "batch_limit"))
 
     async def absorb(self, source: str, counts: Counts) -> None:
         """Add the changed totals of a process to the sums of the deployment. `source`: the id of the process."""
-        keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
-                await self._absorb(keys=keys, args=list(pending.arguments))
+                await ABSORB.run(self._client, **absorb_values(self._deployment, source, pending))
             counts.settle(pending)
 
     async def read_counts(self) -> StoredCounts:
@@ -352,7 +361,9 @@ class MetricsStore:
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
         with broker_errors(_NOT_READ):
-            text: Any = await self._overview_script(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
+            text = await self._script.run(
+                self._client, subject=subject, rows_json=json.dumps(rows), batch_limit=MAX_BATCHES, **self._key_parts
+            )
         return json.loads(text.decode(errors="replace"))
 
 
@@ -395,14 +406,12 @@ class WorkerMetricsStore:
         """Create a store. `client` must send every command once."""
         self._client = client
         self._deployment = deployment
-        self._absorb = client.register_script(ABSORB_LUA)
 
     def absorb(self, source: str, counts: Counts) -> None:
         """Add the changed totals of a process to the sums of the deployment. `source`: the id of the process."""
-        keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
-                self._absorb(keys=keys, args=list(pending.arguments))
+                ABSORB.run_blocking(self._client, **absorb_values(self._deployment, source, pending))
             counts.settle(pending)
 
     def set_gauges(self, queue: str, gauges: Mapping[str, Any]) -> None:

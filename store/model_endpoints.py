@@ -30,23 +30,31 @@ from toolcrew.contract.tenancy import REGISTERED_LUA, TenantPolicy
 from toolcrew.store.audit import AUDIT_LUA, AuditedStore
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.model_limits import read_limits
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import SharedReads
 
-_SET = f"""
+_SET = Script(
+    f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: endpoints, tenants, audit. ARGV: field, record, entry, tenant ('' for an endpoint of the deployment).
-if ARGV[4] ~= '' and not is_served(KEYS[2], ARGV[4]) then return -1 end
-audit(KEYS[3], ARGV[3])
-return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-"""
-_REMOVE = f"""
+-- `tenant` '': an endpoint of the deployment.
+if tenant ~= '' and not is_served(tenants, tenant) then return -1 end
+audit(audit_log, entry)
+return redis.call('HSET', endpoints, field, record)
+""",
+    keys=("endpoints", "tenants", "audit_log"),
+    args=("field", "record", "entry", "tenant"),
+)
+_REMOVE = Script(
+    f"""
 {AUDIT_LUA}
--- KEYS: endpoints, audit. ARGV: field, entry.
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
-audit(KEYS[2], ARGV[2])
-return redis.call('HDEL', KEYS[1], ARGV[1])
-"""
+if redis.call('HEXISTS', endpoints, field) == 0 then return 0 end
+audit(audit_log, entry)
+return redis.call('HDEL', endpoints, field)
+""",
+    keys=("endpoints", "audit_log"),
+    args=("field", "entry"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,6 @@ class ModelEndpoints(AuditedStore):
         self._key = model_endpoints_key(deployment)
         self._tenants = tenants_key(deployment)
         self._audit = audit_key(deployment)
-        self._set_script = client.register_script(_SET)
-        self._remove_script = client.register_script(_REMOVE)
         self._cache = _Cache()
 
     async def all(self) -> Mapping[str, ModelEndpoint | ConfigError]:
@@ -168,9 +174,17 @@ class ModelEndpoints(AuditedStore):
         }
         entry = self._entry("model.set", name, tenant=tenant, details=details)
         field = endpoint_field(name, tenant)
-        args = [field, seal_endpoint(self._keys, field, endpoint), entry, tenant or ""]
         with broker_errors(f"the model endpoint {name} was not set"):
-            reply = await self._set_script(keys=[self._key, self._tenants, self._audit], args=args)
+            reply = await _SET.run(
+                self._client,
+                endpoints=self._key,
+                tenants=self._tenants,
+                audit_log=self._audit,
+                field=field,
+                record=seal_endpoint(self._keys, field, endpoint),
+                entry=entry,
+                tenant=tenant or "",
+            )
         self._cache.read_at = float("-inf")
         if reply == -1:
             raise ToolFailure(
@@ -194,8 +208,12 @@ class ModelEndpoints(AuditedStore):
                 )
         entry = self._entry("model.remove", name, tenant=tenant)
         with broker_errors(f"the model endpoint {name} was not removed"):
-            removed = await self._remove_script(
-                keys=[self._key, self._audit], args=[endpoint_field(name, tenant), entry]
+            removed = await _REMOVE.run(
+                self._client,
+                endpoints=self._key,
+                audit_log=self._audit,
+                field=endpoint_field(name, tenant),
+                entry=entry,
             )
         self._cache.read_at = float("-inf")
         return bool(removed)

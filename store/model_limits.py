@@ -23,6 +23,7 @@ from toolcrew.contract.model_endpoints import (
 from toolcrew.contract.names import model_limits_key
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.telemetry.logs import get_logger
 
@@ -50,64 +51,73 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 """
 # The window is a hash of seconds (`r<second>` requests, `t<second>` tokens), so its size does not grow with the rate.
-_ACQUIRE = (
+_ACQUIRE = Script(
     _CLOCK
     + """
--- KEYS: block, leases, window. ARGV: lease, its seconds, concurrency, requests and tokens per minute ('' for no limit),
--- tokens of this request. Returns a state, the seconds of the block or the second of this request, and the reason of
--- the block or the limit that is reached.
-local block = redis.call('HMGET', KEYS[1], 'until', 'reason')
+-- Returns a state, the seconds of the block or the second of this request, and the reason of the block or the limit
+-- that is reached. A limit '': none.
+local block = redis.call('HMGET', block_key, 'until', 'reason')
 local blocked_s = tonumber(block[1] or 0) - now
 if blocked_s > 0 then return {'blocked', tostring(blocked_s), block[2]} end
-if ARGV[3] ~= '' then
-  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return {'busy', '0', 'concurrency'} end
+if concurrency ~= '' then
+  redis.call('ZREMRANGEBYSCORE', leases, '-inf', now)
+  if redis.call('ZCARD', leases) >= tonumber(concurrency) then return {'busy', '0', 'concurrency'} end
 end
-if ARGV[4] ~= '' or ARGV[5] ~= '' then
-  local rows, requests, tokens = redis.call('HGETALL', KEYS[3]), 0, 0
+if requests_per_minute ~= '' or tokens_per_minute ~= '' then
+  local rows, requests, tokens = redis.call('HGETALL', window), 0, 0
   for at = 1, #rows, 2 do
     local count = tonumber(rows[at + 1])
-    if tonumber(string.sub(rows[at], 2)) <= time[1] - 60 then redis.call('HDEL', KEYS[3], rows[at])
+    if tonumber(string.sub(rows[at], 2)) <= time[1] - 60 then redis.call('HDEL', window, rows[at])
     elseif string.sub(rows[at], 1, 1) == 'r' then requests = requests + count
     else tokens = tokens + count end
   end
   -- A request with more tokens than the limit still starts when the window is empty.
-  if requests >= (tonumber(ARGV[4]) or math.huge) then return {'busy', '0', 'requests_per_minute'} end
-  if tokens > 0 and tokens + ARGV[6] > (tonumber(ARGV[5]) or math.huge) then
+  if requests >= (tonumber(requests_per_minute) or math.huge) then return {'busy', '0', 'requests_per_minute'} end
+  if tokens > 0 and tokens + request_tokens > (tonumber(tokens_per_minute) or math.huge) then
     return {'busy', '0', 'tokens_per_minute'}
   end
-  redis.call('HINCRBY', KEYS[3], 'r' .. time[1], 1)
-  redis.call('HINCRBY', KEYS[3], 't' .. time[1], ARGV[6])
-  redis.call('EXPIRE', KEYS[3], 120)
+  redis.call('HINCRBY', window, 'r' .. time[1], 1)
+  redis.call('HINCRBY', window, 't' .. time[1], request_tokens)
+  redis.call('EXPIRE', window, 120)
 end
-if ARGV[3] ~= '' then
-  redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[1])
-  redis.call('EXPIRE', KEYS[2], 120)
+if concurrency ~= '' then
+  redis.call('ZADD', leases, now + lease_s, lease)
+  redis.call('EXPIRE', leases, 120)
 end
 return {'ok', time[1], ''}
-"""
+""",
+    keys=("block_key", "leases", "window"),
+    args=("lease", "lease_s", "concurrency", "requests_per_minute", "tokens_per_minute", "request_tokens"),
 )
-_RELEASE = """
--- KEYS: leases, window. ARGV: lease, second of the request, difference between its tokens and their estimate.
-redis.call('ZREM', KEYS[1], ARGV[1])
-if redis.call('HEXISTS', KEYS[2], 't' .. ARGV[2]) == 1 then redis.call('HINCRBY', KEYS[2], 't' .. ARGV[2], ARGV[3]) end
-"""
-_RENEW = (
+_RELEASE = Script(
+    """
+-- `second`: of the request. `token_difference`: between its tokens and their estimate.
+redis.call('ZREM', leases, lease)
+local field = 't' .. second
+if redis.call('HEXISTS', window, field) == 1 then redis.call('HINCRBY', window, field, token_difference) end
+""",
+    keys=("leases", "window"),
+    args=("lease", "second", "token_difference"),
+)
+_RENEW = Script(
     _CLOCK
     + """
--- KEYS: leases. ARGV: seconds, leases.
-for at = 2, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[at]) end
-redis.call('EXPIRE', KEYS[1], 120)
-"""
+for _, lease in ipairs(lease_ids) do redis.call('ZADD', leases, now + lease_s, lease) end
+redis.call('EXPIRE', leases, 120)
+""",
+    keys=("leases",),
+    args=("lease_s", "lease_ids..."),
 )
-_BLOCK = (
+_BLOCK = Script(
     _CLOCK
     + """
--- KEYS: block. ARGV: seconds, reason. A shorter block does not end a longer one.
-if now + ARGV[1] <= tonumber(redis.call('HGET', KEYS[1], 'until') or 0) then return end
-redis.call('HSET', KEYS[1], 'until', string.format('%.6f', now + ARGV[1]), 'reason', ARGV[2])
-redis.call('EXPIRE', KEYS[1], math.ceil(ARGV[1]) + 60)
-"""
+-- A shorter block does not end a longer one.
+if now + wait_s <= tonumber(redis.call('HGET', block_key, 'until') or 0) then return end
+redis.call('HSET', block_key, 'until', string.format('%.6f', now + wait_s), 'reason', reason)
+redis.call('EXPIRE', block_key, math.ceil(wait_s) + 60)
+""",
+    keys=("block_key",),
+    args=("wait_s", "reason"),
 )
 
 
@@ -146,13 +156,10 @@ class SharedLimits:
     ) -> None:
         prefix = model_limits_key(deployment, endpoint)
         self._block, self._leases, self._window = (f"{prefix}:{part}" for part in ("block", "leases", "window"))
+        self._client = client
         self._endpoint = endpoint
         self._bounds = bounds
         self._jitter = jitter
-        self._acquire_script = client.register_script(_ACQUIRE)
-        self._release_script = client.register_script(_RELEASE)
-        self._renew_script = client.register_script(_RENEW)
-        self._block_script = client.register_script(_BLOCK)
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
         self._waits_for = ""
@@ -228,7 +235,7 @@ class SharedLimits:
 
         async def block() -> None:
             with broker_errors("the model endpoint was not blocked"):
-                await self._block_script(keys=[self._block], args=[min(wait_s, MAX_BLOCK_S), reason])
+                await _BLOCK.run(self._client, block_key=self._block, wait_s=min(wait_s, MAX_BLOCK_S), reason=reason)
 
         await retry_until_available(block)
 
@@ -241,18 +248,35 @@ class SharedLimits:
             raise
 
     async def _run_acquire(self, lease: RequestLease) -> tuple[str, str, str]:
-        bounds = self._bounds
-        limits = (bounds.concurrency, bounds.requests_per_minute, bounds.tokens_per_minute) if bounds else (None,) * 3
-        args = [lease.id, LEASE_S, *("" if limit is None else limit for limit in limits), lease.tokens]
+        limits = {
+            name: value if (value := getattr(self._bounds, name, None)) is not None else ""
+            for name in ("concurrency", "requests_per_minute", "tokens_per_minute")
+        }
         with broker_errors("the limits of the model endpoint were not read"):
-            reply: Any = await self._acquire_script(keys=[self._block, self._leases, self._window], args=args)
+            reply = await _ACQUIRE.run(
+                self._client,
+                block_key=self._block,
+                leases=self._leases,
+                window=self._window,
+                lease=lease.id,
+                lease_s=LEASE_S,
+                request_tokens=lease.tokens,
+                **limits,
+            )
         state, value, reason = (part.decode() if isinstance(part, bytes) else str(part or "") for part in reply)
         return state, value, reason
 
     async def _release(self, lease: RequestLease, tokens: int) -> None:
         try:
             with broker_errors("the lease of a request was not ended"):
-                await self._release_script(keys=[self._leases, self._window], args=[lease.id, lease.second, tokens])
+                await _RELEASE.run(
+                    self._client,
+                    leases=self._leases,
+                    window=self._window,
+                    lease=lease.id,
+                    second=lease.second,
+                    token_difference=tokens,
+                )
             self._released.set()
         except BrokerUnavailable as error:
             log.warning("model_lease_not_ended", endpoint=self._endpoint, error=str(error))
@@ -271,6 +295,6 @@ class SharedLimits:
             if lease_ids := tuple(self._lease_ids):
                 try:
                     with broker_errors("the leases of requests were not renewed"):
-                        await self._renew_script(keys=[self._leases], args=[LEASE_S, *lease_ids])
+                        await _RENEW.run(self._client, leases=self._leases, lease_s=LEASE_S, lease_ids=lease_ids)
                 except BrokerUnavailable as error:
                     log.warning("model_leases_not_renewed", endpoint=self._endpoint, error=str(error))

@@ -1,10 +1,9 @@
 -- Reads the queues, tenants and batches of a deployment in one step. The script changes nothing. docs/design.md shows the state that it reads.
 --
--- ARGV: key prefix of the deployment, of admission, of slots, of runs, queues (JSON list), tenants (JSON list), max batches, name of the hidden batch of runs.
+-- `deployment`, `admission`, `slots`, `runs`: key prefixes. `runs_batch`: name of the hidden batch of runs.
 -- Result (JSON): queues and tenants by name, batches as a list of lists, counts.
 
-local deployment, admission, slots, runs = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local max_batches = tonumber(ARGV[7])
+local max_batches = tonumber(batch_limit)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:long'}
@@ -20,7 +19,7 @@ end
 
 -- Redis has no list of tenants with calls. They are registered, have a slot, have a rank in a queue, or are blocked by their rate limit.
 local names = {}
-for _, name in ipairs(cjson.decode(ARGV[6])) do names[name] = true end
+for _, name in ipairs(cjson.decode(tenants_json)) do names[name] = true end
 local at, held = 1, redis.call('HVALS', admission .. 'held')
 while held[at] do
   names[cjson.decode(held[at]).tenant] = true
@@ -51,7 +50,7 @@ local function oldest_of(queue, tenants)
   return oldest
 end
 
-for _, queue in ipairs(cjson.decode(ARGV[5])) do
+for _, queue in ipairs(cjson.decode(queues_json)) do
   local key = admission .. 'queue:' .. queue
   local counts = read_numbers(key, 'held', 'waiting')
   local tenants = {}
@@ -107,7 +106,7 @@ for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MAX_RUNS - 1))
   local tenant, run = split(member)
   if not counted[tenant] then
     counted[tenant] = true
-    own = own + redis.call('SCARD', deployment .. 't:' .. tenant .. ':batch.' .. ARGV[8] .. ':running')
+    own = own + redis.call('SCARD', deployment .. 't:' .. tenant .. ':batch.' .. runs_batch .. ':running')
   end
   local batch = redis.call('HGET', deployment .. 't:' .. tenant .. ':run.' .. run, 'batch')
   if batch then add_batch(tenant, batch) end

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from pydantic import Field
@@ -19,6 +18,7 @@ from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.hosts import HostStore
+from toolcrew.store.scripts import Script
 from toolcrew.store.slots import count_slots_in_use
 from toolcrew.store.tenants import RedisTenants
 
@@ -127,9 +127,8 @@ class OverviewReader:
         self._deployment = deployment
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
-        self._script = client.register_script(
-            resources.files("toolcrew.store").joinpath("overview.lua").read_text(encoding="utf-8")
-        )
+        names = ("deployment", "admission", "slots", "runs", "queues_json", "tenants_json", "batch_limit", "runs_batch")
+        self._script = Script.load("overview.lua", args=names)
 
     async def read(self) -> Overview:
         """Return the present state. Raises BrokerUnavailable when Redis does not answer."""
@@ -169,16 +168,17 @@ class OverviewReader:
             return None
 
     async def _read_state(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
-        prefix = deployment_key(self._deployment, "")
-        prefixes = [
-            prefix,
-            admission_prefix(self._deployment),
-            slots_key(self._deployment, ""),
-            runs_prefix(self._deployment),
-        ]
         with broker_errors(_WHAT):
-            text: Any = await self._script(
-                args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES, NO_BATCH]
+            text = await self._script.run(
+                self._client,
+                deployment=deployment_key(self._deployment, ""),
+                admission=admission_prefix(self._deployment),
+                slots=slots_key(self._deployment, ""),
+                runs=runs_prefix(self._deployment),
+                queues_json=json.dumps(queues),
+                tenants_json=json.dumps(tenants),
+                batch_limit=MAX_BATCHES,
+                runs_batch=NO_BATCH,
             )
         return dict(json.loads(text))
 

@@ -20,16 +20,20 @@ from toolcrew.contract.names import (
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from toolcrew.store.connection import broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.store.secrets import reseal_secret
 from toolcrew.store.skills import skill_purpose
 
-# KEYS: hash. ARGV: field, the record as read, the record with the new signature. A record that has changed since the
-# read already has a signature with the present secret.
-_REPLACE = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+# A record that has changed since it was read already has a signature with the present secret.
+_REPLACE = Script(
+    """
+if redis.call('HGET', hash, field) ~= present then return 0 end
+redis.call('HSET', hash, field, resealed)
 return 1
-"""
+""",
+    keys=("hash",),
+    args=("field", "present", "resealed"),
+)
 
 
 @dataclass
@@ -57,7 +61,7 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
         model_endpoints_key(deployment): ("model endpoint", sign(endpoint_purpose)),
         secrets_key(deployment, None): ("secret", partial(reseal_secret, keys, None)),
     }
-    done, script = ResealResult(), client.register_script(_REPLACE)
+    done = ResealResult()
     with broker_errors("some records were not signed again"):
         names: Any = await client.hkeys(tenants_key(deployment))
         for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in names)} - {VERSION_FIELD}:
@@ -81,5 +85,5 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
                     done.refused.append(f"{kind} {name}")
                     continue
                 if again != sealed:
-                    done.signed += int(await script(keys=[key], args=[raw, sealed, again]))
+                    done.signed += int(await _REPLACE.run(client, hash=key, field=raw, present=sealed, resealed=again))
     return done

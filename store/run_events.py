@@ -20,6 +20,7 @@ from toolcrew.store.batches import NO_BATCH, RUN_TTL_S, batch_key, parse_batch_e
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key
 from toolcrew.store.run_log import run_key
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import begin_shared, cancel_all, check_cancelled
 from toolcrew.telemetry.logs import get_logger
 
@@ -71,53 +72,55 @@ local function limit_bytes(account, now, before, after, max_bytes)
 end
 """.replace("LEAST_STREAM_BYTES)", f"{LEAST_STREAM_BYTES})")
 )
-# KEYS: run, events, memory of the tenant. ARGV: claim, number of the first event, the last step with complete events
-# ('' for no further step), number of open questions, time to live, limit of events, limit of bytes, then the events.
+# `first_event`: its number. `step`: the last step with complete events, '' for no further step.
 # Returns `published`; or `taken` if another process owns the run, or if the run has ended.
-_APPEND = (
+_APPEND = Script(
     _TRIM_LUA
     + """
-local run = redis.call('HMGET', KEYS[1], 'claim', 'event_count', 'event_bytes')
-if run[1] ~= ARGV[1] then return 'taken' end
-local first, before = tonumber(ARGV[2]), tonumber(run[3] or '0')
-local stored_events, bytes, now = tonumber(run[2] or '0'), before, read_time()
-for at = 8, #ARGV do
-  if first + at - 8 >= stored_events then
-    redis.call('XADD', KEYS[2], '*', 'e', ARGV[at])
-    bytes = bytes + #ARGV[at]
+local present = redis.call('HMGET', run, 'claim', 'event_count', 'event_bytes')
+if present[1] ~= claim then return 'taken' end
+local first, before = tonumber(first_event), tonumber(present[3] or '0')
+local stored_events, bytes, now = tonumber(present[2] or '0'), before, read_time()
+for at, event in ipairs(events) do
+  if first + at > stored_events then
+    redis.call('XADD', stream, '*', 'e', event)
+    bytes = bytes + #event
   end
 end
 local trimmed
-local max_bytes = limit_bytes(KEYS[3], now, before, bytes, tonumber(ARGV[7]))
-bytes, trimmed = trim(KEYS[2], bytes, tonumber(ARGV[6]), max_bytes)
-if trimmed then redis.call('HSET', KEYS[1], 'trimmed', trimmed) end
-redis.call('HSET', KEYS[1], 'event_count', first + #ARGV - 7, 'event_bytes', bytes, 'asking', ARGV[4])
-local size = bytes + ENTRY_BYTES * redis.call('XLEN', KEYS[2])
-set_bytes(KEYS[3], now, KEYS[1], 'stream_bytes', size, now + ARGV[5])
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'published_step', ARGV[3]) end
-redis.call('EXPIRE', KEYS[1], ARGV[5])
-redis.call('EXPIRE', KEYS[2], ARGV[5])
+local stream_bytes = limit_bytes(account, now, before, bytes, tonumber(max_bytes))
+bytes, trimmed = trim(stream, bytes, tonumber(max_events), stream_bytes)
+if trimmed then redis.call('HSET', run, 'trimmed', trimmed) end
+redis.call('HSET', run, 'event_count', first + #events, 'event_bytes', bytes, 'asking', open_questions)
+local size = bytes + ENTRY_BYTES * redis.call('XLEN', stream)
+set_bytes(account, now, run, 'stream_bytes', size, now + ttl_s)
+if step ~= '' then redis.call('HSET', run, 'published_step', step) end
+redis.call('EXPIRE', run, ttl_s)
+redis.call('EXPIRE', stream, ttl_s)
 return 'published'
-"""
+""",
+    keys=("run", "stream", "account"),
+    args=("claim", "first_event", "step", "open_questions", "ttl_s", "max_events", "max_bytes", "events..."),
 )
-# KEYS: batch, events, memory of the tenant. ARGV: time to live, limit of events, limit of bytes, then the events.
 # Events of a batch that was deleted are dropped.
-_APPEND_PROGRESS = (
+_APPEND_PROGRESS = Script(
     _TRIM_LUA
     + """
-if redis.call('EXISTS', KEYS[1]) == 0 then return end
-local before, now = tonumber(redis.call('HGET', KEYS[1], 'event_bytes') or '0'), read_time()
+if redis.call('EXISTS', batch) == 0 then return end
+local before, now = tonumber(redis.call('HGET', batch, 'event_bytes') or '0'), read_time()
 local bytes = before
-for at = 4, #ARGV do
-  redis.call('XADD', KEYS[2], '*', 'h', ARGV[at])
-  bytes = bytes + #ARGV[at]
+for _, event in ipairs(events) do
+  redis.call('XADD', stream, '*', 'h', event)
+  bytes = bytes + #event
 end
-bytes = trim(KEYS[2], bytes, tonumber(ARGV[2]), limit_bytes(KEYS[3], now, before, bytes, tonumber(ARGV[3])))
-redis.call('HSET', KEYS[1], 'event_bytes', bytes)
-local size = bytes + ENTRY_BYTES * redis.call('XLEN', KEYS[2])
-set_bytes(KEYS[3], now, KEYS[1], 'stream_bytes', size, now + ARGV[1])
-redis.call('EXPIRE', KEYS[2], ARGV[1])
-"""
+bytes = trim(stream, bytes, tonumber(max_events), limit_bytes(account, now, before, bytes, tonumber(max_bytes)))
+redis.call('HSET', batch, 'event_bytes', bytes)
+local size = bytes + ENTRY_BYTES * redis.call('XLEN', stream)
+set_bytes(account, now, batch, 'stream_bytes', size, now + ttl_s)
+redis.call('EXPIRE', stream, ttl_s)
+""",
+    keys=("batch", "stream", "account"),
+    args=("ttl_s", "max_events", "max_bytes", "events..."),
 )
 StoredEvent = tuple[str, str]
 """The id and the JSON of an event."""
@@ -162,8 +165,6 @@ class RunEventStore:
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client = client
         self._deployment = deployment
-        self._append = client.register_script(_APPEND)
-        self._append_progress = client.register_script(_APPEND_PROGRESS)
 
     def key(self, tenant: str, run: str) -> str:
         return run_events_key(self._deployment, tenant, run)
@@ -182,31 +183,31 @@ class RunEventStore:
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
-            keys = [
-                run_key(self._deployment, batch.tenant, batch.run),
-                self.key(batch.tenant, batch.run),
-                account_key(self._deployment, batch.tenant),
-            ]
-            step = "" if batch.last_step is None else batch.last_step
-            args = [
-                batch.claim,
-                batch.first,
-                step,
-                batch.asking,
-                RUN_TTL_S,
-                MAX_EVENTS,
-                MAX_STREAM_BYTES,
-                *batch.events,
-            ]
-            await self._append(keys=keys, args=args, client=pipe)
+            _APPEND.add_to(
+                pipe,
+                run=run_key(self._deployment, batch.tenant, batch.run),
+                stream=self.key(batch.tenant, batch.run),
+                account=account_key(self._deployment, batch.tenant),
+                claim=batch.claim,
+                first_event=batch.first,
+                step="" if batch.last_step is None else batch.last_step,
+                open_questions=batch.asking,
+                ttl_s=RUN_TTL_S,
+                max_events=MAX_EVENTS,
+                max_bytes=MAX_STREAM_BYTES,
+                events=batch.events,
+            )
         for (tenant, batch_id), texts in _group_progress(progress).items():
-            keys = [
-                batch_key(self._deployment, tenant, batch_id),
-                _progress_key(self._deployment, tenant, batch_id),
-                account_key(self._deployment, tenant),
-            ]
-            args = [RUN_TTL_S, MAX_PROGRESS, MAX_PROGRESS_BYTES, *texts]
-            await self._append_progress(keys=keys, args=args, client=pipe)
+            _APPEND_PROGRESS.add_to(
+                pipe,
+                batch=batch_key(self._deployment, tenant, batch_id),
+                stream=_progress_key(self._deployment, tenant, batch_id),
+                account=account_key(self._deployment, tenant),
+                ttl_s=RUN_TTL_S,
+                max_events=MAX_PROGRESS,
+                max_bytes=MAX_PROGRESS_BYTES,
+                events=texts,
+            )
         replies = await self._ask(pipe.execute()) if batches or progress else []
         return [reply == b"published" for reply in replies[: len(batches)]]
 

@@ -43,6 +43,7 @@ from toolcrew.store.batches import RUN_TTL_S
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
+from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import SessionStore, open_sessions_key
 from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
@@ -97,49 +98,66 @@ PAGE = 16
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 FULL_S = 30.0
 """Time for which a run waits while Redis has no memory, in seconds. Then the run fails."""
-# KEYS: run, log, sessions, usage of the run's session, memory of the tenant. ARGV: claim, index, entry, signed session
-# of the entry ('' for none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days,
-# whether there is a session, tokens, cost and their time, '1' if the run keeps states. Returns
+# `sealed_session`: the signed session of the entry, '' for none. `prefix`: of the tenant's days of usage. Returns
 # `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process owns the run);
 # `full` (the tenant may store no more); or the number of entries, if Redis has lost the last entries.
-_APPEND = (
+_APPEND = Script(
     USAGE_LUA
     + MEMORY_LUA
     + """
-if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
-local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
-if length > index then return 'there' end
-if length < index then return tostring(length) end
+if redis.call('HGET', run, 'claim') ~= claim then return 'taken' end
+local length, position = redis.call('LLEN', log), tonumber(index)
+if length > position then return 'there' end
+if length < position then return tostring(length) end
 local now = read_time()
 -- The model has sent its reply: it costs the tenant, whether the reply can be stored or not.
-count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 13))
-if not has_room(KEYS[5], now, RUNNING_WORK) then return 'full' end
-redis.call('RPUSH', KEYS[2], ARGV[3])
-if ARGV[4] ~= '' then redis.call('SADD', KEYS[3], ARGV[4]) end
-grow_bytes(KEYS[5], now, KEYS[1], 'log_bytes', #ARGV[3] + #ARGV[4] + ENTRY_BYTES, now + ARGV[5])
-if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses', 'denials') end
-if ARGV[14] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
-for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
+count_reply(prefix, has_session == '1' and session_usage, prompt, completion, cached, cost, at)
+if not has_room(account, now, RUNNING_WORK) then return 'full' end
+redis.call('RPUSH', log, entry)
+if sealed_session ~= '' then redis.call('SADD', sessions, sealed_session) end
+grow_bytes(account, now, run, 'log_bytes', #entry + #sealed_session + ENTRY_BYTES, now + ttl_s)
+if is_progress == '1' then redis.call('HDEL', run, 'losses', 'denials') end
+if has_states == '1' then redis.call('HSET', run, 'has_states', '1') end
+for _, key in ipairs({run, log, sessions}) do redis.call('EXPIRE', key, ttl_s) end
 return 'added'
-"""
+""",
+    keys=("run", "log", "sessions", "session_usage", "account"),
+    args=(
+        "claim",
+        "index",
+        "entry",
+        "sealed_session",
+        "ttl_s",
+        "is_progress",
+        "prefix",
+        "has_session",
+        "prompt",
+        "completion",
+        "cached",
+        "cost",
+        "at",
+        "has_states",
+    ),
 )
-# KEYS: run, artifacts, memory of the tenant. ARGV: claim, archive ('' to delete it), time to live. Returns 1; 0 if the
-# tenant may store no more. Another owner of the run decides itself about the archive.
-_KEEP_ARTIFACTS = (
+# Returns 1; 0 if the tenant may store no more. Another owner of the run decides itself about the archive. `archive` '':
+# delete it.
+_KEEP_ARTIFACTS = Script(
     MEMORY_LUA
     + """
-if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 1 end
+if redis.call('HGET', run, 'claim') ~= claim then return 1 end
 local now = read_time()
-if ARGV[2] == '' then
-  redis.call('DEL', KEYS[2])
-elseif has_room(KEYS[3], now, RUNNING_WORK) then
-  redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
+if archive == '' then
+  redis.call('DEL', artifacts)
+elseif has_room(account, now, RUNNING_WORK) then
+  redis.call('SET', artifacts, archive, 'EX', ttl_s)
 else
   return 0
 end
-set_bytes(KEYS[3], now, KEYS[1], 'artifact_bytes', #ARGV[2], now + ARGV[3])
+set_bytes(account, now, run, 'artifact_bytes', #archive, now + ttl_s)
 return 1
-"""
+""",
+    keys=("run", "artifacts", "account"),
+    args=("claim", "archive", "ttl_s"),
 )
 
 
@@ -175,8 +193,6 @@ class RunLog:
     ) -> None:
         self.clock = clock
         self._client = client
-        self._append = client.register_script(_APPEND)
-        self._keep_artifacts = client.register_script(_KEEP_ARTIFACTS)
         self._artifacts_key = run_artifacts_key(deployment, attempt.tenant, attempt.run)
         self._deployment = deployment
         self._keys = keys
@@ -266,8 +282,16 @@ class RunLog:
 
     async def _change_artifacts(self, archive: bytes) -> int:
         names = (self._deployment, self._attempt.tenant, self._attempt.run)
-        keys = [run_key(*names), self._artifacts_key, account_key(*names[:2])]
-        return int(await self._keep_artifacts(keys=keys, args=[self._attempt.claim, archive, RUN_TTL_S]))
+        reply = await _KEEP_ARTIFACTS.run(
+            self._client,
+            run=run_key(*names),
+            artifacts=self._artifacts_key,
+            account=account_key(*names[:2]),
+            claim=self._attempt.claim,
+            archive=archive,
+            ttl_s=RUN_TTL_S,
+        )
+        return int(reply)
 
     async def _add(self, index: int) -> str:
         attempt, event = self._attempt, self.entries[index]
@@ -280,23 +304,23 @@ class RunLog:
         # process at this point would be resumed without end.
         is_further = not isinstance(event, SessionOpening | StateForking)
         spending = self._spending.get(index, ReplySpending())
-        prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
-        session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
-        reply = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_sessions_key(*names), session, account_key(*names[:2])],
-            args=[
-                attempt.claim,
-                index,
-                text,
-                sealed,
-                RUN_TTL_S,
-                "1" if is_further else "0",
-                prefix,
-                has_session,
-                *spending.amounts(),
-                spending.at,
-                "1" if isinstance(event, StateForking) else "0",
-            ],
+        reply = await _APPEND.run(
+            self._client,
+            run=run_key(*names),
+            log=run_log_key(*names),
+            sessions=run_sessions_key(*names),
+            session_usage=session_usage_key(self._deployment, attempt.tenant, self.session or ""),
+            account=account_key(*names[:2]),
+            claim=attempt.claim,
+            index=index,
+            entry=text,
+            sealed_session=sealed,
+            ttl_s=RUN_TTL_S,
+            is_progress=int(is_further),
+            prefix=usage_prefix(self._deployment, attempt.tenant),
+            has_session=int(self.session is not None),
+            has_states=int(isinstance(event, StateForking)),
+            **spending.arguments(),
         )
         self.has_grown = self.has_grown or is_further
         return reply.decode() if isinstance(reply, bytes) else str(reply)

@@ -27,6 +27,7 @@ from toolcrew.contract.signing import SigningKey, SigningKeys, readable
 from toolcrew.contract.tenancy import REGISTERED_LUA, VERSION_FIELD
 from toolcrew.store.audit import AUDIT_LUA, AuditedStore
 from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -35,29 +36,35 @@ MAX_CHANGES = 20
 """Maximum number of attempts at a change while other processes change the same secret."""
 MAX_CACHED_TENANTS = 1000
 _NONCE_BYTES = 12
-_SET = f"""
+_SET = Script(
+    f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
--- KEYS: secrets, audit, tenants. ARGV: name, the record that was read ('' for none), the new record, a new version,
--- entry, tenant ('' for the deployment), max secrets.
-if ARGV[6] ~= '' and not is_served(KEYS[3], ARGV[6]) then return 'tenant' end
-local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-if present ~= ARGV[2] then return 'changed' end
-local count = redis.call('HLEN', KEYS[1]) - redis.call('HEXISTS', KEYS[1], '{VERSION_FIELD}')
-if present == '' and count >= tonumber(ARGV[7]) then return 'many' end
-audit(KEYS[2], ARGV[5])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '{VERSION_FIELD}', ARGV[4])
+-- `read_record`: the record that was read, '' for none. `version`: a new one. `tenant` '': the deployment.
+if tenant ~= '' and not is_served(tenants, tenant) then return 'tenant' end
+local present = redis.call('HGET', secrets, name) or ''
+if present ~= read_record then return 'changed' end
+local count = redis.call('HLEN', secrets) - redis.call('HEXISTS', secrets, '{VERSION_FIELD}')
+if present == '' and count >= tonumber(max_secrets) then return 'many' end
+audit(audit_log, entry)
+redis.call('HSET', secrets, name, record, '{VERSION_FIELD}', version)
 return 'done'
-"""
-_REMOVE = f"""
+""",
+    keys=("secrets", "audit_log", "tenants"),
+    args=("name", "read_record", "record", "version", "entry", "tenant", "max_secrets"),
+)
+_REMOVE = Script(
+    f"""
 {AUDIT_LUA}
--- KEYS: secrets, audit. ARGV: name, a new version, entry.
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
-audit(KEYS[2], ARGV[3])
-redis.call('HDEL', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[1], '{VERSION_FIELD}', ARGV[2])
+if redis.call('HEXISTS', secrets, name) == 0 then return 0 end
+audit(audit_log, entry)
+redis.call('HDEL', secrets, name)
+redis.call('HSET', secrets, '{VERSION_FIELD}', version)
 return 1
-"""
+""",
+    keys=("secrets", "audit_log"),
+    args=("name", "version", "entry"),
+)
 
 
 class StoredSecret(Record):
@@ -88,8 +95,6 @@ class SecretStore(AuditedStore):
         self._deployment = deployment
         self._keys = keys
         self._clock = clock
-        self._set = client.register_script(_SET)
-        self._remove = client.register_script(_REMOVE)
 
     async def all(self, tenant: str | None) -> Mapping[str, SecretInfo | ConfigError]:
         """Return the secrets without their values, by name. A record that cannot be verified is replaced by its
@@ -138,15 +143,24 @@ class SecretStore(AuditedStore):
         info = _build_info({"name": name, "hosts": hosts, "place": place, "created_at": now, "changed_at": now})
         details = {"hosts": ", ".join(info.hosts), "place": info.place}
         entry = self._entry("secret.set", info.name, tenant=tenant, details=details)
-        keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment), tenants_key(self._deployment)]
+        key = secrets_key(self._deployment, tenant)
         for _ in range(MAX_CHANGES):
             with broker_errors("the secret was not stored"):
-                sealed: Any = await self._client.hget(keys[0], info.name)
+                sealed: Any = await self._client.hget(key, info.name)
                 info = self._follow(tenant, info, sealed)
-                record = seal_secret(self._keys, tenant, Secret(info, value))
-                version = secrets.token_hex(8)
-                args = [info.name, sealed or b"", record, version, entry, tenant or "", MAX_SECRETS]
-                verdict: Any = await self._set(keys=keys, args=args)
+                verdict = await _SET.run(
+                    self._client,
+                    secrets=key,
+                    audit_log=audit_key(self._deployment),
+                    tenants=tenants_key(self._deployment),
+                    name=info.name,
+                    read_record=sealed or b"",
+                    record=seal_secret(self._keys, tenant, Secret(info, value)),
+                    version=secrets.token_hex(8),
+                    entry=entry,
+                    tenant=tenant or "",
+                    max_secrets=MAX_SECRETS,
+                )
             if verdict == b"done":
                 return info
             if verdict != b"changed":
@@ -158,9 +172,16 @@ class SecretStore(AuditedStore):
     async def revoke(self, tenant: str | None, name: str) -> bool:
         """Remove a secret. Return whether it existed. A revoked secret stops working everywhere within 2 seconds."""
         entry = self._entry("secret.remove", name, tenant=tenant)
-        keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment)]
         with broker_errors("the secret was not revoked"):
-            return bool(await self._remove(keys=keys, args=[name, secrets.token_hex(8), entry]))
+            was_there = await _REMOVE.run(
+                self._client,
+                secrets=secrets_key(self._deployment, tenant),
+                audit_log=audit_key(self._deployment),
+                name=name,
+                version=secrets.token_hex(8),
+                entry=entry,
+            )
+        return bool(was_there)
 
     def _follow(self, tenant: str | None, info: SecretInfo, sealed: bytes | None) -> SecretInfo:
         """Return the record with the revision after the stored one."""

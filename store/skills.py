@@ -19,6 +19,7 @@ from toolcrew.contract.tenancy import REGISTERED_LUA
 from toolcrew.store.audit import AUDIT_LUA, AuditedStore
 from toolcrew.store.connection import SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -32,52 +33,58 @@ USES_TTL_S = 90 * 24 * 3600
 """Lifetime of the counts after the last use, in seconds."""
 # A digest belongs to one name only, because the content contains the name. A script that removes a skill can therefore
 # delete its bundle.
-_INSTALL = f"""
+_INSTALL = Script(
+    f"""
 {AUDIT_LUA}
 {REGISTERED_LUA}
 {MEMORY_LUA}
--- KEYS: the tenant's skills, the bundle, audit, tenants, memory of the tenant. ARGV: name, record, bundle, entry, max
--- skills, max bytes, 1 to replace, prefix of bundles, tenant.
+-- `prefix`, here and below: of the keys of bundles.
 -- Stores nothing for a tenant that was removed meanwhile. Otherwise a new tenant with its name would get the skill.
-if not is_served(KEYS[4], ARGV[9]) then return 'tenant' end
-local old, bytes, count = nil, #ARGV[3], 1
-local skills = redis.call('HGETALL', KEYS[1])
+if not is_served(tenants, tenant) then return 'tenant' end
+local old, bytes, count = nil, #bundle, 1
+local skills = redis.call('HGETALL', installed)
 for at = 1, #skills, 2 do
-  local is_json, record = pcall(cjson.decode, unsealed(skills[at + 1]))
-  local is_record = is_json and type(record) == 'table' and type(record.skill) == 'table'
-  if skills[at] == ARGV[1] then old = is_record and record.skill.digest or '' else
-    count, bytes = count + 1, bytes + (is_record and record.bundle_bytes or 0)
+  local is_json, other = pcall(cjson.decode, unsealed(skills[at + 1]))
+  local is_record = is_json and type(other) == 'table' and type(other.skill) == 'table'
+  if skills[at] == name then old = is_record and other.skill.digest or '' else
+    count, bytes = count + 1, bytes + (is_record and other.bundle_bytes or 0)
   end
 end
-if old and ARGV[7] ~= '1' then return 'taken' end
-if count > tonumber(ARGV[5]) then return 'many' end
-if bytes > tonumber(ARGV[6]) then return 'large' end
+if old and is_replacing ~= '1' then return 'taken' end
+if count > tonumber(max_skills) then return 'many' end
+if bytes > tonumber(max_bytes) then return 'large' end
 local now = read_time()
-if not has_room(KEYS[5], now, NEW_WORK) then return 'memory' end
-set_bytes(KEYS[5], now, KEYS[5], 'skills', bytes)
-audit(KEYS[3], ARGV[4])
-redis.call('SET', KEYS[2], ARGV[3])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-if old and ARGV[8] .. old ~= KEYS[2] then redis.call('DEL', ARGV[8] .. old) end
+if not has_room(account, now, NEW_WORK) then return 'memory' end
+set_bytes(account, now, account, 'skills', bytes)
+audit(audit_log, entry)
+redis.call('SET', bundle_key, bundle)
+redis.call('HSET', installed, name, record)
+if old and prefix .. old ~= bundle_key then redis.call('DEL', prefix .. old) end
 return 'done'
-"""
-_REMOVE = f"""
+""",
+    keys=("installed", "bundle_key", "audit_log", "tenants", "account"),
+    args=("name", "record", "bundle", "entry", "max_skills", "max_bytes", "is_replacing", "prefix", "tenant"),
+)
+_REMOVE = Script(
+    f"""
 {AUDIT_LUA}
 {UNSEAL_LUA}
 {MEMORY_LUA}
--- KEYS: the tenant's skills, audit, memory of the tenant. ARGV: name, entry, prefix of bundles.
-local record = redis.call('HGET', KEYS[1], ARGV[1])
+local record = redis.call('HGET', installed, name)
 if not record then return 0 end
-audit(KEYS[2], ARGV[2])
-redis.call('HDEL', KEYS[1], ARGV[1])
+audit(audit_log, entry)
+redis.call('HDEL', installed, name)
 local is_json, fields = pcall(cjson.decode, unsealed(record))
 if is_json and type(fields) == 'table' and type(fields.skill) == 'table' then
-  local bytes = counted_bytes(KEYS[3], 'skills') - redis.call('STRLEN', ARGV[3] .. fields.skill.digest)
-  set_bytes(KEYS[3], read_time(), KEYS[3], 'skills', math.max(0, bytes))
-  redis.call('DEL', ARGV[3] .. fields.skill.digest)
+  local bytes = counted_bytes(account, 'skills') - redis.call('STRLEN', prefix .. fields.skill.digest)
+  set_bytes(account, read_time(), account, 'skills', math.max(0, bytes))
+  redis.call('DEL', prefix .. fields.skill.digest)
 end
 return 1
-"""
+""",
+    keys=("installed", "audit_log", "account"),
+    args=("name", "entry", "prefix"),
+)
 
 
 class InstalledSkill(Record):
@@ -102,8 +109,6 @@ class SkillStore(AuditedStore):
         self._deployment = deployment
         self._keys = keys
         self._clock = clock
-        self._install = client.register_script(_INSTALL)
-        self._remove = client.register_script(_REMOVE)
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
         """Return the tenant's skills by name, sorted. A skill that cannot be verified is logged and omitted. Raises
@@ -144,24 +149,24 @@ class SkillStore(AuditedStore):
             tenant=tenant,
             details={"digest": skill.digest, "files": str(skill.files)},
         )
-        keys = [
-            installed_skills_key(self._deployment, tenant),
-            skill_bundle_key(self._deployment, tenant, skill.digest),
-            audit_key(self._deployment),
-            tenants_key(self._deployment),
-            account_key(self._deployment, tenant),
-        ]
-        args: list[Any] = [
-            skill.name,
-            seal_installed(self._keys, tenant, record),
-            bundle,
-            entry,
-            MAX_INSTALLED,
-            MAX_INSTALLED_BYTES,
-            int(replace),
-        ]
         with broker_errors("the skill was not installed"):
-            verdict: Any = await self._install(keys=keys, args=[*args, self._prefix(tenant), tenant])
+            verdict = await _INSTALL.run(
+                self._client,
+                installed=installed_skills_key(self._deployment, tenant),
+                bundle_key=skill_bundle_key(self._deployment, tenant, skill.digest),
+                audit_log=audit_key(self._deployment),
+                tenants=tenants_key(self._deployment),
+                account=account_key(self._deployment, tenant),
+                name=skill.name,
+                record=seal_installed(self._keys, tenant, record),
+                bundle=bundle,
+                entry=entry,
+                max_skills=MAX_INSTALLED,
+                max_bytes=MAX_INSTALLED_BYTES,
+                is_replacing=int(replace),
+                prefix=skill_bundle_key(self._deployment, tenant, ""),
+                tenant=tenant,
+            )
         if verdict != b"done":
             raise _refused(verdict.decode(), tenant, skill.name)
         return record
@@ -169,16 +174,17 @@ class SkillStore(AuditedStore):
     async def remove(self, tenant: str, name: str) -> bool:
         """Remove a skill. Return whether it existed. Raises BrokerUnavailable when Redis does not answer."""
         entry = self._entry("skill.remove", name, tenant=tenant)
-        keys = [
-            installed_skills_key(self._deployment, tenant),
-            audit_key(self._deployment),
-            account_key(self._deployment, tenant),
-        ]
         with broker_errors("the skill was not removed"):
-            return bool(await self._remove(keys=keys, args=[name, entry, self._prefix(tenant)]))
-
-    def _prefix(self, tenant: str) -> str:
-        return skill_bundle_key(self._deployment, tenant, "")
+            was_there = await _REMOVE.run(
+                self._client,
+                installed=installed_skills_key(self._deployment, tenant),
+                audit_log=audit_key(self._deployment),
+                account=account_key(self._deployment, tenant),
+                name=name,
+                entry=entry,
+                prefix=skill_bundle_key(self._deployment, tenant, ""),
+            )
+        return bool(was_there)
 
 
 class WorkerSkillStore:

@@ -46,6 +46,7 @@ from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from toolcrew.store.budgets import BudgetState, BudgetStore
 from toolcrew.store.connection import SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA, account_key
+from toolcrew.store.scripts import Script
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tasks import SharedReads
 
@@ -56,46 +57,51 @@ MAX_CHANGES = 20
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 _NO_BUDGETS = Budgets()
 
-_CHANGE = f"""
+_CHANGE = Script(
+    f"""
 {AUDIT_LUA}
--- KEYS: tenants, audit. ARGV: name, the policy that was read ('' for none), the new policy, a new version, entry.
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
-audit(KEYS[2], ARGV[5])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3], '#version', ARGV[4])
+-- `read_policy`: the policy that was read, '' for none. `version`: a new one.
+if (redis.call('HGET', tenants, name) or '') ~= read_policy then return 0 end
+audit(audit_log, entry)
+redis.call('HSET', tenants, name, policy, '#version', version)
 return 1
-"""
-_REMOVE = (
+""",
+    keys=("tenants", "audit_log"),
+    args=("name", "read_policy", "policy", "version", "entry"),
+)
+_REMOVE = Script(
     AUDIT_LUA
     + REGISTERED_LUA
     + MEMORY_LUA
     + """
--- KEYS: tenants, API keys, switches, audit, model endpoints, memory of the tenant. ARGV: name, a new version, entry,
--- the tenant's skills, prefix of their bundles, the policy of a removed tenant, the tenant's secrets.
-if not is_registered(KEYS[1], ARGV[1]) then return -1 end
-local revoked, keys = 0, redis.call('HGETALL', KEYS[2])
-audit(KEYS[4], ARGV[3])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[6], '#version', ARGV[2])
-for _, hash in ipairs({KEYS[3], KEYS[5]}) do
+-- `skills`, `secrets`: keys of the tenant. `bundle_prefix`: of its skills.
+if not is_registered(tenants, name) then return -1 end
+local revoked, keys = 0, redis.call('HGETALL', api_keys)
+audit(audit_log, entry)
+redis.call('HSET', tenants, name, removed_policy, '#version', version)
+for _, hash in ipairs({switches, endpoints}) do
   for _, field in ipairs(redis.call('HKEYS', hash)) do
-    if string.sub(field, 1, #ARGV[1] + 1) == ARGV[1] .. '/' then redis.call('HDEL', hash, field) end
+    if string.sub(field, 1, #name + 1) == name .. '/' then redis.call('HDEL', hash, field) end
   end
 end
 for at = 1, #keys, 2 do
   local is_json, record = pcall(cjson.decode, unsealed(keys[at + 1]))
-  if is_json and type(record) == 'table' and record.tenant == ARGV[1] then
-    revoked = revoked + redis.call('HDEL', KEYS[2], keys[at])
+  if is_json and type(record) == 'table' and record.tenant == name then
+    revoked = revoked + redis.call('HDEL', api_keys, keys[at])
   end
 end
-for _, text in ipairs(redis.call('HVALS', ARGV[4])) do
+for _, text in ipairs(redis.call('HVALS', skills)) do
   local is_json, record = pcall(cjson.decode, unsealed(text))
   if is_json and type(record) == 'table' and type(record.skill) == 'table' then
-    redis.call('DEL', ARGV[5] .. record.skill.digest)
+    redis.call('DEL', bundle_prefix .. record.skill.digest)
   end
 end
-redis.call('DEL', ARGV[4], ARGV[7])
-set_bytes(KEYS[6], read_time(), KEYS[6], 'skills', 0)
+redis.call('DEL', skills, secrets)
+set_bytes(account, read_time(), account, 'skills', 0)
 return revoked
-"""
+""",
+    keys=("tenants", "api_keys", "switches", "audit_log", "endpoints", "account"),
+    args=("name", "version", "entry", "skills", "bundle_prefix", "removed_policy", "secrets"),
 )
 
 
@@ -246,20 +252,12 @@ class RedisTenants(AuditedStore):
         self._client = client
         self._deployment = deployment
         self._signing = keys
-        self._keys = [
-            tenants_key(deployment),
-            api_keys_key(deployment),
-            switches_key(deployment),
-            audit_key(deployment),
-            model_endpoints_key(deployment),
-        ]
+        self._key = tenants_key(deployment)
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
         self.stored_bytes = StoredBytes(client, deployment, self._find_storage_limit)
         self._checks = SharedReads[None]()
         self._policy_reads = SharedReads[TenantPolicy]()
-        self._change_script = client.register_script(_CHANGE)
-        self._remove_script = client.register_script(_REMOVE)
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy, as TenantSource describes. No policy is assumed while Redis does not answer."""
@@ -291,7 +289,7 @@ class RedisTenants(AuditedStore):
         """
         with broker_errors("the tenants were not read"):
             async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(self._keys[0])
+                pipe.hgetall(self._key)
                 pipe.zrange(active_tenants_key(self._deployment), 0, -1)
                 fields, active = await pipe.execute()
         policies = {DEFAULT_TENANT: TenantPolicy(), **parse_tenants(self._signing, fields)}
@@ -391,15 +389,26 @@ class RedisTenants(AuditedStore):
             )
         entry = self._entry("tenant.remove", name, tenant=name)
         with broker_errors(f"tenant {name} was not removed"):
-            skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
-            removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
-            own = [*skills, removed, secrets_key(self._deployment, name)]
-            args = [name, secrets.token_hex(8), entry, *own]
-            revoked = int(await self._remove_script(keys=[*self._keys, account_key(self._deployment, name)], args=args))
-        if revoked < 0:
+            revoked = await _REMOVE.run(
+                self._client,
+                tenants=self._key,
+                api_keys=api_keys_key(self._deployment),
+                switches=switches_key(self._deployment),
+                audit_log=audit_key(self._deployment),
+                endpoints=model_endpoints_key(self._deployment),
+                account=account_key(self._deployment, name),
+                name=name,
+                version=secrets.token_hex(8),
+                entry=entry,
+                skills=installed_skills_key(self._deployment, name),
+                bundle_prefix=skill_bundle_key(self._deployment, name, ""),
+                removed_policy=seal_policy(self._signing, name, TenantPolicy(is_removed=True)),
+                secrets=secrets_key(self._deployment, name),
+            )
+        if int(revoked) < 0:
             raise _build_unknown_error(name)
         self._cache.forget()
-        return revoked
+        return int(revoked)
 
     async def _find_storage_limit(self, tenant: str) -> int:
         return (await self.policy(tenant)).stored_bytes
@@ -407,14 +416,14 @@ class RedisTenants(AuditedStore):
     async def _check(self) -> None:
         requested_at = self._cache.clock()
         with broker_errors("the version of the tenants was not read"):
-            version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
+            version: Any = await self._client.hget(self._key, VERSION_FIELD)
         self._cache.confirm(version, requested_at)
 
     async def _read_policy(self, tenant: str) -> TenantPolicy:
         requested_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
-        pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
-        pipe.hlen(self._keys[0])
+        pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
+        pipe.hlen(self._key)
         with broker_errors(f"the policy of tenant {tenant} was not read"):
             (version, own, default), fields = await pipe.execute()
         return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), requested_at)
@@ -425,7 +434,7 @@ class RedisTenants(AuditedStore):
         """
         _check_name(name)
         with broker_errors(f"tenant {name} was not changed"):
-            sealed: Any = await self._client.hget(self._keys[0], name)
+            sealed: Any = await self._client.hget(self._key, name)
         if sealed is None and name != DEFAULT_TENANT:
             raise _build_unknown_error(name)
         present = bytes(sealed or b"")
@@ -464,8 +473,15 @@ class RedisTenants(AuditedStore):
             fields = {**self._changes(name, present, policy), "reason": reason}
             entry = self._entry(action, name, tenant=name, details=fields)
         with broker_errors(f"tenant {name} was not changed"):
-            written = await self._change_script(
-                keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]
+            written = await _CHANGE.run(
+                self._client,
+                tenants=self._key,
+                audit_log=audit_key(self._deployment),
+                name=name,
+                read_policy=present,
+                policy=text,
+                version=secrets.token_hex(8),
+                entry=entry,
             )
         self._cache.forget()
         return bool(written)

@@ -26,6 +26,7 @@ from toolcrew.contract.functions.session_state import (
 from toolcrew.contract.names import server_sessions_key, session_state_key
 from toolcrew.store.connection import SyncRedis, broker_errors, connect_once
 from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.scripts import Script
 
 STATE_TTL_S = 24 * 3600
 """Lifetime of a state after its last read or change, in seconds."""
@@ -33,37 +34,40 @@ STATE_TTL_S = 24 * 3600
 _ENTRY = b"="
 """Prefix of every key, so that no key collides with the field `size`."""
 
-# KEYS: the hash, memory of the tenant. ARGV: field, expected version ("" for any), value, bytes of the key, limit of
-# the whole state in bytes, lifetime in seconds. A value is stored as "<version> <JSON>".
-_STORE = (
+# A value is stored as "<version> <JSON>". `expected`: the expected version; '' for any. `limit`: of the whole state.
+_STORE = Script(
     MEMORY_LUA
     + """
-local before, version, freed = redis.call('HGET', KEYS[1], ARGV[1]), 0, 0
+local before, version, freed = redis.call('HGET', state, field), 0, 0
 if before then
   local space = string.find(before, ' ', 1, true)
   version = tonumber(string.sub(before, 1, space - 1))
-  freed = #before - space + tonumber(ARGV[4])
+  freed = #before - space + tonumber(key_bytes)
 end
-if ARGV[2] ~= '' and tonumber(ARGV[2]) ~= version then return {'changed', version} end
-local size = tonumber(redis.call('HGET', KEYS[1], 'size') or '0') + #ARGV[3] + tonumber(ARGV[4]) - freed
-if size > tonumber(ARGV[5]) then return {'full', size} end
+if expected ~= '' and tonumber(expected) ~= version then return {'changed', version} end
+local size = tonumber(redis.call('HGET', state, 'size') or '0') + #value + tonumber(key_bytes) - freed
+if size > tonumber(limit) then return {'full', size} end
 local now = read_time()
-if #ARGV[3] > freed and not has_room(KEYS[2], now, RUNNING_WORK) then return {'memory', size} end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %s', version + 1, ARGV[3]), 'size', string.format('%d', size))
-redis.call('EXPIRE', KEYS[1], ARGV[6])
-set_bytes(KEYS[2], now, KEYS[1], 'bytes', size + RECORD_BYTES, now + ARGV[6])
+if #value > freed and not has_room(account, now, RUNNING_WORK) then return {'memory', size} end
+redis.call('HSET', state, field, string.format('%d %s', version + 1, value), 'size', string.format('%d', size))
+redis.call('EXPIRE', state, ttl_s)
+set_bytes(account, now, state, 'bytes', size + RECORD_BYTES, now + ttl_s)
 return {'stored', version + 1}
-"""
+""",
+    keys=("state", "account"),
+    args=("field", "expected", "value", "key_bytes", "limit", "ttl_s"),
 )
-# KEYS: the hash, memory of the tenant. ARGV: lifetime in seconds. A state that was read expires later.
-_EXTEND = (
+# A state that was read expires later.
+_EXTEND = Script(
     MEMORY_LUA
     + """
-if redis.call('EXPIRE', KEYS[1], ARGV[1]) == 1 then
+if redis.call('EXPIRE', state, ttl_s) == 1 then
   local now = read_time()
-  set_bytes(KEYS[2], now, KEYS[1], 'bytes', counted_bytes(KEYS[1], 'bytes'), now + ARGV[1])
+  set_bytes(account, now, state, 'bytes', counted_bytes(state, 'bytes'), now + ttl_s)
 end
-"""
+""",
+    keys=("state", "account"),
+    args=("ttl_s",),
 )
 
 
@@ -127,7 +131,7 @@ class RedisState:
     async def items(self) -> dict[str, Any]:
         with _state_errors(), self._store.client.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._key)
-            pipe.eval(_EXTEND, 2, self._key, self._account, STATE_TTL_S)
+            _EXTEND.add_to(pipe, state=self._key, account=self._account, ttl_s=STATE_TTL_S)
             items, _ = pipe.execute()
         entries = {
             name[len(_ENTRY) :].decode(): _parsed(entry)[1] for name, entry in items.items() if name.startswith(_ENTRY)
@@ -140,16 +144,25 @@ class RedisState:
             return None
         with _state_errors(), self._store.client.pipeline(transaction=False) as pipe:
             pipe.hget(self._key, _field(key))
-            pipe.eval(_EXTEND, 2, self._key, self._account, STATE_TTL_S)
+            _EXTEND.add_to(pipe, state=self._key, account=self._account, ttl_s=STATE_TTL_S)
             entry, _ = pipe.execute()
         return None if entry is None else _parsed(entry)
 
     def _write(self, key: str, text: str, version: int | None) -> bool:
         """Store a value. Return False if another call has changed it since `version`."""
         expected = b"" if version is None else b"%d" % version
-        arguments = (_field(key), expected, text.encode(), len(key.encode()), self._store.max_state_bytes, STATE_TTL_S)
         with _state_errors():
-            verdict, number = self._store.client.eval(_STORE, 2, self._key, self._account, *arguments)
+            verdict, number = _STORE.run_blocking(
+                self._store.client,
+                state=self._key,
+                account=self._account,
+                field=_field(key),
+                expected=expected,
+                value=text.encode(),
+                key_bytes=len(key.encode()),
+                limit=self._store.max_state_bytes,
+                ttl_s=STATE_TTL_S,
+            )
         if verdict == b"memory":
             raise no_memory("the value was not stored")
         if verdict == b"full":

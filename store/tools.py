@@ -37,6 +37,7 @@ from toolcrew.contract.specs import Catalog, SkillSummary, ToolSpec, open_catalo
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from toolcrew.store.connection import SyncRedis, broker_errors
+from toolcrew.store.scripts import Script
 from toolcrew.store.tasks import SharedReads
 from toolcrew.telemetry.logs import get_logger
 
@@ -255,16 +256,19 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
 
 # --- Switches ---------------------------------------------------------------------------------------------------------
 
-_TURN = f"""
+_TURN = Script(
+    f"""
 {AUDIT_LUA}
--- KEYS: switches, audit. ARGV: field, its switch ('' turns the tool on), entry. Turning on a tool
--- that is on changes nothing.
-local was_off = redis.call('HEXISTS', KEYS[1], ARGV[1])
-if ARGV[2] == '' and was_off == 0 then return 0 end
-audit(KEYS[2], ARGV[3])
-if ARGV[2] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+-- `switch` '' turns the tool on. Turning on a tool that is on changes nothing.
+local was_off = redis.call('HEXISTS', switches, field)
+if switch == '' and was_off == 0 then return 0 end
+audit(audit_log, entry)
+if switch == '' then redis.call('HDEL', switches, field) else redis.call('HSET', switches, field, switch) end
 return was_off
-"""
+""",
+    keys=("switches", "audit_log"),
+    args=("field", "switch", "entry"),
+)
 
 
 class SwitchSource(Protocol):
@@ -287,7 +291,6 @@ class RedisSwitches(AuditedStore):
         self._keys = keys
         self._key = switches_key(deployment)
         self._audit = audit_key(deployment)
-        self._turn_script = client.register_script(_TURN)
         self._cache = _SwitchCache(keys, time.monotonic)
 
     async def switches(self) -> Mapping[str, Switch]:
@@ -315,9 +318,15 @@ class RedisSwitches(AuditedStore):
         fields = {"reason": switch.reason} if switch is not None else {}
         entry = self._entry(action, name, tenant=tenant, details=fields)
         field = switch_field(name, tenant)
-        args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry]
         with broker_errors(f"{name} was not enabled or disabled"):
-            was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
+            was_off = await _TURN.run(
+                self._client,
+                switches=self._key,
+                audit_log=self._audit,
+                field=field,
+                switch=seal_switch(self._keys, field, switch) if switch is not None else "",
+                entry=entry,
+            )
         self._cache.read_at = float("-inf")
         return bool(was_off)
 

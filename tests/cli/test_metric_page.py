@@ -35,7 +35,14 @@ from toolcrew.orchestrator.metrics.page import MetricsPage
 from toolcrew.orchestrator.metrics.samples import choose_format
 from toolcrew.store.approvals import approvals_key
 from toolcrew.store.batches import batch_key
-from toolcrew.store.metrics import ABSORB_LUA, ROWS_PER_READ, Counts, counted_key, host_gauges_key, metrics_key
+from toolcrew.store.metrics import (
+    ABSORB,
+    ROWS_PER_READ,
+    Counts,
+    absorb_values,
+    host_gauges_key,
+    metrics_key,
+)
 from toolcrew.store.pressure import Pressure
 from toolcrew.store.usage import pack_amounts, usage_prefix
 
@@ -63,7 +70,7 @@ def report(client: "redis.Redis", *reports: HostReport) -> None:
 
 def absorb(client: "redis.Redis", counts: Counts) -> None:
     while (sending := counts.pending()) is not None:
-        client.eval(ABSORB_LUA, 2, metrics_key(DEPLOYMENT), counted_key(DEPLOYMENT, "x"), *sending.arguments)
+        ABSORB.run_blocking(client, **absorb_values(DEPLOYMENT, "x", sending))
         counts.settle(sending)
 
 

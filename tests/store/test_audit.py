@@ -13,6 +13,7 @@ from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store import audit as audit_file
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.audit import LOCAL, Actor, Audit, AuditAction, AuditEntry, build_entry, entry_text
+from toolcrew.store.scripts import Script
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.tools import RedisSwitches
 
@@ -161,10 +162,9 @@ async def test_filters_find_entries_beyond_the_first_pages(
 async def test_audit_entries_of_a_tenant_evict_only_its_own_entries(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100").replace(
-        str(audit_file.MAX_TENANT_ENTRIES), "100"
-    )
-    monkeypatch.setattr(audit_file, "_ADD", script)
+    add = audit_file._ADD
+    source = add.source.replace(str(audit_file.MAX_ENTRIES), "100").replace(str(audit_file.MAX_TENANT_ENTRIES), "100")
+    monkeypatch.setattr(audit_file, "_ADD", Script(source, keys=add.keys, args=add.args))
     await fill(client, 50)
     log = Audit(client, "d")
     for name in ("acme", "rival"):

@@ -23,7 +23,7 @@ from toolcrew.contract.metrics import (
     encode_series,
     parse_field,
 )
-from toolcrew.store.metrics import ABSORB_LUA, Counts, counted_key, metrics_key
+from toolcrew.store.metrics import ABSORB, Counts, absorb_values, counted_key, metrics_key
 
 SUMS = metrics_key("d")
 
@@ -42,7 +42,7 @@ def counts() -> Counts:
 def send(client: "redis.Redis", counts: Counts, source: str = "one", *, is_reply_received: bool = True) -> None:
     """Send all pending counts. `is_heard` False: the first reply is lost."""
     while (sending := counts.pending()) is not None:
-        client.eval(ABSORB_LUA, 2, SUMS, counted_key("d", source), *sending.arguments)
+        ABSORB.run_blocking(client, **absorb_values("d", source, sending))
         if not is_reply_received:
             return
         counts.settle(sending)

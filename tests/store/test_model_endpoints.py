@@ -265,17 +265,19 @@ async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.as
     assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
 
 
-async def test_cancellation_that_the_client_loses_ends_a_waiting_request(build: Build) -> None:
+async def test_cancellation_that_the_client_loses_ends_a_waiting_request(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before Python 3.12, `asyncio.wait_for` in the client loses a cancellation that arrives with its result."""
     limits, asked = build(concurrency=1), asyncio.Event()
 
-    async def lose_cancellation(**_: object) -> list[bytes]:
+    async def lose_cancellation(_client: object, **_: object) -> list[bytes]:
         asked.set()
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         return [b"busy", b"0", b"concurrency"]
 
-    limits._acquire_script = lose_cancellation
+    monkeypatch.setattr(model_limits._ACQUIRE, "run", lose_cancellation)
     waiting = asyncio.create_task(acquire(limits))
     await asyncio.wait_for(asked.wait(), 10)
     waiting.cancel()

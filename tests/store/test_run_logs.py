@@ -59,15 +59,15 @@ async def test_process_that_lost_the_run_appends_nothing(harness: RunHarness) ->
 async def test_lost_reply_does_not_repeat_a_log_entry(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
     log = await claim_log(harness)
-    original_append, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
+    original_append, lost = run_log._APPEND.run, [LostConnection("cut"), LostConnection("cut")]
 
-    async def append(**arguments: Any) -> Any:
-        reply = await original_append(**arguments)
+    async def append(client: Any, **values: Any) -> Any:
+        reply = await original_append(client, **values)
         if lost:
             raise lost.pop()
         return reply
 
-    log._append = append  # type: ignore[assignment]
+    monkeypatch.setattr(run_log._APPEND, "run", append)
     await log.append(opening(1))
     await log.append(opening(2))
     assert (await load(harness, "")).entries == [opening(1), opening(2)]

@@ -112,7 +112,7 @@ async def test_name_of_a_removed_tenant_stays_reserved(tenants: RedisTenants) ->
 async def test_lost_tenants_in_redis_stop_every_call(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy())
     await tenants.policy("acme")
-    await tenants._client.delete(tenants._keys[0])
+    await tenants._client.delete(tenants._key)
     tenants._cache.confirm(None, tenants._cache.clock())
     for name in ("acme", "anybody", "default"):
         with pytest.raises(ConfigError, match="Redis has lost the registered tenants"):

@@ -17,6 +17,7 @@ from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import call_key, location_key
 from toolcrew.store.call_records import CALL_TTL_S, CallClaim, CallRecord, CallState, parse_record
+from toolcrew.store.call_scripts import REFUSE
 from toolcrew.store.calls import WorkerCallStore
 from toolcrew.store.clock import SharedClock
 
@@ -216,19 +217,24 @@ def test_holder_is_known_only_while_the_call_runs(harness: LedgerHarness) -> Non
 # A Redis that fails
 
 
-def test_claim_or_refusal_with_a_lost_reply_is_reported_again(harness: LedgerHarness) -> None:
+def test_claim_or_refusal_with_a_lost_reply_is_reported_again(
+    harness: LedgerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client library sends a command again when the connection broke: the first one may have been carried out.
     Otherwise no reply would arrive, and the caller would see a cancellation that never happened.
     """
 
-    def twice(script: Any) -> Any:
-        def send(*, keys: list[str], args: list[Any], **_: Any) -> Any:
-            script(keys=keys, args=args)
-            return script(keys=keys, args=args)
+    def send_twice(target: object, name: str) -> None:
+        run = getattr(target, name)
 
-        return send
+        def send(first: Any, **values: Any) -> Any:
+            run(first, **values)
+            return run(first, **values)
 
-    harness.ledger._refuse, harness.ledger._claim = twice(harness.ledger._refuse), twice(harness.ledger._claim)
+        monkeypatch.setattr(target, name, send)
+
+    send_twice(REFUSE, "run_blocking")
+    send_twice(harness.ledger._claim, "run")
     assert [
         harness.ledger.refuse(CALL, build_context(), HOLDER),
         harness.ledger.refuse(CALL, build_context(), HOLDER),
