@@ -170,7 +170,7 @@ class RunSpans:
         if run.earlier is not None:
             links.append(SpanRef(trace_id_of(tenant, run.earlier), run_span_id(tenant, run.earlier)))
         attempt = run.attempt if run.batch is not None else None
-        attributes: Attributes = {**self._identity, names.BATCH: run.batch, names.ATTEMPT: attempt}
+        attributes: Attributes = {**self._identity, names.BATCH: run.batch or None, names.ATTEMPT: attempt}
         if run.is_agent:
             attributes = {
                 **attributes,

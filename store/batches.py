@@ -22,10 +22,8 @@ from toolcrew.store.webhooks import parse_delivery
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
-NO_BATCH = "@runs"
-"""Id of a hidden batch that each tenant has. Its items are the tenant's durable runs that were started without a batch.
-It never ends, and no submitted batch can have this id.
-"""
+NO_BATCH = ""
+"""Field `batch` of a durable run: it was started without a batch."""
 RECORD_ADVICE = "continue it with the release that wrote it, or submit it again"
 """Advice on a run or a batch whose record this release cannot read."""
 
@@ -33,11 +31,17 @@ RECORD_ADVICE = "continue it with the release that wrote it, or submit it again"
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
     """Return the key of the hash of a batch (BatchRecord). Keys with a suffix hold the ids of its runs: `:waiting`
     (sorted set), `:delayed` and `:running` (sets), `:ended` (sorted set) and `:items` (list). The key with `:events` is
-    the stream of its events. NO_BATCH also has `:index` (sorted set of all runs, by their start), the sorted sets
-    `:succeeded`, `:failed` and `:cancelled` with parts of `:index`, and `:sessions` (hash of the sessions that durable
-    runs use).
+    the stream of its events.
     """
     return tenant_key(deployment, tenant, f"batch.{batch}")
+
+
+def runs_key(deployment: str, tenant: str, part: str) -> str:
+    """Return the key of a part of a tenant's durable runs: `waiting`, `delayed` and `running` as for a batch, `index`
+    (sorted set of all runs, by their start), the sorted sets `succeeded`, `failed` and `cancelled` with parts of
+    `index`, and `sessions` (hash of the sessions that durable runs use).
+    """
+    return tenant_key(deployment, tenant, f"runs:{part}")
 
 
 def batches_key(deployment: str, tenant: str) -> str:

@@ -443,7 +443,7 @@ class CallReader:
             pipe.hget(run_key(self._deployment, tenant, name), "batch")
         for name, batch in zip(names, await _ask(pipe.execute()), strict=True):
             if batch is not None:
-                return name, None if batch.startswith(b"@") else batch.decode(errors="replace")
+                return name, batch.decode(errors="replace") or None
         own = _OWN_RUN.fullmatch(call_id)
         return (own[1] if own is not None else None), None
 

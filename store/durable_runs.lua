@@ -1,4 +1,4 @@
--- The steps of durable runs, which programs start one by one. They are the items of a batch that never ends; each tenant has one such batch.
+-- The steps of durable runs, which programs start one by one.
 -- This file continues runs.lua in the same script.
 
 -- Publishes the last event of a run in the step that ends it, so that each subscriber receives it exactly once.
@@ -52,7 +52,7 @@ local function delete_oldest(tenant, max_count)
   end
 end
 
--- tenant, run, item, digest of the request, about, priority, session ('' for a new session), defaults, max waiting runs, max listed runs, time to live,
+-- tenant, run, item, digest of the request, about, priority, session ('' for a new session), max waiting runs, max listed runs, time to live,
 -- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease,
 -- run from which it is forked ('' for none) and the number of shared steps.
 -- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, `memory` (the tenant may store no more), or `busy` and the run that uses
@@ -63,37 +63,34 @@ function steps.start_run()
   local existing = redis.call('HMGET', key, 'batch', 'digest')
   if existing[1] then return {existing[1] == NO_BATCH and existing[2] == digest and 'known' or 'other'} end
   if not may_start(tenant) then return {'memory'} end
-  local token = ARGV[16]
+  local token = ARGV[15]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
-  if token == '' and waiting >= tonumber(ARGV[12]) then return {'full'} end
+  if token == '' and waiting >= tonumber(ARGV[11]) then return {'full'} end
   if session ~= '' then
     local holder = redis.call('HGET', batch .. ':sessions', session)
     local state = holder and redis.call('HGET', run_key(tenant, holder), 'state')
     if state == 'queued' or state == 'running' then return {'busy', holder} end
     redis.call('HSET', batch .. ':sessions', session, run)
   end
-  local fields = {state = 'in_progress', total = '1000000000000000', sha256 = '', concurrency = '1000000', defaults = ARGV[11],
-    created_at = stamp, name = '', is_detached = '1', ttl_s = ARGV[14]}
-  for name, value in pairs(fields) do redis.call('HSETNX', batch, name, value) end
   local index = batch .. ':index'
   local last = redis.call('ZREVRANGE', index, 0, 0, 'WITHSCORES')
   local line = (tonumber(last[2] or '0')) + 1
   redis.call('HSET', key, 'batch', NO_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
-  redis.call('HSET', key, 'webhook', ARGV[15], 'webhook_state', ARGV[15] ~= '' and 'pending' or '')
+  redis.call('HSET', key, 'webhook', ARGV[14], 'webhook_state', ARGV[14] ~= '' and 'pending' or '')
   count_texts(tenant, NO_BATCH, run)
   redis.call('ZADD', index, line, run)
-  if ARGV[19] ~= '' then
-    local forks = run_key(tenant, ARGV[19]) .. ':forks'
-    redis.call('RPUSH', forks, ARGV[20] .. '|' .. run)
-    redis.call('EXPIRE', forks, ARGV[14])
+  if ARGV[18] ~= '' then
+    local forks = run_key(tenant, ARGV[18]) .. ':forks'
+    redis.call('RPUSH', forks, ARGV[19] .. '|' .. run)
+    redis.call('EXPIRE', forks, ARGV[13])
   end
-  delete_oldest(tenant, tonumber(ARGV[13]))
+  delete_oldest(tenant, tonumber(ARGV[12]))
   if token == '' then
     enqueue(tenant, NO_BATCH, run)
     extend_run_ttl(tenant, NO_BATCH, run)
   else
-    start(tenant, NO_BATCH, run, token, ARGV[17], tonumber(ARGV[18]), 'begun')
+    start(tenant, NO_BATCH, run, token, ARGV[16], tonumber(ARGV[17]), 'begun')
   end
   extend_ttl(tenant, NO_BATCH)
   return {'started'}

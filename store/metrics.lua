@@ -120,8 +120,9 @@ end
 function read.deployment()
   local waiting_runs = 0
   for _, member in ipairs(read_list('ZRANGE', runs .. 'batches', 0, max_batches - 1)) do
-    local tenant, batch = string.match(member, '^([^|]+)|(.+)$')
-    if tenant then waiting_runs = waiting_runs + read_number('ZCARD', deployment .. 't:' .. tenant .. ':batch.' .. batch .. ':waiting') end
+    local tenant, batch = string.match(member, '^([^|]+)|(.*)$')
+    local part = batch == '' and ':runs' or ':batch.' .. (batch or '')
+    if tenant then waiting_runs = waiting_runs + read_number('ZCARD', deployment .. 't:' .. tenant .. part .. ':waiting') end
   end
   return {
     runs = {waiting_runs, read_number('ZCARD', runs .. 'delayed'), read_number('ZCARD', runs .. 'leases')},

@@ -1,6 +1,6 @@
 -- Reads the queues, tenants and batches of a deployment in one step. The script changes nothing. docs/design.md shows the state that it reads.
 --
--- `deployment`, `admission`, `slots`, `runs`: key prefixes. `runs_batch`: name of the hidden batch of runs.
+-- `deployment`, `admission`, `slots`, `runs`: key prefixes.
 -- Result (JSON): queues and tenants by name, batches as a list of lists, counts.
 
 local max_batches = tonumber(batch_limit)
@@ -100,13 +100,13 @@ end
 
 -- One tenant may have any number of batches.
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, max_batches - 1)) do add_batch(split(member)) end
--- Runs that are no items of a batch belong to a hidden batch of their tenant.
+-- Durable runs belong to no batch.
 local own, counted = 0, {}
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MAX_RUNS - 1)) do
   local tenant, run = split(member)
   if not counted[tenant] then
     counted[tenant] = true
-    own = own + redis.call('SCARD', deployment .. 't:' .. tenant .. ':batch.' .. runs_batch .. ':running')
+    own = own + redis.call('SCARD', deployment .. 't:' .. tenant .. ':runs:running')
   end
   local batch = redis.call('HGET', deployment .. 't:' .. tenant .. ':run.' .. run, 'batch')
   if batch then add_batch(tenant, batch) end

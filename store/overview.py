@@ -14,7 +14,6 @@ from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import POOL_QUEUES, admission_prefix, deployment_key, runs_prefix, slots_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.hosts import HostStore
@@ -127,7 +126,7 @@ class OverviewReader:
         self._deployment = deployment
         self._hosts = HostStore(client, deployment)
         self._tenants = RedisTenants(client, deployment, keys)
-        names = ("deployment", "admission", "slots", "runs", "queues_json", "tenants_json", "batch_limit", "runs_batch")
+        names = ("deployment", "admission", "slots", "runs", "queues_json", "tenants_json", "batch_limit")
         self._script = Script.load("overview.lua", args=names)
 
     async def read(self) -> Overview:
@@ -178,7 +177,6 @@ class OverviewReader:
                 queues_json=json.dumps(queues),
                 tenants_json=json.dumps(tenants),
                 batch_limit=MAX_BATCHES,
-                runs_batch=NO_BATCH,
             )
         return dict(json.loads(text))
 

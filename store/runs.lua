@@ -5,8 +5,8 @@ local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
--- The batch of the runs that programs start one by one (durable_runs.lua).
-local NO_BATCH = '@runs'
+-- The field `batch` of durable runs, which programs start one by one (durable_runs.lua).
+local NO_BATCH = ''
 -- Lifetimes after the end of a run, in seconds: of its events, of its log, and of its log if the run has kept states.
 local EVENTS_TTL, LOG_TTL, STATES_TTL = 86400, 3600, 86400
 
@@ -16,7 +16,11 @@ local function split(text)
 end
 
 local function run_key(tenant, run) return deployment .. 't:' .. tenant .. ':run.' .. run end
-local function batch_key(tenant, batch) return deployment .. 't:' .. tenant .. ':batch.' .. batch end
+-- Durable runs have the same keys as the runs of a batch, under another prefix and without a record.
+local function batch_key(tenant, batch)
+  if batch == NO_BATCH then return deployment .. 't:' .. tenant .. ':runs' end
+  return deployment .. 't:' .. tenant .. ':batch.' .. batch
+end
 local function batches_key(tenant) return deployment .. 't:' .. tenant .. ':batch-ids' end
 local function account_key(tenant) return deployment .. 't:' .. tenant .. ':memory' end
 
@@ -25,6 +29,11 @@ local function ttl_of(tenant, batch)
   local key = batch_key(tenant, batch)
   ttls[key] = ttls[key] or tonumber(redis.call('HGET', key, 'ttl_s')) or 2592000
   return ttls[key]
+end
+
+-- Durable runs are always open: only a batch can be cancelled, or wait for its own orchestrator.
+local function state_of(tenant, batch)
+  return batch == NO_BATCH and 'in_progress' or redis.call('HGET', batch_key(tenant, batch), 'state')
 end
 
 -- Extends the time to live of the keys of a batch. A step that changes a batch calls this function once.
@@ -147,6 +156,7 @@ end
 
 -- A batch that is being cancelled accepts no new items. Only the items that were added count, because the others never end.
 local function end_batch_if_complete(tenant, batch)
+  if batch == NO_BATCH then return end
   local key = batch_key(tenant, batch)
   local fields = redis.call('HMGET', key, 'total', 'state')
   local is_cancelled, all = fields[2] == 'cancelling', tonumber(fields[1] or '0')
@@ -174,8 +184,8 @@ local function remove_lost_run(tenant, batch, run)
     publish_end(tenant, run, build_end_event(run, 'infrastructure', 'run_lost', message))
   else
     redis.call('ZADD', key .. ':ended', redis.call('HINCRBY', key, 'ends', 1), run)
+    redis.call('HINCRBY', key, 'failed:infrastructure', 1)
   end
-  redis.call('HINCRBY', key, 'failed:infrastructure', 1)
   extend_ttl(tenant, batch)
   end_batch_if_complete(tenant, batch)
 end
@@ -194,8 +204,8 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
     queue_notice(tenant, 'run', run, key)
   else
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
+    redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   end
-  redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   extend_run_ttl(tenant, batch, run)
   count_texts(tenant, batch, run)
   -- Without a transcript, readers take the replies of a durable run from its log. The log of a run with kept states lives as long as these may.
@@ -334,7 +344,7 @@ function steps.claim()
     if is_paused(tenant) then return false end
     if only_batch ~= '' then return only_batch == tenant .. '|' .. batch end
     if tenants ~= '' and not string.find(tenants, ',' .. tenant .. ',', 1, true) then return false end
-    return redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'
+    return batch == NO_BATCH or redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'
   end
   local function claim_run(tenant, batch, run, how)
     table.insert(claims, start(tenant, batch, run, ARGV[next_claim], owner, lease_s, how))
@@ -350,7 +360,7 @@ function steps.claim()
       -- Only this run was cancelled. Its batch continues and would hand the run to another worker.
       extend_ttl(tenant, end_run(tenant, run, '', 'cancelled'))
       if #abandoned < 200 then table.insert(abandoned, {tenant, batch, run}) end
-    elseif redis.call('HGET', batch_key(tenant, batch), 'state') ~= 'in_progress' then
+    elseif state_of(tenant, batch) ~= 'in_progress' then
       requeue(tenant, batch, run)
       -- The lease brings the run back here if the process that ends it dies.
       redis.call('ZADD', runs .. 'leases', now + lease_s, member)
@@ -384,9 +394,9 @@ function steps.claim()
     if not member then break end
     local tenant, batch = split(member)
     local key = batch_key(tenant, batch)
-    local fields = redis.call('HMGET', key, 'concurrency', 'state')
-    local is_full = redis.call('SCARD', key .. ':running') >= tonumber(fields[1] or '0')
-    local is_open = not is_full and fields[2] == 'in_progress' and is_eligible(tenant, batch)
+    local is_full = batch ~= NO_BATCH
+      and redis.call('SCARD', key .. ':running') >= tonumber(redis.call('HGET', key, 'concurrency') or '0')
+    local is_open = not is_full and state_of(tenant, batch) == 'in_progress' and is_eligible(tenant, batch)
     local first = is_open and redis.call('ZRANGE', key .. ':waiting', 0, 0)[1]
     local is_logged = first and redis.call('EXISTS', run_key(tenant, first) .. ':log') == 1
     if first and not is_logged and not may_start(tenant) then
@@ -428,7 +438,7 @@ function steps.renew()
       table.insert(lost, ARGV[at])
     else
       redis.call('ZADD', runs .. 'leases', now + tonumber(ARGV[4]), ARGV[at])
-      local state = redis.call('HGET', batch_key(tenant, fields[2]), 'state')
+      local state = state_of(tenant, fields[2])
       if fields[3] or state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, ARGV[at]) end
     end
   end
@@ -452,7 +462,7 @@ function steps.give_back()
   local key = run_key(tenant, run)
   local fields = redis.call('HMGET', key, 'claim', 'batch', 'is_cancelled')
   if fields[1] ~= ARGV[6] then return 0 end
-  local state = redis.call('HGET', batch_key(tenant, fields[2]), 'state')
+  local state = state_of(tenant, fields[2])
   if fields[3] or state == 'cancelling' or state == 'cancelled' then return 2 end
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[9] == '1' then redis.call('HINCRBY', key, 'denials', 1) end
@@ -586,7 +596,7 @@ function steps.delete_batch()
   local tenant, batch = ARGV[4], ARGV[5]
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
-  if not state or batch == NO_BATCH then return 'unknown' end
+  if not state then return 'unknown' end
   if state ~= 'deleting' then
     if state ~= 'completed' and state ~= 'cancelled' then return 'open' end
     audit(ARGV[6], ARGV[7])

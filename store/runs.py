@@ -4,8 +4,7 @@ Invariant: a forged field can disturb or restart a run, but cannot change its ta
 run does) and the outcome (its result) are therefore signed, for one tenant and one run id. Fields that scripts change
 or compare (states, claims, counters) are not signed.
 
-A run that was started without a batch is called durable run. It is stored as
-an item of the tenant's hidden batch NO_BATCH, which never ends.
+A run that was started without a batch is called durable run. It has no batch (NO_BATCH), and keys of its own.
 """
 
 import asyncio
@@ -29,7 +28,6 @@ from toolcrew.contract.webhooks import Webhook
 from toolcrew.store.audit import AUDIT_LUA
 from toolcrew.store.batches import (
     NO_BATCH,
-    RUN_DEFAULTS,
     RUN_TTL_S,
     BatchDefaults,
     BatchItem,
@@ -581,7 +579,6 @@ class RunQueue:
         of queueing the run. Return `started`; `known` (the same request has that id); `other` (another request has that
         id); `full`; `memory` (the tenant may store no more); or `busy` and the id of the run that uses the session.
         """
-        defaults = seal_defaults(self.keys, tenant, NO_BATCH, RUN_DEFAULTS)
         reply = await self.step(
             "start_run",
             tenant,
@@ -591,7 +588,6 @@ class RunQueue:
             about,
             item.priority,
             item.environment.session or "",
-            defaults,
             *limits,
             RUN_TTL_S,
             seal_webhook(self.keys, tenant, "run", run, webhook),

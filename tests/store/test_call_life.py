@@ -194,7 +194,7 @@ async def test_a_call_of_a_run_reports_its_run_and_batch(
     harness: Harness, call: str, run: str, batch: str | None
 ) -> None:
     await harness.client.hset(run_key("d", "acme", "r-1"), "batch", "b")
-    await harness.client.hset(run_key("d", "acme", "h"), "batch", "@runs")
+    await harness.client.hset(run_key("d", "acme", "h"), "batch", "")
     await harness.note(call, state="done")
     life = await harness.reader.find(call, "acme")
     assert (life.run, life.batch) == (run, batch)

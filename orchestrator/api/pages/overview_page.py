@@ -12,7 +12,6 @@ from toolcrew.orchestrator.api.pages.people import PageViewer, Person
 from toolcrew.orchestrator.api.pages.rendering import render
 from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.api.pages.run_pages import newest_runs
-from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.run_events import RunEventStore
 from toolcrew.store.run_records import DurableRun, DurableRunState
@@ -40,9 +39,7 @@ async def overview(request: Request, person: PageViewer) -> Response:
         "snapshot": snapshot,
         "tenants": mine[:1] if viewer.tenant else [],
         "live": list(zip(runs, does, strict=True)),
-        "batches": [
-            batch for batch in snapshot.batches if viewer.tenant in (None, batch.tenant) and batch.batch != NO_BATCH
-        ],
+        "batches": [batch for batch in snapshot.batches if viewer.tenant in (None, batch.tenant)],
         "approvals": count,
         "seen": len(names),
         "unseen": max(0, len(mine) - len(names)),
