@@ -154,6 +154,14 @@ def passwords_of(kind: str, urls: str) -> dict[str, str]:
     return passwords
 
 
+def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
+    """Return the secrets that a client of a pool knows in addition to its settings: the passwords in its URLs, and
+    its key.
+    """
+    passwords = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
+    return {**passwords, **({"API key of the tenant": api_key} if api_key else {})}
+
+
 def secrets_of_settings(settings: BaseModel) -> dict[str, str]:
     """Return the secrets of a settings object and the passwords in its URLs: name of the variable -> value."""
     return dict(_find_secrets(settings))

@@ -100,6 +100,11 @@ def call_key(deployment: str, tenant: str, call_id: str) -> str:
     return tenant_key(deployment, tenant, f"call.{call_id}")
 
 
+def run_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the hash of a run (store/runs.py)."""
+    return tenant_key(deployment, tenant, f"run.{run}")
+
+
 def tenant_calls_key(deployment: str, tenant: str) -> str:
     """Return the key of the sorted set of the tenant's newest calls, by time of publication."""
     return tenant_key(deployment, tenant, "calls")

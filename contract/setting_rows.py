@@ -8,13 +8,12 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, BaseModel, SecretStr
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, SecretStr
 
 from toolcrew.contract.masking import Masker
+from toolcrew.contract.settings import variable_names
 
 MASK = "********"
-PREFIX = "TOOLCREW_"
 _REDIS = ("redis", "rediss", "sentinel")
 
 
@@ -28,14 +27,6 @@ class SettingRow:
     value: str | None
     default: str | None
     origin: str
-
-
-def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the variables of a field. The first variable that is set applies."""
-    alias = field.validation_alias
-    if isinstance(alias, AliasChoices):
-        return tuple(str(choice) for choice in alias.choices)
-    return (alias if isinstance(alias, str) else PREFIX + name.upper(),)
 
 
 def build_rows(settings: BaseModel) -> Iterator[SettingRow]:

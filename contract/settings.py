@@ -26,6 +26,7 @@ from pydantic import (
     SecretStr,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
@@ -34,9 +35,9 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.image_names import ImageNameText, ImagePatternText
 from toolcrew.contract.invalid_input import explain_error
 from toolcrew.contract.masking import SECRET_NAME, Masker, secrets_of_settings
-from toolcrew.contract.setting_rows import PREFIX, variable_names
 from toolcrew.contract.tenant_classes import TenantClass
 
+PREFIX = "TOOLCREW_"
 MIB = 1024 * 1024
 DEFAULT_IMAGE = "toolcrew-sandbox:dev"
 PROTOCOL = "http/protobuf"
@@ -554,6 +555,14 @@ class EgressSettings(LogSettings):
     def allowed_uids(self) -> frozenset[int]:
         """Return the uids that may connect: the process's own uid and the configured uids."""
         return frozenset({os.geteuid(), *self.egress_allow_uids})
+
+
+def variable_names(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return the variables of a field. The first variable that is set applies."""
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(str(choice) for choice in alias.choices)
+    return (alias if isinstance(alias, str) else PREFIX + name.upper(),)
 
 
 CLASSES: tuple[type[BaseSettings], ...] = (

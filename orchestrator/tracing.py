@@ -20,7 +20,6 @@ from toolcrew.contract.traceparent import SpanRef, attempt_span_id, call_span_id
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.telemetry import names
 from toolcrew.telemetry.logs import get_logger
-from toolcrew.telemetry.otlp import open_tracer
 from toolcrew.telemetry.spans import Attributes, Span, Tracer
 
 log = get_logger(__name__)
@@ -346,9 +345,12 @@ def open_process_tracer(
             else Masker({**secrets_of_environment(), **secret_values})
         )
 
-    return open_tracer(
-        load_tracing_settings(), SERVICE, lambda message: log.warning("spans_lost", message=message), masker
-    )
+    tracing = load_tracing_settings()
+    if not tracing.is_on:
+        return None
+    from toolcrew.telemetry.otlp import open_tracer
+
+    return open_tracer(tracing, SERVICE, lambda message: log.warning("spans_lost", message=message), masker)
 
 
 @contextmanager

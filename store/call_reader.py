@@ -34,6 +34,7 @@ from toolcrew.contract.names import (
     is_blob_of,
     location_key,
     result_key,
+    run_key,
     tenant_calls_key,
     tenants_key,
 )
@@ -43,7 +44,6 @@ from toolcrew.contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from toolcrew.store.call_records import CALLS_LISTED, CallRecord, CallState, parse_record
 from toolcrew.store.calls import CallStore
 from toolcrew.store.connection import RedisClient, broker_errors
-from toolcrew.store.run_log import run_key
 from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import parse_session_location
 from toolcrew.store.slots import WaitReason

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.json_limits import has_more_values_in_text
-from toolcrew.contract.names import tenant_key
+from toolcrew.contract.names import run_key, tenant_key
 from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
@@ -54,11 +54,6 @@ log = get_logger(__name__)
 MAX_TRANSCRIPT_BYTES = 64 * 1024 * 1024
 """Limit of a transcript as JSON, in bytes. A longer transcript is not stored; the log of its run is read instead."""
 MAX_TRANSCRIPT_VALUES = 200_000
-
-
-def run_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the hash of a run (store/runs.py)."""
-    return tenant_key(deployment, tenant, f"run.{run}")
 
 
 def run_log_key(deployment: str, tenant: str, run: str) -> str:

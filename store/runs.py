@@ -21,7 +21,7 @@ import redis.asyncio
 from redis.exceptions import ConnectionError as LostConnection
 
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
-from toolcrew.contract.names import audit_key, deployment_key, runs_prefix, tenant_key
+from toolcrew.contract.names import audit_key, deployment_key, run_key, runs_prefix, tenant_key
 from toolcrew.contract.run_events import FailureKind, RunEvent
 from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys
 from toolcrew.contract.webhooks import Webhook
@@ -56,7 +56,6 @@ from toolcrew.store.run_log import (
     RunAttempt,
     close_left_sessions,
     read_entries,
-    run_key,
     unpack_transcript,
 )
 from toolcrew.store.run_records import (

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TextIO
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.specs import ToolSpec
-from toolcrew.orchestrator.terminal.output import escape_controls
+from toolcrew.orchestrator.terminal.text import escape_controls
 
 MAX_ANSWER_BYTES = 64
 _INVISIBLE = frozenset(

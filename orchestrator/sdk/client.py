@@ -2,18 +2,21 @@
 client.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.invalid_input import find_invalid
+from toolcrew.contract.masking import secrets_of_pool
 from toolcrew.contract.registry import Switch, ToolState, find_state, switch_field
 from toolcrew.contract.run_events import OnEvent, SandboxClosed
 from toolcrew.contract.schema import find_nearest
@@ -26,28 +29,10 @@ from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver
 from toolcrew.orchestrator.approvals.approvers import is_interactive
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, delete_checkpoint
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.dispatch.workspace_sources import name_path
-from toolcrew.orchestrator.loop.agent import RunResult
-from toolcrew.orchestrator.loop.limits import ReActOptions
-from toolcrew.orchestrator.models.choice import ChosenModel
-from toolcrew.orchestrator.operations.local_stack import StackInfo, embedded_stack
-from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
-from toolcrew.orchestrator.runs.durable_runs import DurableRuns
-from toolcrew.orchestrator.runs.executor import RunExecutor
-from toolcrew.orchestrator.runs.journal import MemoryJournal
-from toolcrew.orchestrator.runs.models import Models
-from toolcrew.orchestrator.runs.own_run import OwnRuns
-from toolcrew.orchestrator.runs.run_config import RunConfig
-from toolcrew.orchestrator.sdk.call_control import CallControl, KilledCall
-from toolcrew.orchestrator.sdk.client_runs import ClientRuns
-from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
-from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
-from toolcrew.orchestrator.traces.recorder import Traces, secrets_of_pool
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
@@ -58,6 +43,20 @@ from toolcrew.store.session_list import SessionList, SessionPage
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tools import build_switch, find_skill
 from toolcrew.store.usage import By, UsageRow, UsageStore, show_amounts
+
+if TYPE_CHECKING:
+    from toolcrew.orchestrator.dialects.model import Model
+    from toolcrew.orchestrator.loop.agent import RunResult
+    from toolcrew.orchestrator.loop.limits import ReActOptions
+    from toolcrew.orchestrator.models.choice import ChosenModel
+    from toolcrew.orchestrator.operations.local_stack import StackInfo
+    from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
+    from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+    from toolcrew.orchestrator.sdk.call_control import KilledCall
+    from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+    from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
+    from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
+    from toolcrew.orchestrator.traces.recorder import Traces
 
 
 class ToolClient:
@@ -86,13 +85,29 @@ class ToolClient:
         if approver is None:
             questions = open_approvals(settings, pool.redis, pool.keys)
             approver = choose_pool_approver(settings, questions, is_interactive=is_interactive())
-        policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
-        self._builder = AgentBuilder(settings, pool, approver, policy)
-        self.traces = Traces(settings, secrets or {})
+        self._approver = approver
+        self._policy = policy or (load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY)
+        self._secrets = secrets or {}
         self._pool = pool
         self.tenant = tenant
         self.stack: StackInfo | None = None
         """The stack that `embedded` started for this client."""
+
+    # What only runs, batches or single methods need is imported at its first use, so that a program that only calls
+    # tools starts in half the time.
+
+    @cached_property
+    def _builder(self) -> AgentBuilder:
+        from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
+
+        return AgentBuilder(self._settings, self._pool, self._approver, self._policy)
+
+    @cached_property
+    def traces(self) -> Traces:
+        """The folder of the traces of runs."""
+        from toolcrew.orchestrator.traces.recorder import Traces
+
+        return Traces(self._settings, self._secrets)
 
     @classmethod
     @asynccontextmanager
@@ -106,7 +121,7 @@ class ToolClient:
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
         needs_workers: bool = True,
-    ) -> "AsyncIterator[ToolClient]":
+    ) -> AsyncIterator[ToolClient]:
         """Connect to a running pool.
 
         `url` None: TOOLCREW_REDIS_URL. `tenant` None: the tenant of `api_key`, or without a key the default tenant. A
@@ -143,12 +158,14 @@ class ToolClient:
         policy: ApprovalPolicy | None = None,
         settings: OrchestratorSettings | None = None,
         workers_only: bool = False,
-    ) -> "AsyncIterator[ToolClient]":
+    ) -> AsyncIterator[ToolClient]:
         """Start a stack, connect to it, and stop it at the end. Needs a Docker engine and the sandbox image.
         `workers_only`: start neither Flower nor the API, which is faster.
 
         Raises OperatorError with the part that did not start and the remedy.
         """
+        from toolcrew.orchestrator.operations.local_stack import embedded_stack
+
         settings = (settings or load_settings()).with_secret()
         async with (
             embedded_stack(settings.for_children(), workers_only=workers_only) as stack,
@@ -231,6 +248,8 @@ class ToolClient:
         """Return a session's tools for the loop of another framework. `approver` None: the client's approver.
         `timeout_s`: the limit of calls without their own limit. Raises the same errors as SessionTools.open.
         """
+        from toolcrew.orchestrator.sdk.session_tools import SessionTools
+
         return await SessionTools.open(self._builder, session, names, approver, timeout_s)
 
     async def sessions(self, tenant: str | None = None, *, cursor: str | None = None, limit: int = 50) -> SessionPage:
@@ -282,6 +301,8 @@ class ToolClient:
         """Kill a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
         the reason. Raises the same errors as `call_history`, and OperatorError when the call does not end.
         """
+        from toolcrew.orchestrator.sdk.call_control import CallControl
+
         owner, call_id = await self._pool.calls.resolve(call, await self._scope(tenant))
         return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
 
@@ -345,6 +366,8 @@ class ToolClient:
 
     async def own_skills(self) -> SkillInstaller:
         """Return the installer of skills for the client's tenant. Raises ToolFailure(UNKNOWN_TENANT)."""
+        from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
+
         await self._tenants.policy(self.tenant)
         return SkillInstaller(self._pool.installed.acting_as(await self.actor()), self.tenant)
 
@@ -413,11 +436,17 @@ class ToolClient:
         The calls of a batch do not use the client's key, because another client with another key may continue the
         batch.
         """
+        from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+
         return BatchRuns(self._settings, self._pool, self._builder, self.tenant, self.traces if has_traces else None)
 
     @cached_property
     def runs(self) -> ClientRuns:
         """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
+        from toolcrew.orchestrator.runs.durable_runs import DurableRuns
+        from toolcrew.orchestrator.runs.own_run import OwnRuns
+        from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+
         runs = DurableRuns.on(self._pool, self._settings)
         own = OwnRuns(self._settings, self._pool, self._builder, self.traces, runs)
         return ClientRuns(runs, own, self._as_tenant, self.actor)
@@ -523,6 +552,12 @@ class ToolClient:
         the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises ModelUnavailable,
         SandboxUnavailable, ConfigError, and ToolFailure(PERMISSION_DENIED) for a model that the tenant may not use.
         """
+        from toolcrew.orchestrator.loop.limits import ReActOptions
+        from toolcrew.orchestrator.runs.executor import RunExecutor
+        from toolcrew.orchestrator.runs.journal import MemoryJournal
+        from toolcrew.orchestrator.runs.models import Models
+        from toolcrew.orchestrator.runs.run_config import RunConfig
+
         if session is not None and workspace is not None:
             raise ConfigError("a run uses a session or a workspace: pass only one of them")
         run, shows_output = secrets.token_hex(8), on_event is not None and shows_output

@@ -23,9 +23,9 @@ from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover, review
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
-from toolcrew.orchestrator.dispatch.transport import InProcessTransport
 from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls
 from toolcrew.orchestrator.functions.function_tools import LocalTool, as_tool
 from toolcrew.orchestrator.functions.loop_waits import LoopRunner

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolcrew.contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.masking import Masker, passwords_of
+from toolcrew.contract.masking import Masker
 from toolcrew.contract.run_events import (
     OutputArrived,
     RunAborted,
@@ -73,14 +73,6 @@ class Traces:
     def open(self, tenant: str, run: str) -> "AbstractContextManager[TraceRecorder]":
         """Open the trace of one run, as `open_trace` does."""
         return open_trace(self.folder, tenant, run, masker=self.masker)
-
-
-def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
-    """Return the secrets that a client of a pool knows in addition to its settings: the passwords in its URLs, and
-    its key.
-    """
-    passwords = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
-    return {**passwords, **({"API key of the tenant": api_key} if api_key else {})}
 
 
 @contextmanager

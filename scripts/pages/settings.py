@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from toolcrew.contract.setting_rows import variable_names
 from toolcrew.contract.settings import (
     EgressSettings,
     LogSettings,
@@ -21,6 +20,7 @@ from toolcrew.contract.settings import (
     TracingSettings,
     WebSettings,
     WorkerSettings,
+    variable_names,
 )
 from toolcrew.contract.tenant_classes import TenantClass
 

@@ -16,7 +16,7 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import MODEL, encode_answer, encode_event, entry_fields
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, EnvelopeRefused, RecordRefused
-from toolcrew.contract.names import api_keys_key, catalog_key, switches_key, tenants_key
+from toolcrew.contract.names import api_keys_key, catalog_key, run_key, switches_key, tenants_key
 from toolcrew.contract.registry import Switch
 from toolcrew.contract.run_events import CallFinished, ModelReplied
 from toolcrew.contract.signing import SigningKeys
@@ -29,7 +29,7 @@ from toolcrew.store.batches import BatchDefaults, RowLocation, RunBody, batch_ke
 from toolcrew.store.call_events import call_event_keys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.idempotency import IdempotencyStore
-from toolcrew.store.run_log import RunAttempt, RunLog, run_key, run_log_key
+from toolcrew.store.run_log import RunAttempt, RunLog, run_log_key
 from toolcrew.store.tenants import RedisTenants, WorkerTenants
 from toolcrew.store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 

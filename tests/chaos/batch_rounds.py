@@ -15,11 +15,10 @@ from tests.chaos.rounds import settle
 from tests.model_server.running import running_model_server
 from tests.support.stack.host_harness import Harness
 from tests.support.stack.waiting import wait_until
-from toolcrew.contract.names import runs_prefix
+from toolcrew.contract.names import run_key, runs_prefix
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.runs.batches import run_id
 from toolcrew.store.batches import batch_key
-from toolcrew.store.run_log import run_key
 
 LATEST = 0.85
 """The part of the replies before which all faults are applied."""

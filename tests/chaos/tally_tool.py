@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from toolcrew.contract.functions import tool
+from toolcrew import tool
 
 
 @tool

@@ -21,8 +21,8 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.functions.call_context import CallContext
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.signing import ResultSeal
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Attempt
-from toolcrew.orchestrator.dispatch.transport import InProcessTransport
 from toolcrew.orchestrator.functions.blocking_calls import BlockingCalls
 
 SEAL = ResultSeal(KEY, "acme")
@@ -258,7 +258,7 @@ async def test_an_async_function_is_cancelled_at_its_limit_and_cleans_up() -> No
 
 
 async def test_an_async_function_that_ignores_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolcrew.orchestrator.dispatch.transport.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("toolcrew.orchestrator.dispatch.in_process_transport.CANCEL_GRACE_S", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> None:

@@ -24,8 +24,9 @@ from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCo
 from toolcrew.contract.hosts import HOST_LOST_TYPE
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Attempt
-from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, InProcessTransport, Transport
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from toolcrew.store import call_messages as publishing
 from toolcrew.store.call_messages import ResultHub
 

@@ -13,7 +13,7 @@ from tests.support.sandboxd.fake_hosts import build_report
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
+from toolcrew.contract.names import host_key, hosts_key, location_key, run_key, tenant_sessions_key, tombstone_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
 from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.contract.signing import SigningKeys
@@ -22,7 +22,7 @@ from toolcrew.orchestrator.dispatch import session_locator as homes_module
 from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from toolcrew.orchestrator.dispatch.transport import CallLost
 from toolcrew.store.call_messages import NotSent
-from toolcrew.store.run_log import close_unused_sessions, run_key, run_sessions_key, session_purpose
+from toolcrew.store.run_log import close_unused_sessions, run_sessions_key, session_purpose
 from toolcrew.store.session_list import SessionList
 from toolcrew.store.sessions import (
     STARTS_BYTES,

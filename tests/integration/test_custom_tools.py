@@ -37,7 +37,7 @@ PROBES = '''
 
 import asyncio, os, time
 
-from toolcrew.contract.functions import CallContext, tool
+from toolcrew import CallContext, tool
 
 
 @tool

@@ -50,7 +50,7 @@ TOOLS = '''
 
 import time
 
-from toolcrew.contract.functions import CallContext, tool
+from toolcrew import CallContext, tool
 
 
 @tool

@@ -19,7 +19,7 @@ KEY = "sk-abcdefghijklmnop1234567890"
 HOSTILE = "\x1b[31m\u202e<script>" + "x" * 20_000
 TOOLS = '''
 import os
-from toolcrew.contract.functions import tool
+from toolcrew import tool
 
 @tool
 def shout(text: str) -> str:

@@ -13,14 +13,14 @@ from tests.conftest import RedisProcess
 from tests.support.records.builders import KEY
 from tests.support.runs.runner_harness import BATCH, RunnerHarness, Worker, outcome_of
 from tests.support.stack.waiting import SOON_S, until, wait_until_async
-from toolcrew.contract.names import location_key
+from toolcrew.contract.names import location_key, run_key
 from toolcrew.contract.run_events import FailureKind, ModelReplied, RunEvent, SessionOpened, SessionOpening
 from toolcrew.orchestrator.runs import runner as runner_module
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from toolcrew.orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from toolcrew.store.batches import BatchState, ItemOutcome
-from toolcrew.store.run_log import RunAttempt, RunLog, close_left_sessions, entry_purpose, run_key, run_log_key
+from toolcrew.store.run_log import RunAttempt, RunLog, close_left_sessions, entry_purpose, run_log_key
 from toolcrew.store.runs import RunClaim
 from toolcrew.store.sessions import SessionStore
 

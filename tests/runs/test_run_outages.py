@@ -16,12 +16,12 @@ from tests.support.runs.item_harness import ItemHarness, build_run, echo_then
 from tests.support.runs.run_harness import RunHarness, build_outcome
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
+from toolcrew.contract.names import run_key
 from toolcrew.orchestrator.batches.row_files import RowFiles
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.follower import BatchLost, Follower
 from toolcrew.store.batches import BatchState, batch_key
 from toolcrew.store.run_events import BatchEventReader
-from toolcrew.store.run_log import run_key
 from toolcrew.store.runs import RunClaim
 from toolcrew.store.tasks import retry_until_available
 

@@ -28,9 +28,10 @@ from toolcrew.orchestrator.dialects.native import NativeDialect
 from toolcrew.orchestrator.dialects.tag_values import build_tag_call
 from toolcrew.orchestrator.dialects.tags import TagsDialect
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
-from toolcrew.orchestrator.dispatch.transport import InProcessTransport, Transport
+from toolcrew.orchestrator.dispatch.transport import Transport
 from toolcrew.orchestrator.functions.function_tools import tool
 from toolcrew.orchestrator.loop.agent import Agent, RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions

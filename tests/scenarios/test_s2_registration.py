@@ -228,7 +228,7 @@ async def test_s2_26_no_approval_is_requested_for_a_disabled_tool(redis_server: 
     risky = WorkerTool(build_spec("risky_tool", requires_permission=True), build_answering("ran"))
     pool = SwitchedPool(redis_server, WorkerTool(ALPHA, turn_risky_off), risky)
     async with pool.client() as client:
-        client._parts.approver = Asking()
+        client._builder.reviewer.approver = Asking()
         result = await work(client, call("alpha_tool"), call("risky_tool"))
     assert (requests, result[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
 

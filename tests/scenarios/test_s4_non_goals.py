@@ -12,9 +12,8 @@ import pytest
 from tests.support.records.builders import build_call, build_context
 from tests.support.records.fakes import MemoryBlobs, MemoryLedger, build_executor
 from tests.support.stack.waiting import SOON_S
-from toolcrew import Agent, LocalTools, as_tool
+from toolcrew import Agent, CallContext, LocalTools, as_tool, tool
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.functions import CallContext, tool
 from toolcrew.orchestrator.dialects.native import NativeDialect
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.workers.custom.calls import CustomCalls

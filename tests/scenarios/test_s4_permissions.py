@@ -22,9 +22,9 @@ from toolcrew.orchestrator.approvals import (
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
 from toolcrew.orchestrator.dialects.tags import TagsDialect
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
-from toolcrew.orchestrator.dispatch.transport import InProcessTransport
 from toolcrew.orchestrator.loop.agent import Agent
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.workers.tools.builtin import build_registry

@@ -16,9 +16,9 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.schema import check_schema, prepare_arguments
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.in_process_transport import InProcessTransport
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
-from toolcrew.orchestrator.dispatch.transport import InProcessTransport
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.tools.builtin import build_registry
 

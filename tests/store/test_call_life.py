@@ -12,12 +12,11 @@ from tests.support.records.builders import KEY, build_attempt
 from toolcrew.contract.calls import Clocks, KillReport, SandboxInfo, ToolResult
 from toolcrew.contract.envelope import encode_result
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.names import blob_key, call_key, host_key, result_key, tenants_key
+from toolcrew.contract.names import blob_key, call_key, host_key, result_key, run_key, tenants_key
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.store.call_reader import CallReader, parse_task_id
-from toolcrew.store.run_log import run_key
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.slots import SlotRequest, enqueue, load_script, script_arguments
 

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from toolcrew.contract.setting_rows import variable_names
 from toolcrew.contract.settings import (
     EgressSettings,
     OrchestratorSettings,
@@ -15,6 +14,7 @@ from toolcrew.contract.settings import (
     TracingSettings,
     WebSettings,
     WorkerSettings,
+    variable_names,
 )
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from toolcrew.contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
 from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
-from toolcrew.contract.functions import Completion, TokenUsage
+from toolcrew.contract.functions.completions import Completion, TokenUsage
 from toolcrew.contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
 from toolcrew.contract.model_endpoints import Prices
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from toolcrew.contract.masking import MARK, Masker
+from toolcrew.contract.masking import MARK, Masker, secrets_of_pool
 from toolcrew.contract.settings import build_masker, load_settings, secrets_of_environment
-from toolcrew.orchestrator.traces.recorder import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"
 MASKER = Masker({"TOOLCREW_SECRET": SECRET})

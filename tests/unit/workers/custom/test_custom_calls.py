@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from structlog.testing import capture_logs
 
 from tests.support.records.builders import build_call, build_context
+from toolcrew import CallContext, ToolFailure, tool
 from toolcrew.contract.calls import ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.contract.functions import CallContext, ToolFailure, tool
 from toolcrew.contract.functions.function_tools import FunctionTool
 from toolcrew.workers.custom import outcomes
 from toolcrew.workers.custom.calls import CustomCalls

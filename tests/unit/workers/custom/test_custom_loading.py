@@ -20,7 +20,7 @@ from toolcrew.workers.web.websearch import WEBSEARCH_SPEC
 WriteModule = Callable[..., str]
 
 QUOTE = """
-from toolcrew.contract.functions import tool
+from toolcrew import tool
 
 @tool(timeout_s=7, read_only=True, validators=[lambda arguments: "weights are above 0" if arguments["weight_kg"] <= 0 else None])
 def quote_shipping(weight_kg: float, express: bool = False) -> dict:
@@ -89,7 +89,7 @@ def test_an_entry_point_loads_a_tool_function_list_or_module(
     write_module: WriteModule, value: str, names: list[str]
 ) -> None:
     write_module(
-        "from toolcrew.contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
+        "from toolcrew import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
         "'Plain.'\nboth = [one, two]\n"
     )
     assert [served.name for served in load(points=(build_entry_point(value),))] == names
@@ -112,11 +112,11 @@ def test_a_tool_loaded_twice_is_served_once(write_module: WriteModule) -> None:
         ("def broken(:", ["SyntaxError"]),
         ("def forgotten(): 'No decorator.'", ["no tool", "@tool"]),
         (
-            "import io\nfrom toolcrew.contract.functions import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'",
+            "import io\nfrom toolcrew import tool\n@tool\ndef bad(x: io.StringIO): 'Bad.'",
             ["TypeError", "'bad'", "parameter 'x'"],
         ),
         (
-            "from toolcrew.contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'",
+            "from toolcrew import tool\n@tool(name='bad name')\ndef f(): 'Bad.'",
             ["TypeError", "bad name"],
         ),
     ],
@@ -140,7 +140,7 @@ def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule,
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_TOOLS))
 def test_the_name_of_a_builtin_tool_is_refused(write_module: WriteModule, name: str) -> None:
-    module = write_module(f"from toolcrew.contract.functions import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
+    module = write_module(f"from toolcrew import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
     message = refusal(module)
     assert (module in message, f"'{name}'" in message, "built-in" in message) == (True, True, True)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from toolcrew import CallContext, tool
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.contract.functions import CallContext, tool
 from toolcrew.workers.custom.testing import LocalWorker
 
 

@@ -1,0 +1,19 @@
+"""A program that only calls tools does not load the code of runs, batches and models."""
+
+import subprocess
+import sys
+
+MAX_MODULES = 113
+"""Lower the number when the graph of imports gets thinner. A higher number needs a reason in the commit."""
+
+
+def test_the_client_loads_few_modules() -> None:
+    program = (
+        "import sys, toolcrew; toolcrew.ToolClient; print(*(name for name in sys.modules if name[:8] == 'toolcrew'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = done.stdout.split()
+    assert len(loaded) <= MAX_MODULES, sorted(loaded)
+    assert not [
+        name for name in loaded if name.startswith(("toolcrew.orchestrator.runs", "toolcrew.orchestrator.loop"))
+    ]
