@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from toolcrew.contract.calls import Record
 from toolcrew.contract.session_spec import LargestOptions
@@ -44,8 +44,6 @@ class HostReport(Record):
     next process on the same machine sees that this one has ended (workers/reports.py).
     """
 
-    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
-
     host: str = Field(max_length=64)
     queue: str = Field(max_length=256)
     worker: str = Field(max_length=64)
@@ -81,10 +79,8 @@ class HostReport(Record):
     """True while the host gets no new sessions, because its sessions move to other hosts or it restarts."""
     store: Literal["local", "shared"] = "local"
     """Name of the store with the host's checkpoints. Another host cannot restore checkpoints from a `local` store."""
-    problem: str = Field(default="", max_length=MAX_PROBLEM_CHARS, alias="trouble")
-    """Message for the operator: why the host is not healthy, or what its drain waits for. In JSON the field is named
-    `trouble`, as in the reports of earlier releases.
-    """
+    problem: str = Field(default="", max_length=MAX_PROBLEM_CHARS)
+    """Message for the operator: why the host is not healthy, or what its drain waits for."""
     started_at: float
     reported_at: float
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from toolcrew.contract.calls import CallUsage, Record
 from toolcrew.contract.functions.completions import TokenUsage
@@ -169,14 +169,11 @@ class BatchItem(Record):
     names the session that keeps the state after these steps.
     """
 
-    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
-
     custom_id: str = Field(min_length=1, max_length=MAX_ID_CHARS)
     line: int = Field(ge=1)
     url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
     work: RunBody | CallBody
-    environment: ItemEnvironment = Field(default=ItemEnvironment(), alias="ground")
-    """The environment of the item. In JSON the field is named `ground`, as in the records of earlier releases."""
+    environment: ItemEnvironment = ItemEnvironment()
     priority: int = Field(default=0, ge=-100, le=100)
     grader: Grader | None = Field(default=None, exclude_if=lambda grader: grader is None)
     task: str = Field(default="", exclude_if=lambda task: not task)

@@ -63,9 +63,7 @@ class SessionPage:
 
 
 class SessionList:
-    """The open sessions of a deployment. The list omits sessions that an earlier release opened, and sessions whose
-    start is not signed with `keys`.
-    """
+    """The open sessions of a deployment. The list omits sessions whose start is not signed with `keys`."""
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
         self._client = client

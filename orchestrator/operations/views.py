@@ -171,7 +171,7 @@ def view_key(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
 
 def view_host(report: HostReport, waiting: Mapping[str, int]) -> HostView:
     """Return the view of a worker. `waiting`: numbers of calls by queue."""
-    fields = report.model_dump(include=set(HostView.model_fields), by_alias=False)
+    fields = report.model_dump(include=set(HostView.model_fields))
     queues = {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)}
     return HostView.model_validate({**fields, "state": report.state, "waiting": queues})
 

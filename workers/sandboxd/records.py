@@ -52,7 +52,7 @@ class SessionRecord:
     used_at: float
     news: str | None
     unreported_loss: str | None
-    policy: Annotated[SandboxPolicy, Field(alias="terms")]
+    policy: SandboxPolicy
     fence: int
     changed: bool
     automatic_at: float | None
@@ -109,7 +109,7 @@ class Records:
         return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:
-        _write(self._session_path(record.id), _SESSION.dump_python(record, mode="json", by_alias=True))
+        _write(self._session_path(record.id), _SESSION.dump_python(record, mode="json"))
 
     def forget_session(self, session: str) -> None:
         _unlink(self._session_path(session))
