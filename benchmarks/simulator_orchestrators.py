@@ -20,12 +20,13 @@ from benchmarks.simulator_hosts import DEPLOYMENT, KEYS, OPEN_S, World
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.hosts import HOST_LOST_TYPE, HOST_TTL_S, HostReport
+from toolcrew.contract.names import call_key
 from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.admission import SharedAdmission
 from toolcrew.orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
-from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.delivery import Delivery, Pool
 from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
@@ -108,7 +109,8 @@ class _Transport:
     async def deliver(self, attempt: Attempt) -> Any:
         task_id = self._hub.task_id(f"{attempt.call_id}.{attempt.number}")
         with self._hub.expect(task_id) as stored:
-            await self._publisher.publish(build_call_message(attempt, task_id, DEPLOYMENT))
+            record = call_key(DEPLOYMENT, attempt.tenant, attempt.call_id)
+            await self._publisher.publish(attempt, task_id, build_message(attempt, task_id, record))
             self._world.start_calls(attempt.queue)
             with self._monitor.over(task_id, attempt):
                 async with asyncio.timeout(attempt.request.wait_s):

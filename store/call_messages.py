@@ -56,29 +56,32 @@ class NotSent(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class CallMessage:
-    """A call in its published form. `text`: the message of its Celery task. `start_by`: latest start, in Unix seconds
-    of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
-    (store/call_scripts.py). `session`, `fence`: the session and its fence, if the call must reach the host of the
-    session; None if any worker of the queue may run the call. `slot`: the id of the slot that the call must hold
-    (store/slots.py); "" if the slot is already confirmed. `extra_s`: number of seconds by which the limit of the call
-    exceeds MAX_TIMEOUT_S.
-    """
+@dataclass(frozen=True, kw_only=True)
+class CallAttempt:
+    """One attempt at a call."""
 
     tenant: str
     call_id: str
-    attempt: int
+    number: int = 1
+    """Number of the attempt at the call, from 1. Above 1, the earlier attempts were lost."""
     tool: str
+    """Name of the tool that the worker runs."""
     queue: str
-    task_id: str
-    text: str
     start_by: float
+    """Time after which the call must not start, in Unix seconds of the shared clock."""
     ticket: str = ""
+    """Signed text in the call's record. The worker removes it when it begins the call (call_scripts.py)."""
     session: str | None = None
     fence: int | None = None
+    """Fencing token of the session's location on the queue's host (sessions.py). None: any worker of the queue may run
+    the call.
+    """
     slot: str = ""
+    """Id of the slot request that Redis must have granted when it publishes the attempt (slots.py); "": the attempt
+    already has its slot.
+    """
     extra_s: int = 0
+    """Seconds by which the limit of the call exceeds MAX_TIMEOUT_S."""
 
 
 class Publisher:
@@ -93,14 +96,14 @@ class Publisher:
         self._deployment = deployment
         self._clock = clock
 
-    async def publish(self, call: CallMessage) -> None:
-        """Put a call into its queue.
+    async def publish(self, call: CallAttempt, task_id: str, text: str) -> None:
+        """Put an attempt into its queue. `text`: the message of its Celery task `task_id`.
 
         Raises NotSent. Raises BrokerFull: Redis is nearly full. Raises BrokerUnavailable:
         Redis refuses the call, or does not answer for SEND_WAIT_S. If the call may have been sent, the method waits
         for certainty, or until the deadline of the call. Until then, the call may still start.
         """
-        values = self._values(call)
+        values = self._values(call, task_id, text)
         began = asyncio.get_running_loop().time()
         attempt, may_be_sent = 0, False
         while True:
@@ -139,7 +142,7 @@ class Publisher:
         if outcome != "sent":
             raise NotSent(outcome)
 
-    def _values(self, call: CallMessage) -> dict[str, Value]:
+    def _values(self, call: CallAttempt, task_id: str, text: str) -> dict[str, Value]:
         """Return the keys and arguments of the script."""
         place, session, fence = list[str](), "", ""
         if call.session is not None and call.fence is not None:
@@ -156,12 +159,12 @@ class Publisher:
             "calls": tenant_calls_key(self._deployment, call.tenant),
             "account": account_key(self._deployment, call.tenant),
             "place": place,
-            "attempt": call.attempt,
+            "attempt": call.number,
             # The nonce must be unique, but need not be unpredictable.
-            "nonce": f"{call.attempt}:{random.getrandbits(64):x}",
+            "nonce": f"{call.number}:{random.getrandbits(64):x}",
             "tool": call.tool,
-            "message": call.text,
-            "task": call.task_id,
+            "message": text,
+            "task": task_id,
             "ticket": call.ticket,
             "slot": call.slot,
             "call_id": call.call_id,

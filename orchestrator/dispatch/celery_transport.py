@@ -6,7 +6,6 @@ in its queue without a record.
 """
 
 import asyncio
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -21,14 +20,14 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from toolcrew.contract.broker import BrokerSettings
-from toolcrew.contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
+from toolcrew.contract.calls import POOL_GRACE_S
 from toolcrew.contract.envelope import find_encoded_result, find_result_key, join_result
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.hosts import HOST_LOST_TYPE
 from toolcrew.contract.names import call_key, is_blob_of, result_key, show_call, task_name
 from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
-from toolcrew.store.call_messages import CallMessage, Publisher, ResultHub, read_result_record
+from toolcrew.store.call_messages import Publisher, ResultHub, read_result_record
 from toolcrew.store.calls import CallStore
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import open_redis
@@ -100,7 +99,8 @@ class CeleryTransport:
         task_id = attempt.published_as or self._hub.task_id(f"{attempt.call_id}.{attempt.number}.{attempt.tenant}")
         with self._hub.expect(task_id, keeps=attempt.request.keeps_result) as stored:
             if attempt.published_as is None:
-                await self._publisher.publish(build_call_message(attempt, task_id, self._deployment))
+                record = call_key(self._deployment, attempt.tenant, attempt.call_id)
+                await self._publisher.publish(attempt, task_id, build_message(attempt, task_id, record))
             else:
                 await self._hub.read_result(task_id)
             if self._monitor is None:
@@ -184,25 +184,6 @@ class CeleryTransport:
         if self._owns_scripts:
             await self._scripts.aclose()
         await self._redis.aclose()
-
-
-def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallMessage:
-    """Return the message that is published for an attempt."""
-    return CallMessage(
-        tenant=attempt.tenant,
-        call_id=attempt.call_id,
-        attempt=attempt.number,
-        tool=attempt.request.worker_call.name,
-        queue=attempt.queue,
-        task_id=task_id,
-        text=build_message(attempt, task_id, call_key(deployment, attempt.tenant, attempt.call_id)),
-        start_by=attempt.start_by,
-        ticket=attempt.ticket,
-        session=attempt.request.session if attempt.fence is not None else None,
-        fence=attempt.fence,
-        slot=attempt.slot,
-        extra_s=max(0, math.ceil(attempt.request.context.timeout_s - MAX_TIMEOUT_S)),
-    )
 
 
 def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:

@@ -13,13 +13,14 @@ slow is then refused.
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
-from toolcrew.contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
+from toolcrew.contract.calls import MAX_TIMEOUT_S, RunFailure, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
 from toolcrew.contract.errors import (
     BrokerUnavailable,
@@ -449,8 +450,22 @@ class Delivery:
         if sending is not None and sending.ref.is_sampled:
             changed["trace"] = str(sending.ref)
         envelope, blob = await self._encode(request, request.context.model_copy(update=changed))
-        ticket = seal_ticket(self._keys, request.tenant, request.call.id, number)
-        attempt = Attempt(request, queue, envelope, start_by, number, fence, published_as, ticket, slot)
+        attempt = Attempt(
+            tenant=request.tenant,
+            call_id=request.call.id,
+            number=number,
+            tool=request.worker_call.name,
+            queue=queue,
+            start_by=start_by,
+            ticket=seal_ticket(self._keys, request.tenant, request.call.id, number),
+            session=request.session,
+            fence=fence,
+            slot=slot,
+            extra_s=max(0, math.ceil(request.context.timeout_s - MAX_TIMEOUT_S)),
+            request=request,
+            envelope=envelope,
+            published_as=published_as,
+        )
         try:
             if self._events is None or not request.handlers:
                 result = await self._await_result(attempt)

@@ -9,6 +9,7 @@ from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch.call_events import Handler
+from toolcrew.store.call_messages import CallAttempt
 from toolcrew.store.slots import Priority
 
 SANDBOX_GRACE_S = 20.0
@@ -85,34 +86,11 @@ class Request:
         return self.call.name if self.call.name != self.worker_call.name else None
 
 
-@dataclass
-class Attempt:
+@dataclass(frozen=True, kw_only=True)
+class Attempt(CallAttempt):
     """Attempt to send a request: its signed envelope for a queue."""
 
     request: Request
-    queue: str
     envelope: str
-    start_by: float
-    """Time after which the call must not start, in Unix seconds of the shared clock."""
-    number: int = 1
-    """Number of the attempt at the call, from 1. Above 1, the earlier attempts were lost."""
-    fence: int | None = None
-    """Fencing token of the session's location on the queue's host (store/sessions.py). None: any worker of the queue
-    may run the call.
-    """
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""
-    ticket: str = ""
-    """Signed text in the call's record. The worker removes it when it begins the call (store/call_scripts.py)."""
-    slot: str = ""
-    """Id of the slot request that Redis must have granted when it publishes the attempt (orchestrator/admission.py);
-    "": the attempt already has its slot.
-    """
-
-    @property
-    def call_id(self) -> str:
-        return self.request.call.id
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant

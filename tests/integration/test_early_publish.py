@@ -13,7 +13,7 @@ from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import slots_key
 from toolcrew.orchestrator.admission import SharedAdmission
-from toolcrew.store.call_messages import CallMessage, NotSent, Publisher
+from toolcrew.store.call_messages import CallAttempt, NotSent, Publisher
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.scripts import ScriptConnection
 
@@ -29,7 +29,11 @@ class Orchestrator:
 
     async def publish(self, call_id: str, slot: str) -> None:
         await self.publisher.publish(
-            CallMessage("acme", call_id, 1, "bash_tool", QUEUE, "task", "{}", time.time() + 60, slot=slot)
+            CallAttempt(
+                tenant="acme", call_id=call_id, tool="bash_tool", queue=QUEUE, start_by=time.time() + 60, slot=slot
+            ),
+            "task",
+            "{}",
         )
 
     async def aclose(self) -> None:

@@ -8,11 +8,10 @@ import pytest
 import redis.asyncio
 
 from tests.conftest import RedisProcess
-from tests.support.records.builders import KEY, build_attempt
+from tests.support.records.builders import KEY, build_attempt, publish_arguments
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import call_key, slots_key
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
 from toolcrew.store import call_reader
 from toolcrew.store.call_messages import Publisher
 from toolcrew.store.call_reader import CallReader
@@ -40,7 +39,7 @@ class Calls:
     async def publish(self, call: str, tool: str = "bash_tool", **record: Any) -> None:
         """Publish a call, and give its record these fields afterwards."""
         attempt = build_attempt(tool, call_id=call, queue=QUEUE, envelope="{}")
-        await self.publisher.publish(build_call_message(attempt, f"task-{call}", "d"))
+        await self.publisher.publish(*publish_arguments(attempt, f"task-{call}"))
         if record:
             await self.client.hset(call_key("d", "acme", call), mapping=record)
 
@@ -154,8 +153,7 @@ async def test_invalid_position_is_refused(calls: Calls, position: str) -> None:
 async def test_the_newest_thousand_calls_are_listed_and_unknown_records_skipped(calls: Calls) -> None:
     attempt = build_attempt("bash_tool", queue=QUEUE, envelope="{}")
     for number in range(1005):
-        message = replace(build_call_message(attempt, f"task-{number}", "d"), call_id=f"c{number}")
-        await calls.publisher.publish(message)
+        await calls.publisher.publish(replace(attempt, call_id=f"c{number}"), f"task-{number}", "{}")
     await calls.client.hset(call_key("d", "acme", "c1004"), mapping={"state": "frozen"})
 
     page = await calls.list.read_page(["acme"], 2000)

@@ -15,13 +15,12 @@ import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from tests.conftest import RedisProcess
-from tests.support.records.builders import build_attempt
+from tests.support.records.builders import build_attempt, publish_arguments
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import call_key, host_key, location_key, tenant_sessions_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S
-from toolcrew.orchestrator.dispatch.celery_transport import build_call_message
 from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.store import call_messages as publishing
 from toolcrew.store.call_messages import NotSent, Publisher
@@ -76,14 +75,14 @@ async def forbid(server: "redis.Redis", attempt: int = 1) -> str:
 
 async def reason_of(publisher: Publisher, call: Attempt) -> str | None:
     try:
-        await publisher.publish(build_call_message(call, "hub-task", "d"))
+        await publisher.publish(*publish_arguments(call, "hub-task"))
     except NotSent as refused:
         return refused.reason
     return None
 
 
 async def test_publish_writes_the_message_and_the_call_record(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt(**SESSION_FIELDS), "hub-task", "d"))
+    await publisher.publish(*publish_arguments(attempt(**SESSION_FIELDS), "hub-task"))
     [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
@@ -103,7 +102,7 @@ async def test_a_call_that_is_sent_again_after_its_end_is_in_the_usage_once(
     ended = FinishedCalls(server)
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         for number in (1, 2):
-            await publisher.publish(build_call_message(attempt(number=number), f"hub-{number}", "d"))
+            await publisher.publish(*publish_arguments(attempt(number=number), f"hub-{number}"))
             assert ended.store(f"hub-{number}", "{}", 60, CallEnding("d", "acme", "c1", number))
             assert await CallStore(client, "d").renew("acme", "c1", number)
         rows = await UsageStore(client, "d").read("acme", time.time() - 3600, time.time() + 3600)
@@ -119,7 +118,7 @@ async def test_session_location_outlives_the_longest_call(publisher: Publisher, 
         ("c", 5, longest_s),
     ):
         call = attempt(call_id, timeout_s=timeout_s, **SESSION_FIELDS)
-        await publisher.publish(build_call_message(call, f"hub-{call_id}", "d"))
+        await publisher.publish(*publish_arguments(call, f"hub-{call_id}"))
         assert expected_s - 30 < server.ttl(LOCATION) <= expected_s
         assert server.ttl(tenant_sessions_key("d", "acme")) in (-2, server.ttl(LOCATION))
 
@@ -131,7 +130,7 @@ async def test_each_call_extends_the_session_list_ttl(
     names = tenant_sessions_key("d", "acme")
     server.sadd(names, "s1")
     server.expire(names, before)
-    await publisher.publish(build_call_message(attempt(**SESSION_FIELDS), "hub-task", "d"))
+    await publisher.publish(*publish_arguments(attempt(**SESSION_FIELDS), "hub-task"))
     assert after - 30 < server.ttl(names) <= after
 
 
@@ -166,7 +165,7 @@ async def test_session_call_is_sent_only_to_the_current_host(
 async def test_used_call_id_is_refused_as_duplicate(
     publisher: Publisher, server: "redis.Redis", state: CallState
 ) -> None:
-    await publisher.publish(build_call_message(attempt(queue="pool.web"), "hub-task", "d"))
+    await publisher.publish(*publish_arguments(attempt(queue="pool.web"), "hub-task"))
     assert record(server).session == ""
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
     assert await reason_of(publisher, attempt(queue="pool.web")) == "duplicate"
@@ -176,7 +175,7 @@ async def test_used_call_id_is_refused_as_duplicate(
 
 
 async def test_new_attempt_of_a_call_is_sent_once(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+    await publisher.publish(*publish_arguments(attempt(), "hub-task"))
     server.hset(
         call_key("d", "acme", "c1"),
         mapping={"state": "queued", "attempt": 2, "holder": "host.a.b00t/w1", "started_at": "5"},
@@ -200,10 +199,10 @@ async def test_unexpected_attempt_number_is_refused(
 
 
 async def test_flushed_scripts_are_loaded_again(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
+    await publisher.publish(*publish_arguments(attempt("c1"), "hub-1"))
     server.script_flush()
     await asyncio.gather(
-        *(publisher.publish(build_call_message(attempt(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
+        *(publisher.publish(*publish_arguments(attempt(f"d{number}"), f"hub-{number}")) for number in range(3))
     )
     assert server.llen(QUEUE) == 4
 
@@ -212,7 +211,7 @@ async def test_publish_updates_the_shared_clock_from_redis(redis_server: RedisPr
     client = redis.asyncio.Redis.from_url(redis_server.url)
     clock = SharedClock(lambda: time.time() - 60)
     scripts = ScriptConnection(client)
-    await Publisher(scripts, "d", clock).publish(build_call_message(attempt(), "hub-task", "d"))
+    await Publisher(scripts, "d", clock).publish(*publish_arguments(attempt(), "hub-task"))
     await scripts.aclose()
     await client.aclose()
     assert 55 < clock.offset_s < 65
@@ -224,11 +223,11 @@ async def test_publish_to_a_stopped_redis_reports_not_sent(
 ) -> None:
     monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.1)
     if is_connected:
-        await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
+        await publisher.publish(*publish_arguments(attempt("c1"), "hub-1"))
     await asyncio.to_thread(redis_server.stop)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await asyncio.wait_for(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")), SOON_S)
+            await asyncio.wait_for(publisher.publish(*publish_arguments(attempt("c2"), "hub-2")), SOON_S)
     finally:
         await asyncio.to_thread(redis_server.start)
 
@@ -239,13 +238,13 @@ async def test_publish_to_a_full_or_read_only_redis_reports_not_sent(
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+            await publisher.publish(*publish_arguments(attempt(), "hub-task"))
     finally:
         server.config_set("maxmemory", 0)
     server.replicaof("127.0.0.1", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
-            await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+            await publisher.publish(*publish_arguments(attempt(), "hub-task"))
     finally:
         server.replicaof("NO", "ONE")
     assert server.llen(QUEUE) == 0
@@ -292,7 +291,7 @@ async def test_publish_with_a_lost_reply_is_repeated_and_sent_once(redis_server:
     async with ReplyCuttingProxy(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         scripts = ScriptConnection(client)
-        await Publisher(scripts, "d", SharedClock()).publish(build_call_message(attempt(), "hub-task", "d"))
+        await Publisher(scripts, "d", SharedClock()).publish(*publish_arguments(attempt(), "hub-task"))
         await scripts.aclose()
         await client.aclose()
     with redis_server.client() as server:
@@ -303,7 +302,7 @@ async def test_repeated_publish_of_an_ended_call_is_recognized(
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing.random, "getrandbits", lambda _: 5)
-    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+    await publisher.publish(*publish_arguments(attempt(), "hub-task"))
     server.hset(call_key("d", "acme", "c1"), "state", "done")
     server.delete(HOST)
     assert await reason_of(publisher, attempt(**SESSION_FIELDS)) is None
@@ -328,7 +327,7 @@ async def test_uncertain_publish_is_repeated_and_not_reported_as_unsent(
         return verdict
 
     monkeypatch.setattr(publisher, "_post", lose_a_reply)
-    await asyncio.wait_for(publisher.publish(build_call_message(attempt(), "hub-task", "d")), SOON_S)
+    await asyncio.wait_for(publisher.publish(*publish_arguments(attempt(), "hub-task")), SOON_S)
     assert server.llen(QUEUE) == 1
 
 
@@ -339,7 +338,7 @@ async def test_close_ends_a_publish_that_waits_for_redis(redis_server: RedisProc
     client = redis.asyncio.Redis(port=port)
     scripts = ScriptConnection(client)
     publisher = Publisher(scripts, "d", SharedClock())
-    sending = asyncio.create_task(publisher.publish(build_call_message(attempt(), "hub-task", "d")))
+    sending = asyncio.create_task(publisher.publish(*publish_arguments(attempt(), "hub-task")))
     await asyncio.wait_for(connected.wait(), SOON_S)
     await scripts.aclose()
     with pytest.raises(BrokerUnavailable, match="closed"):

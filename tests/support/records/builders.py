@@ -2,13 +2,16 @@
 subject.
 """
 
+import math
 import time
 from typing import Any
 
-from toolcrew.contract.calls import ToolCall, ToolContext
+from toolcrew.contract.calls import MAX_TIMEOUT_S, ToolCall, ToolContext
+from toolcrew.contract.names import call_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
+from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.request import Attempt, Request
 from toolcrew.workers.sandbox_client import GuestResponse
 
@@ -127,4 +130,20 @@ def build_attempt(
     request.context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or timeout_s)
     request.queue_wait_s = 0.0
     request.queue_wait_s = wait_s - request.wait_s
-    return Attempt(request, **{"queue": "q", "envelope": "{}", "start_by": time.time() + 60, **fields})
+    values = {
+        "tenant": tenant,
+        "call_id": call_id,
+        "tool": tool,
+        "queue": "q",
+        "start_by": time.time() + 60,
+        "session": session,
+        "extra_s": max(0, math.ceil(request.context.timeout_s - MAX_TIMEOUT_S)),
+        "envelope": "{}",
+    }
+    return Attempt(request=request, **{**values, **fields})
+
+
+def publish_arguments(attempt: Attempt, task_id: str) -> tuple[Attempt, str, str]:
+    """Return the arguments of `Publisher.publish` for a call of the deployment "d"."""
+    record = call_key("d", attempt.tenant, attempt.call_id)
+    return attempt, task_id, build_message(attempt, task_id, record)
