@@ -360,6 +360,7 @@ class _Results(RedisBackend):
     _ensure_retryable: Callable[[Callable[[], object]], object]
     """Celery's retry loop for Redis commands, with the pauses of the app's settings."""
     expires: int
+    connparams: dict[str, Any]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
