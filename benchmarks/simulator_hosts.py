@@ -218,7 +218,7 @@ class World:
             "task_id": task_id,
             "result": encode_result(result, seal=ResultSeal(KEYS, context.tenant, context.attempt)),
         }
-        ending = CallEnding(DEPLOYMENT, context.tenant, call.id, context.attempt)
+        ending = CallEnding(deployment=DEPLOYMENT, tenant=context.tenant, call=call.id, attempt=context.attempt)
         if not self._finished.store(task_id, json.dumps(data), RESULT_TTL_S, ending):
             self.late += 1
         self.loop.selector.listen()

@@ -106,7 +106,17 @@ def _store(client: SyncRedis, deployment: str) -> tuple[float, float]:
     plain, counted = list[float](), list[float]()
     for number in range(MEASURED):
         usage = SessionUsage(meter="m", cpu_s=number / 100, sandbox_s=number / 10, written_bytes=number * 4096)
-        ending = CallEnding(deployment, "bench", "", 1, "", "box", "s1", None, usage)
+        ending = CallEnding(
+            deployment=deployment,
+            tenant="bench",
+            call="",
+            attempt=1,
+            code="",
+            sandbox="box",
+            session="s1",
+            stored=None,
+            usage=usage,
+        )
         for took, store in ((plain, quiet), (counted, finished)):
             one = replace(ending, call=secrets.token_hex(8))
             began = time.perf_counter()

@@ -203,7 +203,7 @@ class StoredChange:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallEnding:
     """The end of a call that has run. `code`: "" for a success. `sandbox`: "" for a call without a sandbox.
 

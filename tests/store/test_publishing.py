@@ -103,7 +103,9 @@ async def test_a_call_that_is_sent_again_after_its_end_is_in_the_usage_once(
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         for number in (1, 2):
             await publisher.publish(*publish_arguments(attempt(number=number), f"hub-{number}"))
-            assert ended.store(f"hub-{number}", "{}", 60, CallEnding("d", "acme", "c1", number))
+            assert ended.store(
+                f"hub-{number}", "{}", 60, CallEnding(deployment="d", tenant="acme", call="c1", attempt=number)
+            )
             assert await CallStore(client, "d").renew("acme", "c1", number)
         rows = await UsageStore(client, "d").read("acme", time.time() - 3600, time.time() + 3600)
     assert sum_rows(rows)["calls"] == 1

@@ -28,7 +28,17 @@ def usage(cpu_s: float, meter: str = "m1", sandbox_s: float = 0.0) -> SessionUsa
 def build_ending(
     attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored: StoredChange | None = None
 ) -> CallEnding:
-    return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored, used)
+    return CallEnding(
+        deployment="d",
+        tenant="acme",
+        call=call,
+        attempt=attempt,
+        code="",
+        sandbox="box",
+        session="s1",
+        stored=stored,
+        usage=used,
+    )
 
 
 class Harness:

@@ -239,7 +239,11 @@ class Harness:
         self.client = server.client()
 
     def store(self, attempt: int = 1, *, has_run: bool = True, code: str = "") -> None:
-        ending = CallEnding("d", "acme", "c1", attempt, code, "c0ffee") if has_run else None
+        ending = (
+            CallEnding(deployment="d", tenant="acme", call="c1", attempt=attempt, code=code, sandbox="c0ffee")
+            if has_run
+            else None
+        )
         self.app.backend.mark_as_done("h-c1", TaskResult(ENCODED, ending), store_result=True)
 
     def write(self, state: CallState, attempt: int = 1) -> None:
@@ -285,7 +289,11 @@ def test_result_is_stored_and_published_and_its_call_is_done(harness: Harness) -
 
 def test_infrastructure_failure_is_stored_as_failure_with_the_result(harness: Harness) -> None:
     harness.write(CallState.RUNNING)
-    error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, CallEnding("d", "acme", "c1", 1, "INTERNAL")))
+    error = CallNotServed(
+        "INTERNAL",
+        "c1",
+        TaskResult(ENCODED, CallEnding(deployment="d", tenant="acme", call="c1", attempt=1, code="INTERNAL")),
+    )
     harness.app.backend.mark_as_failure("h-c1", error)
     stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)

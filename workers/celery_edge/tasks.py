@@ -235,16 +235,16 @@ class _Edge:
         result = finished.result
         encoded = encode_result_message(result, call, context, executor.blobs, self._key)
         ending = CallEnding(
-            self._deployment,
-            context.tenant,
-            call.id,
-            context.attempt,
-            result.error_code or "",
-            _sandbox_id(result),
-            context.session,
-            _find_stored_change(call, context, result),
-            finished.session_usage,
-            finished.folder,
+            deployment=self._deployment,
+            tenant=context.tenant,
+            call=call.id,
+            attempt=context.attempt,
+            code=result.error_code or "",
+            sandbox=_sandbox_id(result),
+            session=context.session,
+            stored=_find_stored_change(call, context, result),
+            usage=finished.session_usage,
+            folder=finished.folder,
         )
         answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:
