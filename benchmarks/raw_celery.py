@@ -5,7 +5,6 @@ The module also starts a toolcrew worker whose tools do as little.
 
 import asyncio
 import contextlib
-import copy
 import secrets
 import sys
 import tempfile
@@ -29,9 +28,9 @@ from toolcrew.workers.celery_edge.app import build_app
 
 def next_attempt(first: Attempt) -> Attempt:
     """Return a copy of the attempt for another call, without the cost of validating its parts again."""
-    request = copy.copy(first.request)
-    request.call = request.call.model_copy(update={"id": secrets.token_hex(16)})
-    return replace(first, request=request, start_by=time.time() + 60)
+    call_id = secrets.token_hex(16)
+    request = replace(first.request, call=first.request.call.model_copy(update={"id": call_id}))
+    return replace(first, request=request, call_id=call_id, start_by=time.time() + 60)
 
 
 class RawCelery:

@@ -28,7 +28,7 @@ from toolcrew.orchestrator.admission import SharedAdmission
 from toolcrew.orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.delivery import Delivery, Pool
-from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
 from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from toolcrew.store.call_messages import NotSent, Publisher, ResultHub
@@ -171,11 +171,17 @@ class Orchestrator:
         """Make a call and return the code of its result, or "" for success."""
         call = ToolCall(id=secrets.token_hex(8), name=SPECS[is_idempotent].name, arguments={"seconds": seconds})
         now, began = self._clock(), self._world.loop.time()
-        request = Request(call, session.tenant, session.name)
-        request.worker_call, request.spec, request.policy = call, SPECS[is_idempotent], session.policy
-        request.queue_wait_s = WAIT_S
-        request.context = ToolContext(
-            tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60
+        request = CheckedRequest(
+            call=call,
+            tenant=session.tenant,
+            session=session.name,
+            worker_call=call,
+            spec=SPECS[is_idempotent],
+            policy=session.policy,
+            queue_wait_s=WAIT_S,
+            context=ToolContext(
+                tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60
+            ),
         )
         self._results.idempotent[call.id] = is_idempotent
         try:

@@ -25,7 +25,7 @@ from toolcrew.contract.envelope import find_encoded_result, find_result_key, joi
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.hosts import HOST_LOST_TYPE
 from toolcrew.contract.names import call_key, is_blob_of, result_key, show_call, task_name
-from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
 from toolcrew.store.call_messages import Publisher, ResultHub, read_result_record
 from toolcrew.store.calls import CallStore
@@ -270,7 +270,7 @@ def build_failed_event(attempt: Attempt, task_id: str, node: str, error: str) ->
     return _wrap(event, {"hostname": node}, {"delivery_mode": _TRANSIENT}, "celeryev", "task.failed")
 
 
-def _show_call(request: Request) -> str:
+def _show_call(request: CheckedRequest) -> str:
     return show_call(request.call.id, request.tenant, request.session, request.run)
 
 

@@ -35,7 +35,7 @@ from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.orchestrator.admission import Admission, UnlimitedAdmission
 from toolcrew.orchestrator.dispatch.call_events import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
-from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
 from toolcrew.orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
 from toolcrew.orchestrator.tracing import CURRENT_CALL
@@ -102,7 +102,7 @@ class Delivery:
 
     # --- The life of a request -------------------------------------------------------------------------------------
 
-    async def deliver(self, request: Request) -> ToolResult:
+    async def deliver(self, request: CheckedRequest) -> ToolResult:
         """Return the one result of the call. Raises DeliveryFailed, OperatorError, and ToolFailure when the call gets
         no slot or was killed before it began.
         """
@@ -120,7 +120,7 @@ class Delivery:
                 await asyncio.shield(self._cancel(request, pool_queue))
             raise
 
-    async def _deliver(self, request: Request) -> ToolResult:
+    async def _deliver(self, request: CheckedRequest) -> ToolResult:
         queue = POOL_QUEUES.get(request.spec.pool) or request.queue
         if self._calls is not None and (queue is None or not request.runs_in_session):
             return await self._deliver_to_pool(_Progress(request, self._calls))
@@ -137,7 +137,7 @@ class Delivery:
             code = ErrorCode.OUTCOME_UNKNOWN if lost.has_started else ErrorCode.HOST_LOST
             raise DeliveryFailed(code, lost.reason) from None
 
-    async def send_once(self, request: Request, address: SessionAddress) -> ToolResult:
+    async def send_once(self, request: CheckedRequest, address: SessionAddress) -> ToolResult:
         """Return the result of one attempt at the address of a session. Raises NotSent, CallLost and the exceptions
         of `deliver`. The caller decides whether to try again.
         """
@@ -161,7 +161,7 @@ class Delivery:
         """
         self._transport.settle(tenant, call_id)
 
-    async def _cancel(self, request: Request, queue: str) -> None:
+    async def _cancel(self, request: CheckedRequest, queue: str) -> None:
         """Order the pool's workers to cancel the call. If Redis does not answer, the call runs until its own limit."""
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": request.call.id})
         with contextlib.suppress(BrokerUnavailable):
@@ -302,13 +302,13 @@ class Delivery:
             and has_ticket(self._keys, request.tenant, request.call.id, record)
         )
 
-    async def _find_address(self, request: Request) -> SessionAddress | None:
+    async def _find_address(self, request: CheckedRequest) -> SessionAddress | None:
         if not request.runs_in_session or self._locator is None:
             return None
         return await self._locator.find(request.tenant, str(request.session), request.policy)
 
     async def _refresh(
-        self, request: Request, address: SessionAddress | None, *, is_lost: bool
+        self, request: CheckedRequest, address: SessionAddress | None, *, is_lost: bool
     ) -> SessionAddress | None:
         """Return the address for the next attempt after the one at `address`; None for a pool without sessions."""
         if address is None or self._locator is None:
@@ -387,7 +387,7 @@ class Delivery:
     # --- One attempt -----------------------------------------------------------------------------------------------
 
     async def _send(
-        self, request: Request, address: SessionAddress | str, number: int = 1, published_as: str | None = None
+        self, request: CheckedRequest, address: SessionAddress | str, number: int = 1, published_as: str | None = None
     ) -> ToolResult:
         """Return the result of one attempt at that queue or session address. `published_as`: the task id of an
         attempt that is already published. Raises NotSent, CallLost, DeliveryFailed, ToolFailure (no slot),
@@ -416,7 +416,7 @@ class Delivery:
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
 
-    def _slot_request(self, request: Request, queue: str) -> SlotRequest:
+    def _slot_request(self, request: CheckedRequest, queue: str) -> SlotRequest:
         # All attempts share one wait: a call that is sent again must not wait longer than its caller allows.
         waited_s = self.clock() - request.context.sent_at
         return SlotRequest(
@@ -433,7 +433,7 @@ class Delivery:
 
     async def _exchange(
         self,
-        request: Request,
+        request: CheckedRequest,
         queue: str,
         fence: int | None,
         number: int,
@@ -514,7 +514,7 @@ class Delivery:
             )
         return result
 
-    async def _encode(self, request: Request, context: ToolContext) -> tuple[str, str | None]:
+    async def _encode(self, request: CheckedRequest, context: ToolContext) -> tuple[str, str | None]:
         """Return the envelope, and the key of the blob with the call's arguments if they do not fit into it."""
         call = request.worker_call
         try:
@@ -537,7 +537,7 @@ class _Progress:
     have acted.
     """
 
-    request: Request
+    request: CheckedRequest
     calls: CallStore
     attempt: int = 1
     losses: int = 0

@@ -19,7 +19,7 @@ from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
 from toolcrew.orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
 from toolcrew.orchestrator.dispatch.placement import HostCapacity
-from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.request import CheckedRequest, Request
 from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
@@ -208,12 +208,12 @@ class Dispatcher:
         return result.model_copy(update={"clocks": clocks.model_copy(update={"transfer_s": transfer_s})})
 
     async def _call(self, request: Request) -> ToolResult:
-        await self._complete(request)
-        return add_used_aliases(await self._delivery.deliver(request), request.aliases)
+        checked = await self._check(request)
+        return add_used_aliases(await self._delivery.deliver(checked), checked.aliases)
 
-    async def _complete(self, request: Request) -> None:
-        """Check the call of a request, and fill in the fields that the dispatcher sets. Raises ToolFailure for a call
-        that must not be made, ConfigError, BrokerUnavailable.
+    async def _check(self, request: Request) -> CheckedRequest:
+        """Check the call of a request. Raises ToolFailure for a call that must not be made, ConfigError,
+        BrokerUnavailable.
         """
         call, tenant = request.call, request.tenant
         policy = await self._rules.policy(tenant, call.name)
@@ -227,14 +227,13 @@ class Dispatcher:
         await self._rules.check_switch(spec, tenant)
         check = partial(prepare_arguments, spec, call.arguments, text=request.text_arguments)
         is_short = is_quick(spec, call.arguments, text=request.text_arguments)
-        arguments, request.aliases = check() if is_short else await in_tenant_thread(tenant, check)
+        arguments, aliases = check() if is_short else await in_tenant_thread(tenant, check)
         if spec.name == SKILL_TOOL:
             # The arguments may name another tool.
             await self._rules.check_switch(spec, tenant, arguments)
         await check_policy(policy, tenant, spec, arguments)
-        request.policy, request.queue_wait_s = policy, self._queue_wait_s
         sent_at = self._delivery.clock()
-        request.context = ToolContext(
+        context = ToolContext(
             tenant=tenant,
             run=request.run,
             session=request.session,
@@ -246,12 +245,22 @@ class Dispatcher:
             events=self._listener if request.handlers else None,
             **await self._session_fields(request, spec),
         )
-        request.worker_call, request.spec = call.model_copy(update={"arguments": arguments}), spec
         if spec.is_installed_skill:
-            request.spec = await self._tools.find(SKILL_TOOL, tenant)
             skill_run = {"name": spec.name, "action": "run", "args": arguments}
-            skill_arguments, _ = prepare_arguments(request.spec, skill_run)
-            request.worker_call = ToolCall(id=call.id, name=SKILL_TOOL, arguments=skill_arguments)
+            spec = await self._tools.find(SKILL_TOOL, tenant)
+            skill_arguments, _ = prepare_arguments(spec, skill_run)
+            worker_call = ToolCall(id=call.id, name=SKILL_TOOL, arguments=skill_arguments)
+        else:
+            worker_call = call.model_copy(update={"arguments": arguments})
+        return CheckedRequest(
+            **vars(request),
+            spec=spec,
+            worker_call=worker_call,
+            policy=policy,
+            context=context,
+            aliases=aliases,
+            queue_wait_s=self._queue_wait_s,
+        )
 
     async def _check_tool_config(self, tenant: str, config: Mapping[str, object]) -> None:
         """Raise ToolFailure when the configuration names a tool that the tenant does not have."""
@@ -312,9 +321,8 @@ class Dispatcher:
         """Return the result of closing the session at that address; None when no worker there took the call."""
         # Every attempt has its own call id, because an earlier one may still have a record.
         request = _session_request("close", tenant, session)
-        await self._complete(request)
         try:
-            result = await self._delivery.send_once(request, address)
+            result = await self._delivery.send_once(await self._check(request), address)
         except (NotSent, CallLost) as lost:
             log.info("session_closed_by_another_host", session=session, queue=address.queue, reason=str(lost))
             return None
@@ -325,8 +333,7 @@ class Dispatcher:
         """Make one attempt at `session.open` at that address."""
         arguments = opening.spec.host_arguments() | ({"moved": opening.moved} if opening.moved is not None else {})
         request = _session_request("open", opening.tenant, opening.session, arguments)
-        await self._complete(request)
-        return await self._delivery.send_once(request, address)
+        return await self._delivery.send_once(await self._check(request), address)
 
     def _announce_tools(self) -> None:
         if self._tools.published is not self._published:

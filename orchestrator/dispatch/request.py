@@ -1,4 +1,6 @@
-"""Request of one tool call with its destination, time limits and options, and one attempt to send it."""
+"""Request of one tool call with its destination, time limits and options; the same after its check; and one attempt to
+send it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +20,9 @@ can be slow.
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
-    """Request for one call of a tool. The caller fills the first part of the fields. The dispatcher checks the call
-    and then fills the second part once. Nothing changes after that.
-    """
+    """Request for one call of a tool, as the caller makes it."""
 
     call: ToolCall
     tenant: str
@@ -53,16 +53,21 @@ class Request:
     is awaited and not sent. None: no other process sent it.
     """
 
-    spec: ToolSpec = field(init=False)
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest(Request):
+    """Request that the dispatcher has checked, with what it needs to be sent."""
+
+    spec: ToolSpec
     """Specification of the tool that the worker runs: skill_tool for a tenant's own skill."""
-    worker_call: ToolCall = field(init=False)
+    worker_call: ToolCall
     """The call as the worker receives it: arguments prepared, a tenant's own skill as a call of skill_tool."""
-    policy: TenantPolicy = field(init=False)
-    context: ToolContext = field(init=False)
+    policy: TenantPolicy
+    context: ToolContext
     """Signed context of the call. `sent_at` is the time at which the call began to wait for a slot."""
-    aliases: list[str] = field(init=False, default_factory=list)
+    aliases: list[str] = field(default_factory=list)
     """Aliases that the call used for parameters, as `alias -> canonical`."""
-    queue_wait_s: float = field(init=False)
+    queue_wait_s: float
     """Limit of the wait for a slot and in the queue, in seconds."""
 
     @property
@@ -90,7 +95,7 @@ class Request:
 class Attempt(CallAttempt):
     """Attempt to send a request: its signed envelope for a queue."""
 
-    request: Request
+    request: CheckedRequest
     envelope: str
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""

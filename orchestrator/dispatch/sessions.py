@@ -11,7 +11,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,7 @@ class Session:
     async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
         """Send a complete request of this session, and return its result as `call` does."""
         if on_output is not None:
-            request.handlers = {**request.handlers, OUTPUT: output_handler(on_output)}
+            request = replace(request, handlers={**request.handlers, OUTPUT: output_handler(on_output)})
         try:
             await self._check_credential()
         except (ToolFailure, OperatorError) as error:

@@ -269,7 +269,7 @@ async def test_a_kept_result_is_available_to_another_process_until_it_is_settled
 ) -> None:
     async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):
         delivery = build_delivery(text="abc")
-        delivery.request.keeps_result = True
+        delivery = dataclasses.replace(delivery, request=dataclasses.replace(delivery.request, keeps_result=True))
         assert (await delivered(first, delivery)).output == "cba"
         [key] = await worker.client.keys("celery-task-meta-*")
         task = key.decode().removeprefix("celery-task-meta-")

@@ -6,13 +6,13 @@ import math
 import time
 from typing import Any
 
-from toolcrew.contract.calls import MAX_TIMEOUT_S, ToolCall, ToolContext
+from toolcrew.contract.calls import GRACE_S, MAX_TIMEOUT_S, ToolCall, ToolContext
 from toolcrew.contract.names import call_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
-from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.request import SANDBOX_GRACE_S, Attempt, CheckedRequest
 from toolcrew.workers.sandbox_client import GuestResponse
 
 KEY = SigningKeys.of("k" * 32)
@@ -118,18 +118,19 @@ def build_attempt(
     `shown_as`: the tool name that the caller uses, when the worker runs another tool.
     """
     call = ToolCall(id=call_id, name=tool)
-    request = Request(
-        call.model_copy(update={"name": shown_as}) if shown_as else call,
-        tenant,
-        session,
+    context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or timeout_s)
+    request = CheckedRequest(
+        call=call.model_copy(update={"name": shown_as}) if shown_as else call,
+        tenant=tenant,
+        session=session,
         run=run,
         keeps_result=keeps_result,
+        spec=build_spec(tool, pool="web" if limit_s is not None else "sandbox"),
+        worker_call=call,
+        policy=TenantPolicy(),
+        context=context,
+        queue_wait_s=wait_s - context.timeout_s - GRACE_S - SANDBOX_GRACE_S,
     )
-    request.spec = build_spec(tool, pool="web" if limit_s is not None else "sandbox")
-    request.worker_call, request.policy = call, TenantPolicy()
-    request.context = build_context(tenant=tenant, session=session, run=run, timeout_s=limit_s or timeout_s)
-    request.queue_wait_s = 0.0
-    request.queue_wait_s = wait_s - request.wait_s
     values = {
         "tenant": tenant,
         "call_id": call_id,
