@@ -27,11 +27,11 @@ def noop(envelope: str = "") -> None:
     """Do nothing: the baseline of every call through Celery. The transport sends an envelope, which is empty here."""
 
 
-def _noop_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
+def _noop_tool(_: dict[str, Any], _bench: ToolEnvironment) -> Outcome:
     return Outcome("")
 
 
-def _nap_tool(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
+def _nap_tool(_: dict[str, Any], _bench: ToolEnvironment) -> Outcome:
     time.sleep(NAP_S)
     return Outcome("")
 

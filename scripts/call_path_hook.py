@@ -32,7 +32,7 @@ def install(role: str) -> None:
         switch = mmap.mmap(switch_file.fileno(), 1, prot=mmap.PROT_READ)
     lines = set()
 
-    def record(frame: FrameType, event: str, argument: object) -> None:
+    def record(frame: FrameType, _event: str, _argument: object) -> None:
         window = switch[0]
         code = frame.f_code
         if not window or (window, code) in lines:

@@ -100,7 +100,7 @@ def read_function(function: Callable[..., Any], *, name: str | None = None) -> F
             continue
         field_names[parameter.name] = f"p{len(field_names)}"
         fields[field_names[parameter.name]] = _field(parameter, docstring)
-    model = _build_model(name, parameters, fields)
+    model = _build_model(name, fields)
     return FunctionShape(
         name=name,
         docstring=docstring,
@@ -280,7 +280,7 @@ def _extra_adapter(parameter: inspect.Parameter, name: str) -> TypeAdapter[dict[
         raise _unfit(name, f"**{parameter.name}", annotation, error) from error
 
 
-def _build_model(name: str, parameters: list[inspect.Parameter], fields: dict[str, Any]) -> type[BaseModel]:
+def _build_model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
     try:
         model: type[BaseModel] = create_model(name, __config__=ConfigDict(protected_namespaces=()), **fields)
         _model_schema(model)

@@ -117,7 +117,7 @@ def _build_catastrophic(reason: str) -> Danger:
     return Danger(Level.CATASTROPHIC, reason)
 
 
-def _check_fork_bomb(command: Command, folder: str) -> Danger:
+def _check_fork_bomb(command: Command, _folder: str) -> Danger:
     if command.function and command.is_concurrent and command.argv[:1] == (command.function,):
         return _build_catastrophic("is a fork bomb: a function that starts two copies of itself")
     return NO_DANGER
@@ -192,7 +192,7 @@ def _check_move(command: Command, folder: str) -> Danger:
     return NO_DANGER
 
 
-def _check_device(command: Command, folder: str) -> Danger:
+def _check_device(command: Command, _folder: str) -> Danger:
     """Return the danger of programs that format or erase their target."""
     name = command.program
     if not (name in DEVICE_TOOLS or name.startswith("mkfs.")):
@@ -238,18 +238,18 @@ def _check_permissions(command: Command, folder: str) -> Danger:
     return NO_DANGER
 
 
-def _check_kill(command: Command, folder: str) -> Danger:
+def _check_kill(command: Command, _folder: str) -> Danger:
     if command.program == "kill" and "-1" in command.argv[2:] and "-l" not in command.argv:
         return _build_dangerous("signals every process")
     return NO_DANGER
 
 
-def _check_known_program(command: Command, folder: str) -> Danger:
+def _check_known_program(command: Command, _folder: str) -> Danger:
     reason = DANGEROUS_PROGRAMS.get(command.program)
     return _build_dangerous(reason) if reason else NO_DANGER
 
 
-def _check_subcommand(command: Command, folder: str) -> Danger:
+def _check_subcommand(command: Command, _folder: str) -> Danger:
     """Return the danger of a subcommand such as `git push --force`: program, words in order, and one of the flags."""
     argv, own_program = command.argv, command.program
     for program, words, flags, reason in DANGEROUS_SUBCOMMANDS:
@@ -262,7 +262,7 @@ def _check_subcommand(command: Command, folder: str) -> Danger:
     return NO_DANGER
 
 
-def _check_piped_input(command: Command, folder: str) -> Danger:
+def _check_piped_input(command: Command, _folder: str) -> Danger:
     """Return the danger of an interpreter that runs fetched or decoded text (`curl ... | python`). Shells that read a
     pipe are already opaque.
     """

@@ -35,7 +35,7 @@ def build_server(
     for new questions. None: a key of this process only.
     """
 
-    async def on_list_tools(ctx: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
+    async def on_list_tools(ctx: Context, _params: PaginatedRequestParams | None) -> ListToolsResult:
         return await list_tools(ctx, find_caller(ctx))
 
     async def on_call_tool(ctx: Context, params: CallToolRequestParams) -> CallToolResult | InputRequiredResult:

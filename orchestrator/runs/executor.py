@@ -85,7 +85,7 @@ Returns a failure instead for an item that this process must not execute, or not
 
 
 async def allow_all(
-    claim: RunClaim, defaults: BatchDefaults, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
+    _claim: RunClaim, _defaults: BatchDefaults, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
 ) -> ItemOutcome | Failure:
     """Execute every item: the guard of a process that executes only runs of its own user."""
     return await execute(on_event)

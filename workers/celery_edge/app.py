@@ -302,7 +302,7 @@ def _restrict_remote_control() -> None:
     Panel.data["stats"] = partial(_build_stats, stats)
 
 
-def _refuse_command(name: str, state: Any, **_: Any) -> Mapping[str, str]:
+def _refuse_command(name: str, _state: Any, **_: Any) -> Mapping[str, str]:
     log.warning("remote_control_refused", command=name)
     return {"error": f"{name} is not served here: use `toolcrew hosts drain HOST`, or cancel the call"}
 

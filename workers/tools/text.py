@@ -207,7 +207,7 @@ def build_outcome(
         *_place_notes(done),
         *_end_notes(done, background),
         *_line_end_notes(arguments, done),
-        *_limit_notes(arguments, done, context),
+        *_limit_notes(arguments, context),
     ]
     body = body or NO_OUTPUT
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
@@ -350,7 +350,7 @@ def _exit_notes(done: Mapping[str, Any]) -> list[str]:
     return [f"[{'; '.join(parts)}]"]
 
 
-def _limit_notes(arguments: Mapping[str, Any], done: Mapping[str, Any], context: ToolContext) -> list[str]:
+def _limit_notes(arguments: Mapping[str, Any], context: ToolContext) -> list[str]:
     requested_s = arguments.get("timeout", 0)
     if requested_s <= context.timeout_s:
         return []

@@ -66,7 +66,7 @@ async def batches(person: PageViewer) -> Response:
 async def one_batch(request: Request, batch: BatchId, person: PageViewer, done: str = "") -> Response:
     """Show the state of a batch and its report so far."""
     runs = _runs(person)
-    record = await _find_batch(person, runs, batch)
+    record = await _find_batch(runs, batch)
     is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
     counts = {"waiting": 0, "running": 0, **await runs.queue.counts(person.owner, batch)}
     values: dict[str, Any] = {
@@ -101,7 +101,7 @@ async def batch_items(
 ) -> Response:
     """Show the items of a batch in the order of its file, or only failed items."""
     runs = _runs(person)
-    record = await _find_batch(person, runs, batch)
+    record = await _find_batch(runs, batch)
     only_failed = only == "failed"
     items: list[tuple[str, RunRecord | None]] = []
     following, total = first, 0
@@ -135,7 +135,7 @@ async def batch_items(
 async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Response:
     """Show one item: its outcome and its messages."""
     runs = _runs(person)
-    await _find_batch(person, runs, batch)
+    await _find_batch(runs, batch)
     size = PARSED_LOG * await runs.queue.log_bytes(person.owner, run)
     async with read_memory().reserve(person.owner, size):
         return await _show_item(person, runs, batch, run)
@@ -161,7 +161,7 @@ async def _show_item(person: Person, runs: BatchRuns, batch: str, run: str) -> R
 async def cancel_batch(batch: BatchId, person: FormSender) -> Response:
     """Cancel a batch: start no further items and end the running items."""
     runs = _runs(person)
-    await _find_batch(person, runs, batch)
+    await _find_batch(runs, batch)
     if person.is_operator:
         # A tenant's own cancellation needs no audit entry.
         audit = Audit(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
@@ -192,7 +192,7 @@ def _runs(person: Person) -> BatchRuns:
     return person.client.batch_runs(has_traces=False)
 
 
-async def _find_batch(person: Person, runs: BatchRuns, batch: str) -> BatchRecord:
+async def _find_batch(runs: BatchRuns, batch: str) -> BatchRecord:
     try:
         return await runs.batches.status(batch)
     except ToolFailure as error:

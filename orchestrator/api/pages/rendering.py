@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -57,7 +57,7 @@ def build(template: str, viewer: Viewer | None, **values: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def render_error(request: Request, status: int, code: str, sentence: str) -> Response:
+def render_error(status: int, code: str, sentence: str) -> Response:
     """Render an error as a page. The page names no person, because the client may not be logged in."""
     title = HTTPStatus(status).phrase
     return render("error.html", None, status=status, title=title, code=code, sentence=sentence[:2000], page="")

@@ -55,13 +55,13 @@ class PageRoute(APIRoute):
             except NotLoggedIn:
                 response = _to_login(request)
             except (ApiProblem, ToolFailure) as error:
-                response = _render_error(request, error.code, str(error))
+                response = _render_error(error.code, str(error))
             except OperatorError as error:
-                response = _render_error(request, error.code, build_message(error, request.url.path))
+                response = _render_error(error.code, build_message(error, request.url.path))
             except RequestValidationError as error:
                 part = explain_errors(error.errors())[0]
                 problem = str(replace(part, path=part.path[1:]))
-                response = _render_error(request, ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
+                response = _render_error(ErrorCode.INVALID_ARGUMENTS, f"{problem}. Go back and correct it")
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             return response
@@ -85,5 +85,5 @@ def _to_login(request: Request) -> Response:
     )
 
 
-def _render_error(request: Request, code: ApiCode | ErrorCode, sentence: str) -> Response:
-    return render_error(request, status_of(code), code.value, sentence)
+def _render_error(code: ApiCode | ErrorCode, sentence: str) -> Response:
+    return render_error(status_of(code), code.value, sentence)

@@ -84,14 +84,14 @@ def find_changes(
             furthest[diagonal] = at
             at_end = (at == len(old), other == len(new))
             if all(at_end) or (cut[0] and at_end[0]) or (cut[1] and at_end[1]):
-                return _walk_back(trace, diagonal, at), True
+                return _walk_back(trace, diagonal), True
     valid = [
         (2 * at - diagonal, diagonal)
         for diagonal, at in furthest.items()
         if at <= len(old) and 0 <= at - diagonal <= len(new) and (diagonal + _MAX_CHANGES) % 2 == 0
     ]
     best = max(valid)[1]
-    return _walk_back(trace, best, furthest[best]), False
+    return _walk_back(trace, best), False
 
 
 def _step(furthest: dict[int, int], diagonal: int, distance: int) -> int:
@@ -101,8 +101,8 @@ def _step(furthest: dict[int, int], diagonal: int, distance: int) -> int:
     return furthest[diagonal - 1] + 1
 
 
-def _walk_back(trace: list[dict[int, int]], diagonal: int, at: int) -> list[Change]:
-    """Return the changes of the path that reaches position `at` on the diagonal, from first to last."""
+def _walk_back(trace: list[dict[int, int]], diagonal: int) -> list[Change]:
+    """Return the changes of the path that ends on the diagonal, from first to last."""
     changes: list[Change] = []
     for distance in range(len(trace) - 1, 0, -1):
         furthest = trace[distance]
