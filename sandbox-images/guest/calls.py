@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections import deque
 
+from guest.call_pipes import DONE, DONE_AND_FREE, FACTS, STREAMS, ReportReader, give, send_cancel
+from guest.commands.exec_request import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, RequestFailure
 from guest.frames import join_frame
 from guest.processes import KillReport, read_oom_kills
-from guest.requests import ExecRequest, parse_body_bytes, parse_call
-from guest.supervisors import DONE, DONE_AND_FREE, FACTS, STREAMS
+from guest.requests import REQUESTS, parse_body_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import _socket
     from typing import Any
 
-    from guest.supervisors import SupervisorHandle
+    from guest.call_pipes import Progress
 
 OVERDUE_S = 1.0
 """Time after a limit or a cancel during which the supervisor itself may kill the call's processes, in seconds. PID 1
@@ -31,6 +34,7 @@ kills the supervisor afterwards.
 # Limit the attempts, each of which forks a supervisor: a program that kills every supervisor must not keep PID 1 busy.
 _MAX_ATTEMPTS = 3
 _MIN_LIMIT_S = 0.01
+_READ_BYTES = 65_536
 
 
 class Body:
@@ -97,7 +101,7 @@ class Call:
         self.is_whole = True
         if self.body.failure is not None:
             raise self.body.failure
-        self.request = parse_call(self.header)
+        self.request = REQUESTS[self.header["op"]](self.header)
         self.lane = self.request.lane
         self._is_exec = isinstance(self.request, ExecRequest)
         self.oom_kills = read_oom_kills() if self._is_exec else None
@@ -110,7 +114,7 @@ class Call:
         if not self.has_waited:
             return
         remaining_s = max(self.limit_at - time.monotonic(), _MIN_LIMIT_S)
-        self.request.timeout_s = self.header["timeout_s"] = remaining_s
+        self.request.timeout_s = remaining_s
 
     def build_queue_timeout(self) -> dict[str, object]:
         """Return the done fields of a call that reached its time limit while it waited in its lane."""
@@ -249,6 +253,57 @@ class Call:
             header = json.dumps({"id": self.id, "ev": "data", "stream": STREAMS[kind]}).encode()
             self._data_headers[kind] = header
         return header
+
+
+class SupervisorHandle:
+    """PID 1's record of one supervisor: its pid, its pipes, and the call that the supervisor serves."""
+
+    __slots__ = ("_channel", "_reader", "call", "is_free", "pid", "progress", "reports")
+
+    def __init__(self, pid: int, reports: int, channel: _socket.socket, progress: Progress, call: Call) -> None:
+        self.pid = pid
+        self.reports = reports
+        self.progress = progress
+        self.call: Call | None = call
+        # True when the supervisor has reported that it waits for its next call.
+        self.is_free = False
+        self._channel = channel
+        self._reader = ReportReader()
+
+    def give(self, call: Call) -> bool:
+        """Send the next call to the supervisor. Return whether the call was sent."""
+        # Reset the state before the call is sent: a later reset could overwrite the supervisor's `take`, and PID 1
+        # could then run the call twice.
+        self.progress.reset()
+        if not give(self._channel, call.request, call.body.fd, call.oom_kills):
+            return False
+        # Send SIGCONT: a program of another call may have stopped this supervisor (SIGSTOP) while it waited.
+        os.kill(self.pid, signal.SIGCONT)
+        self.call = call
+        self.is_free = False
+        return True
+
+    def cancel(self) -> None:
+        """Send a cancel of the current call to the supervisor."""
+        send_cancel(self._channel)
+
+    def read_reports(self) -> tuple[list[tuple[int, bytes]], bool]:
+        """Return the complete records, and whether any bytes were read.
+
+        No bytes are read when the pipe is empty or at its end.
+        """
+        try:
+            data = os.read(self.reports, _READ_BYTES)
+        except BlockingIOError:
+            return [], False
+        records = self._reader.feed(data)
+        self.is_free = bool(records) and records[-1][0] == DONE_AND_FREE
+        return records, bool(data)
+
+    def close(self) -> None:
+        """Close PID 1's ends of the report pipe and of the channel."""
+        os.close(self.reports)
+        self._channel.close()
 
 
 class CallLanes:

@@ -9,7 +9,7 @@ from guest.failures import INVALID_ARGUMENTS, MAX_BODY, RequestFailure
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, ClassVar
+    from typing import Any, ClassVar, Self
 
     Reader = Callable[[dict[str, Any], str], Any]
 
@@ -19,8 +19,13 @@ _COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 class GuestRequest:
     """Base class of requests. The fields that `FIELDS` declares become attributes. The constructor raises
     RequestFailure for any other field.
+
+    `SERVER`: the module and the function that serve the request in a supervisor, unless the supervisor does so itself.
+    The module is named as text and is imported only there: PID 1 serves no request and must stay small.
     """
 
+    OP: ClassVar[str]
+    SERVER: ClassVar[tuple[str, str]]
     FIELDS: ClassVar[dict[str, Reader]] = {}
     timeout_s: float
 
@@ -29,6 +34,13 @@ class GuestRequest:
         self.timeout_s = read_timeout(header)
         for name, read in self.FIELDS.items():
             setattr(self, name, read(header, name))
+
+    @classmethod
+    def restore(cls, attributes: dict[str, Any]) -> Self:
+        """Return the parsed request with these attributes, without a second check."""
+        request = cls.__new__(cls)
+        vars(request).update(attributes)
+        return request
 
     @property
     def lane(self) -> str | None:
@@ -84,6 +96,21 @@ def read_flag(header: dict[str, Any], name: str) -> bool:
     value = header.get(name, False)
     if not isinstance(value, bool):
         raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
+    return value
+
+
+def read_variables(header: dict[str, Any], name: str) -> dict[str, str]:
+    """Return the environment variables in a field of a header; none when it is missing. Raises RequestFailure when a
+    variable is invalid.
+    """
+    value = header.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be an object of strings")
+    for variable, text in value.items():
+        if not variable or "=" in variable or "\0" in variable or "\0" in text:
+            raise RequestFailure(INVALID_ARGUMENTS, f"{variable!a} cannot be an environment variable")
     return value
 
 

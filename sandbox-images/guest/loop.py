@@ -16,17 +16,19 @@ import sys
 import time
 
 from guest.attestation import attest
-from guest.calls import Call, CallLanes
+from guest.call_pipes import FACTS
+from guest.calls import Call, CallLanes, SupervisorHandle
+from guest.cleanup import Cleanup, merge_kills
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.commands.jobs import Job, Jobs
 from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
-from guest.fields import check_fields
+from guest.fields import check_fields, read_variables
 from guest.frames import Frame, FrameDecoder, FrameError, HostDisconnected, Outbox, encode_frame
+from guest.jobs import Job, Jobs
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag, set_title
 from guest.paths import GuestPaths
-from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
-from guest.requests import CALL_OPS, is_request_id, read_variables
-from guest.supervisors import FACTS, SupervisorHandle, Supervisors
+from guest.processes import KillReport, kill_everything, reap
+from guest.requests import REQUESTS, is_request_id
+from guest.supervisors import Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
 TYPE_CHECKING = False
@@ -265,7 +267,7 @@ class Loop:
             self._attest(frame.header)
         elif op == "set_variables":
             self._set_variables(frame.header)
-        elif op in CALL_OPS:
+        elif op in REQUESTS:
             if call_id in self._calls:
                 raise ProtocolError("a request uses the id of a running request")
             self._begin_call(frame)

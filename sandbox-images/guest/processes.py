@@ -20,14 +20,12 @@ from guest.paths import TOOLKIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence, Set
-
-    from guest.calls import Call
+    from collections.abc import Callable, Iterable, Sequence
 
 KILL_WINDOW_S = 0.5
 """Time limit for all rounds of one kill, in seconds."""
 _PAUSE_S = 0.001
-_QUIET_SCANS = 2
+QUIET_SCANS = 2
 _SIGKILL = 9
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # __WALL: also wait for children that send no SIGCHLD when they end. A plain wait ignores these children.
@@ -247,7 +245,7 @@ def kill_below(
         # A scan is not atomic: a process that was not seen yet may fork a process that is not seen either. So the end
         # is proven only by several scans in a row without a living process.
         quiet = quiet + 1 if report.survivors == 0 else 0
-        if quiet >= _QUIET_SCANS or time.monotonic() >= give_up_at:
+        if quiet >= QUIET_SCANS or time.monotonic() >= give_up_at:
             return
         time.sleep(_PAUSE_S)
 
@@ -367,84 +365,3 @@ def kill_everything() -> None:
         os.kill(-1, _SIGKILL)
     except ProcessLookupError:
         return
-
-
-def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
-    """Send SIGKILL once to the children of PID 1 that are not supervisors, and to all of their descendants.
-
-    Return the number of targets that were alive. Raises OSError.
-    """
-    table = read_processes()
-    own_pid = os.getpid()
-    roots = [process for process in table.values() if process.parent == own_pid and process.pid not in supervisors]
-    return kill_processes(roots + find_below([process.pid for process in roots], table), report)
-
-
-class Cleanup:
-    """The kill of processes that remain after their supervisor has exited. The done events of their calls are held
-    until the kill has finished.
-
-    Each `step` is short (one scan and one round of signals), so that PID 1 can serve other calls between two steps.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Call | None, KillReport]] = []
-        self._quiet = 0
-        self._give_up_at = 0.0
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether any call waits for the kill of orphans."""
-        return bool(self._waiting)
-
-    def hold(self, call: Call | None) -> None:
-        """Hold the done event of a call until the orphans are killed.
-
-        `call` is None when no call waits for the kill, for example after a background job.
-        """
-        self._waiting.append((call, KillReport()))
-        self._give_up_at = time.monotonic() + KILL_WINDOW_S
-        self._quiet = 0
-
-    def step(self, supervisors: Set[int], others_run: bool) -> None:
-        """Run one round against every process that is not below one of PID 1's living `supervisors`."""
-        round_report = KillReport()
-        try:
-            alive = _kill_orphans(supervisors, round_report)
-        except OSError:
-            # A failed scan proves nothing, so at least one process counts as alive.
-            alive = 1
-        method = "tree"
-        # Processes that fork in a loop can escape single kills. When no other call runs, one kill of all processes ends
-        # the loop. Supervisors that serve no call are killed too, which loses nothing.
-        if alive and not others_run:
-            kill_everything()
-            method = "all"
-        self._quiet = 0 if alive else self._quiet + 1
-        for _, report in self._waiting:
-            # It is unknown to which call an orphan belonged, so every held call reports the round.
-            report.pids |= round_report.pids
-            report.survivors = alive
-            report.method = "all" if "all" in (method, report.method) else "tree"
-
-    def take_finished(self, no_child_left: bool) -> list[tuple[Call | None, KillReport]]:
-        """When no orphan is left or KILL_WINDOW_S has passed, remove and return the held calls with their reports.
-
-        Otherwise return an empty list.
-        """
-        if no_child_left:
-            for _, report in self._waiting:
-                report.survivors = 0
-        if not (no_child_left or self._quiet >= _QUIET_SCANS or time.monotonic() >= self._give_up_at):
-            return []
-        finished, self._waiting = self._waiting, []
-        return finished
-
-
-def merge_kills(reported: object, report: KillReport) -> dict[str, object]:
-    """Return one kill report from the supervisor's report and that of PID 1, which killed the rest."""
-    merged = report.as_field()
-    if isinstance(reported, dict):
-        merged["signalled"] = reported["signalled"] + len(report.pids)
-        merged["ms"] = reported["ms"] + merged["ms"]
-    return merged

@@ -30,9 +30,9 @@ from guest.processes import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.call_pipes import CallPipes
+    from guest.commands.exec_request import ExecRequest
     from guest.paths import GuestPaths
-    from guest.requests import ExecRequest
-    from guest.supervisors import CallPipes
 
 LEFTOVER_GRACE_S = 0.02
 """Time for the processes that a program left behind to end by themselves, in seconds. Helpers usually end right after

@@ -12,8 +12,16 @@ import select
 import time
 
 from guest.commands.job_log import JobLog
-from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobStartRequest
-from guest.commands.jobs import EXITED, KILLED, RUNNING
+from guest.commands.job_requests import (
+    EXITED,
+    JOB_REQUESTS,
+    KILLED,
+    RUNNING,
+    JobInputRequest,
+    JobKillRequest,
+    JobPollRequest,
+    JobStartRequest,
+)
 from guest.commands.shell_state import build_shell, enter_session_folder, load_state
 from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.kernel import WRITE_LATER
@@ -21,8 +29,8 @@ from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_kil
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.call_pipes import Assignment, SupervisorEnds
     from guest.paths import GuestPaths
-    from guest.supervisors import Assignment, SupervisorEnds
 
 GRACE_S = 2.0
 """Time for a job to end by itself after a kill request, in seconds."""
@@ -97,7 +105,7 @@ class JobKeeper:
             # Wait only a short time while the job runs: an exit without output does not wake the poll, and zombies
             # count against the limit of processes.
             if self._serve_events(min(pace_s, until - now) if until is not None else pace_s):
-                received = self._ends.receive()
+                received = self._ends.receive(JOB_REQUESTS)
                 if received is None:
                     return False
                 if not isinstance(received, str):
@@ -172,8 +180,8 @@ class JobKeeper:
                 report = self._kill()
                 fields = self._report_output(request.max_bytes)
                 self._answer({**fields, "kill": report.as_field() if report is not None else None})
-            else:
-                self._answer(self._report_output(request.max_bytes))  # type: ignore[union-attr]
+            elif isinstance(request, JobPollRequest):
+                self._answer(self._report_output(request.max_bytes))
         except RequestFailure as failure:
             self._answer({"error": failure.as_error()})
         except OSError as error:

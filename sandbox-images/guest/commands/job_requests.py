@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _MAX_WAIT_MS = 10_000
 _LABEL_CHARS = 200
+RUNNING, EXITED, KILLED, LOST = "running", "exited", "killed", "lost"
+"""States of a job. LOST: a program of the sandbox has killed the keeper, and PID 1 has killed the job's processes."""
 
 
 def _read_label(header: dict[str, Any], name: str) -> str:
@@ -24,6 +26,7 @@ class JobStartRequest(GuestRequest):
     session's shell state and stores no state. PID 1 sets `job`.
     """
 
+    OP: ClassVar = "job_start"
     FIELDS: ClassVar = {
         "script_bytes": read_script_bytes,
         "cwd": optional(read_text),
@@ -53,6 +56,7 @@ class _JobRequest(GuestRequest):
 class JobPollRequest(_JobRequest):
     """Request for the job's output since the last request: at most `max_bytes`, as head and tail."""
 
+    OP: ClassVar = "job_poll"
     FIELDS: ClassVar = {"job": _read_label, "max_bytes": whole(0, MAX_BODY)}
     max_bytes: int
 
@@ -60,13 +64,24 @@ class JobPollRequest(_JobRequest):
 class JobKillRequest(JobPollRequest):
     """Request to kill the job and everything that it has started. The answer has the output since the last request."""
 
+    OP: ClassVar = "job_kill"
+
 
 class JobInputRequest(_JobRequest):
     """Request to write the body to the job's standard input. With `close`, the input is closed afterwards."""
 
+    OP: ClassVar = "job_input"
     FIELDS: ClassVar = {"job": _read_label, "close": read_flag}
     close: bool
 
 
 class JobListRequest(GuestRequest):
     """Request for a list of the session's jobs."""
+
+    OP: ClassVar = "job_list"
+
+
+JOB_REQUESTS: dict[str, type[GuestRequest]] = {
+    request.OP: request
+    for request in (JobStartRequest, JobPollRequest, JobInputRequest, JobKillRequest, JobListRequest)
+}

@@ -11,9 +11,9 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.call_pipes import ReportWriter
+    from guest.commands.exec_request import ExecRequest
     from guest.paths import GuestPaths
-    from guest.requests import ExecRequest
-    from guest.supervisors import ReportWriter
 
 QUOTA_BYTES = 67_108_864
 """Limit of all spill files of a session together, in bytes. Also the limit of a single file."""

@@ -22,7 +22,7 @@ from guest.processes import enter_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.requests import ExecRequest
+    from guest.commands.exec_request import ExecRequest
 
 _MAX_PATH = 4096
 MAX_STATE_BYTES = 262_144

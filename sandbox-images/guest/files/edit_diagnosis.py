@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from guest.files.edits import Edit
+    from guest.files.edit import Edit
     from guest.files.file_texts import FileText
 
     Normalize = Callable[[str], str]

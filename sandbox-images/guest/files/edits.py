@@ -21,6 +21,7 @@ from guest.failures import (
     RequestFailure,
     describe_os_error,
 )
+from guest.files.edit import Edit
 from guest.files.edit_matching import Needle, fit_line_ends
 from guest.files.edit_views import show_places
 from guest.files.edited_text import EditedText
@@ -32,11 +33,10 @@ from guest.files.versions import BodyContent, BytesContent, OldFile, Version, op
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
+    from guest.call_pipes import RequestContext
     from guest.files.edit_matching import Span
     from guest.files.requests import EditTextRequest
-    from guest.supervisors import RequestContext
 
 _BLANKS = b" \t\r"
 _MAX_BYTES = 262_144
@@ -51,7 +51,6 @@ _NOTES_CUT = "\n[notes cut; read the file with read_tool]"
 # Limits of the time to explain a failed match: seconds, and share of the request's time limit.
 _DIAGNOSIS_S = 1.0
 _DIAGNOSIS_SHARE = 0.2
-_KEYS = {"old_string", "new_string", "replace_all"}
 
 
 def find_unindented(body: bytes, old: bytes) -> Span | None:
@@ -149,27 +148,6 @@ _PARSERS: dict[bytes, Callable[[bytes], object]] = {
     b".json": json.loads,
     b".toml": _parse_toml,
 }
-
-
-class Edit:
-    """One replacement that the call requests. `name` starts the error messages about this edit."""
-
-    __slots__ = ("name", "new", "old", "replace_all")
-
-    def __init__(self, fields: Any, number: int, count: int) -> None:
-        self.name = "" if count == 1 else f"edit {number} of {count}: "
-        if not isinstance(fields, dict) or not fields.keys() <= _KEYS:
-            raise RequestFailure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
-        old = fields.get("old_string")
-        new = fields.get("new_string")
-        replace_all = fields.get("replace_all", False)
-        if not isinstance(old, str) or not isinstance(new, str) or not isinstance(replace_all, bool):
-            raise RequestFailure(
-                INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean"
-            )
-        self.old: str = old
-        self.new: str = new
-        self.replace_all = replace_all
 
 
 def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, object]:
@@ -296,9 +274,6 @@ class _FileEdit:
             edited.replace((0, 0), new)
 
     def _replace_unindented(self, edit: Edit, old: bytes, new: bytes, edited: EditedText) -> bool:
-        # Imported only here, because few requests ask for this kind of match.
-        from guest.files.edits import find_unindented
-
         span = find_unindented(edited.body, old)
         if span is None:
             return False

@@ -48,6 +48,8 @@ def _read_encoding(header: dict[str, Any], name: str) -> str:
 class ReadFileRequest(GuestRequest):
     """Request for a whole file of at most `max_bytes`."""
 
+    OP: ClassVar = "read_file"
+    SERVER: ClassVar = ("guest.files.file_reads", "read_file")
     FIELDS: ClassVar = {"path": read_text, "max_bytes": whole(0)}
     path: str
     max_bytes: int
@@ -63,6 +65,8 @@ class _WriteRequest(GuestRequest):
 class WriteFileRequest(_WriteRequest):
     """Request to write the body to a file, or to append the body."""
 
+    OP: ClassVar = "write_file"
+    SERVER: ClassVar = ("guest.files.file_writes", "write_file")
     FIELDS: ClassVar = {"path": read_text, "mode": choice("overwrite", "append", "create")}
     path: str
     mode: str
@@ -75,6 +79,8 @@ class ReadTextRequest(GuestRequest):
     codec.
     """
 
+    OP: ClassVar = "read_text"
+    SERVER: ClassVar = ("guest.files.text_reads", "read_text")
     FIELDS: ClassVar = {
         "path": read_text,
         "offset": whole(1),
@@ -97,6 +103,8 @@ class WriteTextRequest(_WriteRequest):
     The answer describes the change in at most `max_bytes`.
     """
 
+    OP: ClassVar = "write_text"
+    SERVER: ClassVar = ("guest.files.text_writes", "write_text")
     FIELDS: ClassVar = {
         "path": read_text,
         "mode": _MODE,
@@ -115,6 +123,8 @@ class EditTextRequest(_WriteRequest):
     The answer shows the new text in at most `max_bytes`.
     """
 
+    OP: ClassVar = "edit_text"
+    SERVER: ClassVar = ("guest.files.edits", "edit_text")
     FIELDS: ClassVar = {
         "path": read_text,
         "expected_count": optional(whole(1)),

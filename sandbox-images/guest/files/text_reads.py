@@ -33,7 +33,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.supervisors import RequestContext
+    from guest.call_pipes import RequestContext
 
 MAX_NAMES = 100
 _STRIDE = 1024
@@ -100,31 +100,17 @@ def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, ob
     try:
         entry = find_entry(request.path, context.paths, to_read=True)
     except RequestFailure as failure:
-        raise _missing(request, context) if failure.code == FILE_NOT_FOUND else failure from None
+        raise missing_file(request.path, context.paths) if failure.code == FILE_NOT_FOUND else failure from None
     try:
         return _TextRead(request, context, entry, open_pinned(pin_file(entry), os.O_RDONLY)).run()
     except FileNotFoundError:
-        raise _missing(request, context) from None
+        raise missing_file(request.path, context.paths) from None
     except IsADirectoryError:
-        return _list_folder(entry, request, context)
+        return list_folder(entry, request.max_bytes, context)
     except OSError as error:
         raise describe_os_error(error, entry.shown) from None
     finally:
         entry.close()
-
-
-# Import on demand what only error cases need, because a supervisor often serves only a few calls.
-
-
-def _missing(request: ReadTextRequest, context: RequestContext) -> RequestFailure:
-
-    return missing_file(request.path, context.paths)
-
-
-def _list_folder(entry: DirectoryEntry, request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
-    from guest.files.text_reads import list_folder
-
-    return list_folder(entry, request.max_bytes, context)
 
 
 class _WrongUtf8(Exception):

@@ -26,16 +26,17 @@ from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic, spli
 from guest.search.hints import NearMisses, explain_pattern
 from guest.search.readings import shorten_hints
 from guest.search.ripgrep import FileSelection, list_files
-from guest.search.start import Start, open_folder
+from guest.search.start import Start
+from guest.search.start_opening import open_folder
 from guest.search.suggestions import missing_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from guest.call_pipes import ReportWriter, RequestContext
     from guest.paths import GuestPaths
     from guest.search.requests import GlobRequest
-    from guest.supervisors import ReportWriter, RequestContext
 
 
 def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:

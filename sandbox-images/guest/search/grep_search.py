@@ -32,15 +32,16 @@ from guest.search.hints import EXPLAIN_GLOBS, explain_links, find_links
 from guest.search.names import build_names
 from guest.search.readings import Reading, build_readings, shorten_hints
 from guest.search.ripgrep import FileSelection, NameFilter, Ripgrep, list_files
-from guest.search.start import Start, open_start
+from guest.search.start import Start
+from guest.search.start_opening import open_start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from guest.call_pipes import RequestContext
     from guest.paths import GuestPaths
     from guest.search.requests import GrepRequest
-    from guest.supervisors import RequestContext
 
 _REST_S = 0.001
 _LARGE_CHECK_S = 0.05

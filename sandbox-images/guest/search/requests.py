@@ -20,6 +20,8 @@ class GlobRequest(GuestRequest):
     bytes.
     """
 
+    OP: ClassVar = "glob"
+    SERVER: ClassVar = ("guest.search.glob_search", "glob")
     FIELDS: ClassVar = {
         "pattern": read_any_text,
         "path": read_text,
@@ -44,6 +46,8 @@ class GrepRequest(GuestRequest):
     The answer has at most `limit` matches, `max_lines` lines and `max_bytes` bytes of text.
     """
 
+    OP: ClassVar = "grep"
+    SERVER: ClassVar = ("guest.search.grep_search", "grep")
     FIELDS: ClassVar = {
         "pattern": read_any_text,
         "path": read_text,

@@ -9,8 +9,8 @@ from tests.support.guest.guest_harness import GUEST_PARENT
 assert GUEST_PARENT
 
 from guest.files.closest_block import find_closest  # noqa: E402
+from guest.files.edit import Edit  # noqa: E402
 from guest.files.edit_diagnosis import explain_miss  # noqa: E402
-from guest.files.edits import Edit  # noqa: E402
 from guest.files.file_texts import FileText  # noqa: E402
 
 FILE = """import os

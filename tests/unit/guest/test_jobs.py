@@ -16,7 +16,7 @@ from tests.support.stack.waiting import wait_until
 
 assert GUEST_PARENT
 from guest.commands.job_log import JobLog  # noqa: E402
-from guest.commands.jobs import MAX_JOBS  # noqa: E402
+from guest.jobs import MAX_JOBS  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 

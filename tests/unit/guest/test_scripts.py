@@ -9,10 +9,10 @@ from tests.support.guest.guest_harness import Done, Guest, needs_namespace, runn
 
 # isort: split
 # guest_harness extends the module path.
-from guest.calls import Call
+from guest.call_pipes import Progress, open_channel
+from guest.calls import Call, SupervisorHandle
 from guest.commands.scripts import hide_script
 from guest.processes import KillReport
-from guest.supervisors import Progress, SupervisorHandle, open_channel
 
 pytestmark = needs_namespace
 RUN = b'builtin eval -- "$BASH_EXECUTION_STRING"'

@@ -11,11 +11,11 @@ from tests.support.guest.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest import frames  # noqa: E402
+from guest.call_pipes import ReportReader, ReportWriter  # noqa: E402
+from guest.commands.exec_request import ExecRequest  # noqa: E402
 from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
 from guest.frames import Outbox  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
-from guest.requests import ExecRequest  # noqa: E402
-from guest.supervisors import ReportReader, ReportWriter  # noqa: E402
 
 _F_SETPIPE_SZ = 1031
 PIECE = 30_000

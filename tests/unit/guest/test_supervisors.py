@@ -13,12 +13,8 @@ from tests.support.stack.processes import read_proc
 from tests.support.stack.waiting import wait_until
 
 assert GUEST_PARENT
-from guest.calls import Call  # noqa: E402
-from guest.supervisors import (  # noqa: E402
-    Progress,
-    SupervisorHandle,
-    open_channel,
-)
+from guest.call_pipes import Progress, open_channel  # noqa: E402
+from guest.calls import Call, SupervisorHandle  # noqa: E402
 
 pytestmark = needs_namespace
 

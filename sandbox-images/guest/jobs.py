@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import time
 
+from guest.commands.job_requests import LOST, RUNNING
 from guest.failures import INVALID_ARGUMENTS, RequestFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from guest.calls import SupervisorHandle
     from guest.commands.job_requests import JobStartRequest
     from guest.paths import GuestPaths
-    from guest.supervisors import SupervisorHandle
 
 MAX_JOBS = 16
-RUNNING, EXITED, KILLED, LOST = "running", "exited", "killed", "lost"
-"""States of a job. LOST: a program of the sandbox has killed the keeper, and PID 1 has killed the job's processes."""
 
 
 class Job:
