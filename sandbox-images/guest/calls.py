@@ -16,9 +16,10 @@ from collections import deque
 from guest.call_pipes import DONE, DONE_AND_FREE, FACTS, STREAMS, ReportReader, give, send_cancel
 from guest.commands.exec_request import ExecRequest
 from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, RequestFailure
+from guest.fields import parse_body_bytes
 from guest.frames import join_frame
 from guest.processes import KillReport, read_oom_kills
-from guest.requests import REQUESTS, parse_body_bytes
+from guest.requests import REQUESTS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

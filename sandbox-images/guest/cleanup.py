@@ -41,21 +41,17 @@ class Cleanup:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Call | None, KillReport]] = []
+        # The calls that wait for the kill of orphans, each with its report.
+        self.held: list[tuple[Call | None, KillReport]] = []
         self._quiet = 0
         self._give_up_at = 0.0
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether any call waits for the kill of orphans."""
-        return bool(self._waiting)
 
     def hold(self, call: Call | None) -> None:
         """Hold the done event of a call until the orphans are killed.
 
         `call` is None when no call waits for the kill, for example after a background job.
         """
-        self._waiting.append((call, KillReport()))
+        self.held.append((call, KillReport()))
         self._give_up_at = time.monotonic() + KILL_WINDOW_S
         self._quiet = 0
 
@@ -74,7 +70,7 @@ class Cleanup:
             kill_everything()
             method = "all"
         self._quiet = 0 if alive else self._quiet + 1
-        for _, report in self._waiting:
+        for _, report in self.held:
             # It is unknown to which call an orphan belonged, so every held call reports the round.
             report.pids |= round_report.pids
             report.survivors = alive
@@ -86,11 +82,11 @@ class Cleanup:
         Otherwise return an empty list.
         """
         if no_child_left:
-            for _, report in self._waiting:
+            for _, report in self.held:
                 report.survivors = 0
         if not (no_child_left or self._quiet >= QUIET_SCANS or time.monotonic() >= self._give_up_at):
             return []
-        finished, self._waiting = self._waiting, []
+        finished, self.held = self.held, []
         return finished
 
 

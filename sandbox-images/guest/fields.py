@@ -9,10 +9,11 @@ from guest.failures import INVALID_ARGUMENTS, MAX_BODY, RequestFailure
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, ClassVar, Self
+    from typing import Any, ClassVar, Self, TypeGuard
 
     Reader = Callable[[dict[str, Any], str], Any]
 
+_HEX = frozenset("0123456789abcdef")
 _COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 
 
@@ -63,6 +64,16 @@ def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, 
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
     return value
+
+
+def parse_body_bytes(header: dict[str, Any]) -> int:
+    """Return the declared size of a call's body, in bytes. Raises RequestFailure(INVALID_ARGUMENTS)."""
+    return read_whole(header, "body_bytes", 0, MAX_BODY)
+
+
+def is_request_id(value: object) -> TypeGuard[str]:
+    """Return whether the value is a request id: 32 lower-case hexadecimal digits."""
+    return isinstance(value, str) and len(value) == 32 and _HEX.issuperset(value)
 
 
 def read_timeout(header: dict[str, Any]) -> float:

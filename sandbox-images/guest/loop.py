@@ -21,13 +21,13 @@ from guest.calls import Call, CallLanes, SupervisorHandle
 from guest.cleanup import Cleanup, merge_kills
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
 from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
-from guest.fields import check_fields, read_variables
+from guest.fields import check_fields, is_request_id, read_variables
 from guest.frames import Frame, FrameDecoder, FrameError, HostDisconnected, Outbox, encode_frame
 from guest.jobs import Job, Jobs
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag, set_title
 from guest.paths import GuestPaths
 from guest.processes import KillReport, kill_everything, reap
-from guest.requests import REQUESTS, is_request_id
+from guest.requests import REQUESTS
 from guest.supervisors import Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
@@ -219,7 +219,7 @@ class Loop:
         if self._ready_calls:
             return 0
         # PID 1 has no handler for SIGCHLD, so it looks for dead children at short intervals while some are expected.
-        if self._supervisors.ending or self._cleanup.is_active:
+        if self._supervisors.ending or self._cleanup.held:
             return _TICK_MS
         deadlines = [call.watch_at for call in self._supervisors.calls if not call.answered]
         deadlines += [call.limit_at for call in self._lanes.waiting]
@@ -407,10 +407,10 @@ class Loop:
             self._check_delayed(call)
         if supervisors.idle_until is not None and now >= supervisors.idle_until:
             supervisors.retire_idle()
-        if not (supervisors.ending or self._cleanup.is_active):
+        if not (supervisors.ending or self._cleanup.held):
             return
         no_child_left = reap(self._on_exit)
-        if self._cleanup.is_active:
+        if self._cleanup.held:
             if not no_child_left:
                 # Processes of other calls and jobs are children of living supervisors. Only when no call and no job
                 # runs may every process be killed.
