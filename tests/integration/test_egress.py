@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.records.builders import build_reply
 from tests.support.sandboxd.egress_harness import Harness, open_harness
 from tests.support.sandboxd.egress_sandboxd import (
     run_script,
@@ -31,6 +32,7 @@ from tests.support.stack.waiting import SOON_S, wait_until
 from tests.support.web.package_site import build_site, open_site
 from tests.support.web.web_certificate import server_context, write_authority
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import A, GuestReply, GuestRequest
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.mcp.sandbox_server import SandboxServer
 from toolcrew.workers.mcp.settings import StdioEntry
@@ -192,9 +194,9 @@ def _call_fetcher(sandboxes: EgressSandboxd, network: str, tenant: str) -> str:
     entry = StdioEntry.model_validate({"command": "python3", "args": ("-c", _FETCHER), "network": network})
     sandboxes.run("true", tenant)
 
-    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
+    def run(request: GuestRequest[A], body: bytes) -> GuestReply[A]:
         with SandboxClient(sandboxes.client_socket) as client:
-            return client.call(sandboxes.name(tenant), request, body)
+            return build_reply(request, client.call(sandboxes.name(tenant), request.as_header(), body))
 
     server = SandboxServer("fetcher", entry, is_sessionless=True)
     outputs = [

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import mcp_types as types
@@ -15,11 +15,20 @@ from mcp.shared.exceptions import MCPError
 from mcp_types.version import LATEST_HANDSHAKE_VERSION
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import (
+    A,
+    ExecAnswer,
+    ExecRequest,
+    GuestReply,
+    GuestRequest,
+    JobKillRequest,
+    JobListRequest,
+    JobStartRequest,
+)
 from toolcrew.workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
 from toolcrew.workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
 from toolcrew.workers.mcp.session import CLIENT, REFUSED, SESSIONLESS, RawSession
 from toolcrew.workers.mcp.settings import StdioEntry
-from toolcrew.workers.sandbox_client import GuestResponse
 from toolcrew.workers.tools.text import encode
 from toolcrew.workers.web.fences import one_line
 from toolcrew.workers.web.limits import MIB
@@ -60,8 +69,12 @@ _GREETED = types.InitializeResult(
 )
 T = TypeVar("T")
 _Message = dict[str, Any]
-Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
-"""Function that runs an exec request of docs/guest-protocol.md in one sandbox."""
+
+
+class Run(Protocol):
+    """Runs a request of docs/guest-protocol.md in one sandbox."""
+
+    def __call__(self, request: GuestRequest[A], body: bytes, /) -> GuestReply[A]: ...
 
 
 @dataclass
@@ -154,15 +167,9 @@ class SandboxServer:
         """
         script = encode(build_driver_script(PYTHON, self.entry), "script")
         label = f"the MCP server {self.name} ({name_driver_socket(self.entry)[-8:]})"
-        request = {
-            "op": "job_start",
-            "script_bytes": len(script),
-            "cwd": FOLDER,
-            "label": label,
-            "wait_ms": 0,
-            "max_bytes": 0,
-            "timeout_s": timeout_s,
-        }
+        request = JobStartRequest(
+            script_bytes=len(script), cwd=FOLDER, label=label, wait_ms=0, max_bytes=0, timeout_s=timeout_s
+        )
         try:
             self._end_orphans(run, label, timeout_s)
             run(request, script)
@@ -177,10 +184,9 @@ class SandboxServer:
         """End the job of a server that killed its daemon: the job still runs, but nothing listens. A recent job is
         spared, because another call may be starting it.
         """
-        listed = run({"op": "job_list", "timeout_s": timeout_s}, b"").done["jobs"]
-        for job in listed:
-            if (job["label"], job["state"]) == (label, "running") and job["age_s"] > _DRIVER_S:
-                run({"op": "job_kill", "job": job["job"], "max_bytes": 0, "timeout_s": timeout_s}, b"")
+        for job in run(JobListRequest(timeout_s=timeout_s), b"").answer.jobs:
+            if (job.label, job.state) == (label, "running") and job.age_s > _DRIVER_S:
+                run(JobKillRequest(job=job.job, max_bytes=0, timeout_s=timeout_s), b"")
 
     def _build_job(self, message: _Message, timeout_s: float) -> dict[str, Any]:
         return {
@@ -197,35 +203,32 @@ class SandboxServer:
         }
 
     def _run(self, run: Run, argv: list[str], job: Mapping[str, Any], cwd: str, timeout_s: float) -> dict[str, Any]:
-        request = {
-            "op": "exec",
-            "argv": argv,
-            "script_bytes": 0,
-            "cwd": cwd,
-            "env": {},
-            "timeout_s": timeout_s,
+        request = ExecRequest(
+            argv=argv,
+            cwd=cwd,
+            timeout_s=timeout_s,
             # JSON escapes can make an answer several times longer than its text.
-            "capture": {"stdout": 2 * ANSWER_BYTES, "stderr": 4096},
-        }
+            capture={"stdout": 2 * ANSWER_BYTES, "stderr": 4096},
+        )
         return self._read(run(request, encode(json.dumps(job), "arguments")), str(job["mark"]), timeout_s)
 
-    def _read(self, response: GuestResponse, mark: str, timeout_s: float) -> dict[str, Any]:
+    def _read(self, reply: GuestReply[ExecAnswer], mark: str, timeout_s: float) -> dict[str, Any]:
         """Return the driver's answer. Raises ToolFailure when there is no answer, or the answer
         reports a failure.
         """
-        done, data = response.done, response.streams.get("stdout", b"")
-        if done["timed_out"]:
+        data = reply.streams.get("stdout", b"")
+        if reply.answer.timed_out:
             raise self._hangs(timeout_s)
-        if done["cancelled"]:
+        if reply.answer.cancelled:
             raise ToolFailure(
                 ErrorCode.CANCELLED,
                 f"the call of the MCP server {self.name} was cancelled: call it again if you still need it",
             )
-        if int(done["streams"]["stdout"]["total"]) > len(data):
+        if reply.answer.streams["stdout"].total > len(data):
             raise self._floods()
         _, separator, line = data.rpartition(f"\n{mark} ".encode())
         if not separator:
-            detail = one_line(response.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_DETAIL_CHARS)
+            detail = one_line(reply.streams.get("stderr", b"").decode("utf-8", "replace"), MAX_DETAIL_CHARS)
             raise build_protocol_error(self.name, f"the server or its driver ended ({detail or 'no reason given'})")
         answer = parse_json(line, self.name)
         if not isinstance(answer, dict):

@@ -11,18 +11,21 @@ from typing import Any
 import structlog
 
 from toolcrew.contract.errors import OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.guest_protocol import (
+    A,
+    FailedAnswer,
+    GuestReply,
+    GuestRequest,
+    InvalidGuestAnswer,
+    parse_error,
+    parse_guest_answer,
+)
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.mcp.answers import build_outcome
 from toolcrew.workers.mcp.imports import ImportedTool, import_tools
 from toolcrew.workers.mcp.sandbox_server import SandboxServer
 from toolcrew.workers.mcp.settings import StdioEntry
-from toolcrew.workers.sandbox_client import (
-    GuestResponse,
-    InvalidGuestAnswer,
-    SandboxClient,
-    parse_error,
-    parse_guest_answer,
-)
+from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 log = structlog.get_logger(__name__)
@@ -117,14 +120,14 @@ def _list_in_own_sandbox(server: SandboxServer, client: SandboxClient) -> list[A
             log.warning("mcp_sandbox_not_closed", server=server.name, error=str(error))
 
 
-def _run(client: SandboxClient, sandbox: str, request: Mapping[str, Any], body: bytes) -> GuestResponse:
+def _run(client: SandboxClient, sandbox: str, request: GuestRequest[A], body: bytes) -> GuestReply[A]:
     """Run a request in the sandbox, as a tool environment does for the calls of sessions."""
-    response = client.call(sandbox, request, body)
+    response = client.call(sandbox, request.as_header(), body)
     try:
         answer = parse_guest_answer(request, response.done)
     except InvalidGuestAnswer as error:
         raise SandboxUnavailable(f"the sandbox returned an invalid answer ({error}): check its image") from None
-    if answer.error is not None:
+    if isinstance(answer, FailedAnswer):
         code, message, figures = parse_error(answer)
         raise ToolFailure(code, message, **figures)
-    return response
+    return GuestReply(answer, response.streams)

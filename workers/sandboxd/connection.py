@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Record
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.guest_protocol import REQUESTS
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
@@ -41,8 +42,7 @@ MAX_BODY_BYTES = 67_108_864
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_JOB_OPS = ("job_start", "job_poll", "job_input", "job_kill", "job_list")
-_OPS = ("exec", "read_text", "read_file", "write_file", "write_text", "edit_text", "glob", "grep", "ping", *_JOB_OPS)
+_OPS = (*REQUESTS, "ping")
 
 
 class RequestServer:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import structlog
 
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.guest_protocol import REQUESTS
 from toolcrew.workers.sandboxd.disks.changes import RootChanges, list_changes
 from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
 from toolcrew.workers.sandboxd.metering import SandboxMeter, UsageReader
@@ -61,18 +62,6 @@ SANDBOXD_FIELDS = frozenset(
     }
 )
 """Fields of a call's answer that only sandboxd may set."""
-_STREAMS: Mapping[str, frozenset[str]] = {
-    "exec": frozenset({"stdout", "stderr", "merged", "live", "live_stderr"}),
-    "job_start": frozenset({"merged"}),
-    "job_poll": frozenset({"merged"}),
-    "job_kill": frozenset({"merged"}),
-    "read_text": frozenset({"file"}),
-    "read_file": frozenset({"file"}),
-    "write_text": frozenset({"file"}),
-    "edit_text": frozenset({"file"}),
-    "glob": frozenset({"lines", "found"}),
-    "grep": frozenset({"lines"}),
-}
 _KILL_FIELDS = ("signalled", "survivors", "method", "ms")
 _KILL_METHODS = ("tree", "all")
 _QUOTE_CHARS = 200
@@ -543,14 +532,14 @@ def count_budget(request: Mapping[str, Any]) -> int:
 
 def has_stream(op: str, stream: object) -> bool:
     """Return whether a request with this op may be answered with data of this stream."""
-    return isinstance(stream, str) and stream in _STREAMS.get(op, ())
+    return op in REQUESTS and isinstance(stream, str) and stream in REQUESTS[op].STREAMS
 
 
 def build_done(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guest's answer without the fields that only sandboxd may set. Only the kill report is checked here,
     because sandboxd counts kills.
 
-    The worker that sent the call checks every other field (workers/sandbox_client.py).
+    The worker that sent the call checks every other field (contract/guest_protocol.py).
     """
     done = {name: value for name, value in header.items() if name not in SANDBOXD_FIELDS and name != "id"}
     if "kill" in done:

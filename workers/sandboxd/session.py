@@ -17,6 +17,7 @@ from typing import Any
 
 from structlog.contextvars import bound_contextvars
 
+from toolcrew.contract.guest_protocol import REQUESTS
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.disks.base import Workspace
 from toolcrew.workers.sandboxd.metering import UsageTotals
@@ -24,7 +25,7 @@ from toolcrew.workers.sandboxd.plans import SandboxPlan
 from toolcrew.workers.sandboxd.records import SessionRecord
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 
-_READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
+_READING = frozenset({"ping", *(op for op, request in REQUESTS.items() if request.READS_ONLY)})
 """Requests (`op`) that do not change files. All other requests may change files, even if they fail."""
 _MAX_JOBS = 16
 """Maximum number of background jobs that a correct guest runs. sandboxd stores no more ids, so a hostile guest cannot

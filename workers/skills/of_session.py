@@ -8,6 +8,7 @@ import re
 from contextlib import suppress
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import ExecRequest, GlobRequest, ReadFileRequest
 from toolcrew.contract.skill_sidecars import Sidecar
 from toolcrew.contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
 from toolcrew.contract.specs import SkillSummary, ToolSpec
@@ -80,19 +81,17 @@ class SessionSkills:
 
 def _list_folders(environment: ToolEnvironment) -> list[str]:
     lines = bytearray()
-    request = {
-        "op": "glob",
-        "pattern": f"*/{SKILL_FILE}",
-        "path": ROOT,
-        "kind": "file",
-        "limit": MAX_LISTED,
-        "include_ignored": True,
-    }
+    request = GlobRequest(
+        pattern=f"*/{SKILL_FILE}",
+        path=ROOT,
+        kind="file",
+        limit=MAX_LISTED,
+        include_ignored=True,
+        max_bytes=_LIST_BYTES,
+        timeout_s=environment.context.timeout_s,
+    )
     try:
-        environment.run(
-            {**request, "max_bytes": _LIST_BYTES, "timeout_s": environment.context.timeout_s},
-            on_data=lambda _, data: lines.extend(data),
-        )
+        environment.run(request, on_data=lambda _, data: lines.extend(data))
     except ToolFailure as failure:
         if failure.code in (ErrorCode.FILE_NOT_FOUND, ErrorCode.NOT_A_DIRECTORY):
             return []
@@ -105,12 +104,11 @@ def _list_folders(environment: ToolEnvironment) -> list[str]:
 
 def _read_front(name: str, environment: ToolEnvironment) -> bytes | None:
     """Return the text of the folder's SKILL.md; None when it is missing or cannot be read."""
-    request = {
-        "op": "read_file",
-        "path": f"{ROOT}/{name}/{SKILL_FILE}",
-        "max_bytes": MAX_SKILL_FILE_BYTES,
-        "timeout_s": environment.context.timeout_s,
-    }
+    request = ReadFileRequest(
+        path=f"{ROOT}/{name}/{SKILL_FILE}",
+        max_bytes=MAX_SKILL_FILE_BYTES,
+        timeout_s=environment.context.timeout_s,
+    )
     try:
         return environment.run(request).streams.get("file", b"")
     except ToolFailure as failure:
@@ -130,28 +128,26 @@ _NOT_THERE = (
 
 def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
     """Return the skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
-    request = {
-        "op": "exec",
-        "argv": ["tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."],
-        "script_bytes": 0,
-        "cwd": "/workspace",
-        "env": {},
-        "timeout_s": environment.context.timeout_s,
-        "capture": {"stdout": MAX_BYTES, "stderr": 4096},
-    }
-    response = environment.run(request)
-    if response.done["cancelled"]:
+    request = ExecRequest(
+        argv=["tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."],
+        cwd="/workspace",
+        capture={"stdout": MAX_BYTES, "stderr": 4096},
+        timeout_s=environment.context.timeout_s,
+    )
+    reply = environment.run(request)
+    answer = reply.answer
+    if answer.cancelled:
         raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled while its skill was read")
-    if response.done["timed_out"]:
+    if answer.timed_out:
         raise ToolFailure(
             ErrorCode.TIMEOUT,
             f"reading {ROOT}/{name} took all of {environment.context.timeout_s:g} s: make the skill smaller",
         )
-    data = response.streams.get("stdout", b"")
-    if int(response.done["streams"]["stdout"]["total"]) > len(data):
+    data = reply.streams.get("stdout", b"")
+    if answer.streams["stdout"].total > len(data):
         raise SkillBroken(
             f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a skill of a session may have: remove files"
         )
-    if response.done["exit_code"] != 0:
+    if answer.exit_code != 0:
         raise SkillBroken("tar could not read all of its files")
     return data

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import ExecRequest
 from toolcrew.contract.skill_sidecars import Sidecar, build_argv
 from toolcrew.contract.skills import INTERPRETERS, SCRIPTS, BundleFile
 from toolcrew.workers.skills.loader import Skill, pack_skill, read_bundled
@@ -74,14 +75,7 @@ def _run(
             ErrorCode.TIMEOUT,
             f"copying the skill's files to the sandbox took all of {context.timeout_s:g} s: try again",
         )
-    request = {
-        "op": "exec",
-        "argv": argv,
-        "script_bytes": 0,
-        "cwd": context.cwd,
-        "env": {"SKILL_DIR": folder},
-        "timeout_s": remaining_s,
-    }
+    request = ExecRequest(argv=argv, cwd=context.cwd, env={"SKILL_DIR": folder}, timeout_s=remaining_s)
     return build_outcome(
         call, run_shown(request, body, environment), context, background="bash_tool and background=true"
     )

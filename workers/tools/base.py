@@ -23,22 +23,22 @@ from toolcrew.contract.calls import (
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from toolcrew.contract.functions.call_context import CallContext, CoroutineRunner
 from toolcrew.contract.functions.session_state import NoState, SessionStates
+from toolcrew.contract.guest_protocol import (
+    A,
+    FailedAnswer,
+    GuestReply,
+    GuestRequest,
+    InvalidGuestAnswer,
+    parse_error,
+    parse_guest_answer,
+)
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.secrets import check_session_values
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.store.secrets import TenantSecrets
 from toolcrew.workers.call_events import CallEvents
-from toolcrew.workers.sandbox_client import (
-    GuestAnswer,
-    GuestResponse,
-    InvalidGuestAnswer,
-    SandboxClient,
-    SandboxdUnreachable,
-    parse_error,
-    parse_guest_answer,
-    sandbox_id,
-)
+from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient, SandboxdUnreachable, sandbox_id
 from toolcrew.workers.tools.caller_model import CallerModel
 
 log = structlog.get_logger(__name__)
@@ -190,10 +190,10 @@ class ToolEnvironment:
         """Return `host` and `queue` of this worker."""
         return self._resources.facts
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+    def run(self, request: GuestRequest[A], body: bytes = b"", on_data: OnData | None = None) -> GuestReply[A]:
         """Send one request to the guest of the call's session.
 
-        `on_data` receives (stream, bytes) as they arrive; without it the response contains them. While `on_data`
+        `on_data` receives (stream, bytes) as they arrive; without it the reply contains them. While `on_data`
         runs, nothing more is read, and the guest waits. Raises ToolFailure and SandboxUnavailable.
         """
         client, before = self._client(), (self.sandbox_s, self.run_s)
@@ -201,7 +201,7 @@ class ToolEnvironment:
         try:
             response = client.call(
                 self._name,
-                request,
+                request.as_header(),
                 body,
                 call_id=self.call.id,
                 on_data=on_data,
@@ -211,10 +211,10 @@ class ToolEnvironment:
             self._was_sent = True
             answer = self._take_answer(request, response)
             kill = answer.kill
-            if answer.error is not None:
+            if isinstance(answer, FailedAnswer):
                 code, message, figures = parse_error(answer)
                 raise ToolFailure(code, message + self.loss_note(message), **figures)
-            return response
+            return GuestReply(answer, response.streams)
         except SandboxdUnreachable as unreachable:
             error = unreachable.code.value
             # Even if this request was never sent, an earlier request of this call may have acted.
@@ -227,7 +227,7 @@ class ToolEnvironment:
         finally:
             ended_at = began_at + time.monotonic() - began
             seconds = self.sandbox_s - before[0], self.run_s - before[1]
-            self._record(SandboxRequest(str(request.get("op")), began_at, ended_at, *seconds, kill, error))
+            self._record(SandboxRequest(request.OP, began_at, ended_at, *seconds, kill, error))
 
     def place_skill(self, digest: str, pack: Callable[[], IO[bytes]], *, is_shared: bool) -> str:
         """Return the folder of the skill with that digest in the sandbox. The folder is read-only.
@@ -350,7 +350,7 @@ class ToolEnvironment:
             )
         return self._resources.client
 
-    def _take_answer(self, request: Mapping[str, Any], response: GuestResponse) -> GuestAnswer:
+    def _take_answer(self, request: GuestRequest[A], response: GuestResponse) -> A | FailedAnswer:
         """Check the answer to a request, and record its news and its measurements."""
         try:
             answer = parse_guest_answer(request, response.done)

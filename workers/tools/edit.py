@@ -4,8 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import JsonValue
+
 from toolcrew.contract.calls import ToolContext
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import EditTextRequest
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.tools.read import PATH_ALIASES
@@ -84,22 +87,22 @@ def _edit(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path = arguments["file_path"]
     edits = arguments.get("edits") or [{name: arguments[name] for name in ("old_string", "new_string", "replace_all")}]
     body = encode(json.dumps(edits, ensure_ascii=False), "an edit")
-    request = {
-        "op": "edit_text",
-        "path": path,
-        "tolerance": _tolerance(environment.context),
-        "max_bytes": MAX_OUTPUT_BYTES,
-    }
-    if "expected_count" in arguments:
-        request["expected_count"] = arguments["expected_count"]
-    response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
-    done, shown = response.done, decode(response.streams.get("file", b""))
-    verb = "created" if done["created"] else f"replaced {done['replaced']} in"
-    metadata = {
-        "size_bytes": done["size"],
-        "created": done["created"],
-        "replaced": done["replaced"],
-        "encoding": done["encoding"],
+    request = EditTextRequest(
+        path=path,
+        expected_count=arguments.get("expected_count"),
+        tolerance=_tolerance(environment.context),
+        max_bytes=MAX_OUTPUT_BYTES,
+        timeout_s=environment.context.timeout_s,
+    )
+    reply = environment.run(request, body)
+    answer = reply.answer
+    shown = decode(reply.streams.get("file", b""))
+    verb = "created" if answer.created else f"replaced {answer.replaced} in"
+    metadata: dict[str, JsonValue] = {
+        "size_bytes": answer.size,
+        "created": answer.created,
+        "replaced": answer.replaced,
+        "encoding": answer.encoding,
     }
     return Outcome(f"{verb} {show_name(path)}\n{shown}".rstrip("\n"), metadata)
 

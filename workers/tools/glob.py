@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from toolcrew.contract.guest_protocol import GlobAnswer, GlobRequest
 from toolcrew.contract.plurals import count
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
@@ -55,36 +56,35 @@ _SPEC = ToolSpec(
 
 def _glob(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     encode(arguments["pattern"], "pattern")
-    request = {
-        "op": "glob",
-        "pattern": arguments["pattern"],
-        "path": arguments["path"],
-        "kind": arguments["type"],
-        "limit": arguments["limit"],
-        "include_ignored": arguments["include_ignored"],
-        "max_bytes": MAX_OUTPUT_BYTES,
-        "timeout_s": environment.context.timeout_s,
-        **({"live_bytes": MAX_OUTPUT_BYTES} if environment.is_watched else {}),
-    }
+    request = GlobRequest(
+        pattern=arguments["pattern"],
+        path=arguments["path"],
+        kind=arguments["type"],
+        limit=arguments["limit"],
+        include_ignored=arguments["include_ignored"],
+        max_bytes=MAX_OUTPUT_BYTES,
+        live_bytes=MAX_OUTPUT_BYTES if environment.is_watched else 0,
+        timeout_s=environment.context.timeout_s,
+    )
     lines = FoundLines(environment)
-    done = environment.run(request, on_data=lines.take).done
-    metadata = {name: done[name] for name in ("total", "shown", "ignored", "partial")}
-    return Outcome(lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"])
+    answer = environment.run(request, on_data=lines.take).answer
+    metadata = {name: getattr(answer, name) for name in ("total", "shown", "ignored", "partial")}
+    return Outcome(lines.text() + "\n".join(_notes(arguments, answer)), metadata, truncated=answer.cut)
 
 
-def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
-    shown, total = done["shown"], done["total"]
+def _notes(arguments: dict[str, Any], answer: GlobAnswer) -> list[str]:
+    shown, total = answer.shown, answer.total
     head = f"{shown} of {total}; newest first"
-    if done["cut"]:
+    if answer.cut:
         head += f"; the output is full at {MAX_OUTPUT_BYTES // 1024} KiB: narrow pattern or path"
     elif shown < total:
         head += f"; {_next_step(arguments['limit'])}"
     notes = [f"[{head}]"]
-    if done["unreadable"]:
-        notes.append(f"[{count(done['unreadable'], 'folder')} could not be read, or lie too deep]")
+    if answer.unreadable:
+        notes.append(f"[{count(answer.unreadable, 'folder')} could not be read, or lie too deep]")
     if arguments["pattern"].startswith("/") and arguments["path"] != ".":
         notes.append("[path was not used: the pattern is absolute]")
-    return notes + build_common_notes(done, "pattern or path")
+    return notes + build_common_notes(answer, "pattern or path")
 
 
 def _next_step(limit: int) -> str:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from pydantic import JsonValue
-
+from toolcrew.contract.guest_protocol import GrepAnswer, GrepRequest
 from toolcrew.contract.plurals import count, plural
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
@@ -97,72 +96,77 @@ _SPEC = ToolSpec(
 def _grep(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     encode(arguments["pattern"], "pattern")
     lines = FoundLines(environment)
-    done = environment.run(_build_request(arguments, environment.context.timeout_s), on_data=lines.take).done
-    metadata: dict[str, JsonValue] = {name: done[name] for name in _METADATA_FIELDS}
+    answer = environment.run(_build_request(arguments, environment.context.timeout_s), on_data=lines.take).answer
     return Outcome(
-        lines.text() + "\n".join(_notes(arguments, done)), metadata, truncated=done["cut"] or done["cut_lines"] > 0
+        lines.text() + "\n".join(_notes(arguments, answer)),
+        {name: getattr(answer, name) for name in _METADATA_FIELDS},
+        truncated=answer.cut or answer.cut_lines > 0,
     )
 
 
-def _build_request(arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    same = ("pattern", "path", "ignore_case", "fixed_strings", "multiline", "limit", "include_ignored")
-    optional = ("include", "exclude", "type", "max_per_file")
-    return {
-        "op": "grep",
-        **{name: arguments[name] for name in same},
-        **{name: arguments[name] for name in optional if name in arguments},
-        "before": max(arguments["before"], arguments["context"]),
-        "after": max(arguments["after"], arguments["context"]),
-        "mode": arguments["output_mode"],
-        "max_bytes": MAX_OUTPUT_BYTES,
-        "max_lines": MAX_LINES,
-        "timeout_s": timeout_s,
+def _build_request(arguments: dict[str, Any], timeout_s: float) -> GrepRequest:
+    same: dict[str, Any] = {
+        name: arguments[name]
+        for name in ("pattern", "path", "ignore_case", "fixed_strings", "multiline", "limit", "include_ignored")
     }
+    return GrepRequest(
+        **same,
+        include=arguments.get("include"),
+        exclude=arguments.get("exclude"),
+        type=arguments.get("type"),
+        max_per_file=arguments.get("max_per_file"),
+        before=max(arguments["before"], arguments["context"]),
+        after=max(arguments["after"], arguments["context"]),
+        mode=arguments["output_mode"],
+        max_bytes=MAX_OUTPUT_BYTES,
+        max_lines=MAX_LINES,
+        timeout_s=timeout_s,
+    )
 
 
-def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
-    notes = [f"[{_head(arguments, done)}]"]
+def _notes(arguments: dict[str, Any], answer: GrepAnswer) -> list[str]:
+    notes = [f"[{_head(arguments, answer)}]"]
     unused = [name for name in ("include", "exclude", "type") if name in arguments]
-    if done["is_file"] and unused:
+    if answer.is_file and unused:
         notes.append(f"[{' and '.join(unused)} not used: path is a file]")
-    if done["cut_lines"]:
+    if answer.cut_lines:
         notes.append(
-            f"[{count(done['cut_lines'], 'line')} cut to 500 characters around the match, at …; read_tool with offset "
+            f"[{count(answer.cut_lines, 'line')} cut to 500 characters around the match, at …; read_tool with offset "
             "and column shows more]"
         )
-    if done["binary"]:
-        names = name_some(done["binary"], done["binary_names"])
-        notes.append(f"[binary, not shown: {count(done['binary'], 'file')} that would match: {names}]")
-    if done["large"]:
-        names = name_some(done["large"], done["large_names"])
+    if answer.binary:
+        names = name_some(answer.binary, answer.binary_names)
+        notes.append(f"[binary, not shown: {count(answer.binary, 'file')} that would match: {names}]")
+    if answer.large:
+        names = name_some(answer.large, answer.large_names)
         notes.append(
-            f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]"
+            f"[not searched: {count(answer.large, 'file')} over 10 MiB: {names}; give one as path to search it]"
         )
-    if done["unreadable"]:
-        notes.append(f"[could not be read: {name_some(done['unreadable'], done['unreadable_names'])}]")
-    return notes + build_common_notes(done, "path or include, or simplify the pattern")
+    if answer.unreadable:
+        notes.append(f"[could not be read: {name_some(answer.unreadable, answer.unreadable_names)}]")
+    return notes + build_common_notes(answer, "path or include, or simplify the pattern")
 
 
-def _head(arguments: dict[str, Any], done: Any) -> str:
-    matches, files, mode = done["matches"], done["files"], arguments["output_mode"]
+def _head(arguments: dict[str, Any], answer: GrepAnswer) -> str:
+    matches, files, mode = answer.matches, answer.files, arguments["output_mode"]
     if not files:
-        searched = done["searched"]
+        searched = answer.searched
         return "no matches" if searched is None else f"no matches in {count(searched, 'file')} searched"
     total = (
         f"{count(files, 'file')} with matches"
         if mode == "files"
         else f"{count(matches, 'match')} in {count(files, 'file')}"
     )
-    shown, found = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
+    shown, found = (answer.shown, matches) if mode == "content" else (answer.shown_files, files)
     if shown >= found:
         return total
     noun = "" if mode == "content" else f" {plural(shown, 'file')}"
-    return f"{total}; showing first {shown}{noun}; {_next_step(arguments, done, shown)}"
+    return f"{total}; showing first {shown}{noun}; {_next_step(arguments, answer, shown)}"
 
 
-def _next_step(arguments: dict[str, Any], done: Any, shown: int) -> str:
+def _next_step(arguments: dict[str, Any], answer: GrepAnswer, shown: int) -> str:
     narrow = "narrow pattern, path or include"
-    if done["cut"]:
+    if answer.cut:
         return f"the output is full at {MAX_LINES} lines or {MAX_OUTPUT_BYTES // 1024} KiB: {narrow}"
     if shown >= arguments["limit"]:
         return f"raise limit (at most {MAX_LIMIT}) or {narrow}" if arguments["limit"] < MAX_LIMIT else narrow

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import ReadTextAnswer, ReadTextRequest
 from toolcrew.contract.plurals import count
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
@@ -69,70 +70,74 @@ _NEXT_MOVE = {
 
 
 def _read(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    options = {name: arguments[name] for name in ("offset", "limit", "column", "encoding")}
-    request = {
-        "op": "read_text",
-        "path": arguments["file_path"],
-        **options,
-        "max_bytes": MAX_OUTPUT_BYTES - FOOTER_BYTES,
-    }
+    request = ReadTextRequest(
+        path=arguments["file_path"],
+        offset=arguments["offset"],
+        limit=arguments["limit"],
+        column=arguments["column"],
+        encoding=arguments["encoding"],
+        max_bytes=MAX_OUTPUT_BYTES - FOOTER_BYTES,
+        timeout_s=environment.context.timeout_s,
+    )
     try:
-        response = environment.run({**request, "timeout_s": environment.context.timeout_s})
+        reply = environment.run(request)
     except ToolFailure as failure:
         if failure.code not in _NEXT_MOVE:
             raise
         raise ToolFailure(failure.code, f"{failure.message}; {_NEXT_MOVE[failure.code]}", **failure.metadata) from None
-    done, raw = response.done, response.streams.get("file", b"")
-    if done["kind"] == "directory":
-        return _directory(arguments["file_path"], done, raw)
-    if done["kind"] != "text":
-        return _picture(done)
-    return _page(arguments, done, raw)
+    answer = reply.answer
+    raw = reply.streams.get("file", b"")
+    if answer.kind == "directory":
+        return _directory(arguments["file_path"], answer, raw)
+    if answer.kind != "text":
+        return _picture(answer)
+    return _page(arguments, answer, raw)
 
 
-def _page(arguments: Mapping[str, Any], done: Mapping[str, Any], raw: bytes) -> Outcome:
+def _page(arguments: Mapping[str, Any], answer: ReadTextAnswer, raw: bytes) -> Outcome:
     lines = raw.decode("utf-8", "replace").split("\n")[:-1]
     first, last = arguments["offset"], arguments["offset"] + len(lines) - 1
-    is_end = done["is_counted"] and last >= done["lines"]
+    is_end = answer.is_counted and last >= answer.lines
     metadata: dict[str, JsonValue] = {
-        "size_bytes": done["size"],
-        "lines": done["lines"],
-        "encoding": done["encoding"],
-        "newline": done["newline"],
+        "size_bytes": answer.size,
+        "lines": answer.lines,
+        "encoding": answer.encoding,
+        "newline": answer.newline,
     }
-    if not done["is_counted"]:
+    if not answer.is_counted:
         metadata["lines_counted"] = False
-    if done["has_bom"]:
+    if answer.has_bom:
         metadata["bom"] = True
     if not lines:
         return Outcome("[empty file]", metadata)
     text = "\n".join([f"{number}\t{line}" for number, line in enumerate(lines, start=first)]).replace("\0", "\ufffd")
-    notes = _notes(done, is_end=is_end, has_nul=b"\0" in raw)
-    footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, done, is_end=is_end)]
+    notes = _notes(answer, is_end=is_end, has_nul=b"\0" in raw)
+    footer = [*([f"[note: {'; '.join(notes)}]"] if notes else []), *_footer(first, last, answer, is_end=is_end)]
     # Lines beyond a limit that the caller has set do not count as truncated; lines beyond the default limit do.
-    is_cut = bool(done["cuts"]) or done["is_out_of_room"] or (not is_end and arguments["limit"] == DEFAULT_LINES)
+    is_cut = bool(answer.cuts) or answer.is_out_of_room or (not is_end and arguments["limit"] == DEFAULT_LINES)
     return Outcome("\n".join([text, *footer]), metadata, truncated=is_cut)
 
 
-def _notes(done: Mapping[str, Any], *, is_end: bool, has_nul: bool) -> list[str]:
+def _notes(answer: ReadTextAnswer, *, is_end: bool, has_nul: bool) -> list[str]:
     """Return notes on properties of the file that the lines do not show."""
-    codec, notes = done["encoding"], []
+    codec = answer.encoding
+    notes = []
     if codec != "utf-8":
         notes.append(
             f"not UTF-8 but {codec}"
-            + (", which is a guess: pass encoding if it reads wrong" if done["is_guess"] else "")
+            + (", which is a guess: pass encoding if it reads wrong" if answer.is_guess else "")
         )
-    if done["is_damaged"]:
+    if answer.is_damaged:
         notes.append(f"bytes that are no {codec} are shown as U+FFFD")
-    elif codec == "utf-8" and done["is_guess"]:
+    elif codec == "utf-8" and answer.is_guess:
         notes.append("bytes elsewhere in the file are no UTF-8")
     if has_nul:
         notes.append("NUL characters are shown as U+FFFD")
-    if done["has_bom"]:
+    if answer.has_bom:
         notes.append("byte order mark at the start")
-    if done["newline"] in _NEWLINES:
-        notes.append(_NEWLINES[done["newline"]])
-    if is_end and not done["final_newline"]:
+    if answer.newline in _NEWLINES:
+        notes.append(_NEWLINES[answer.newline])
+    if is_end and not answer.final_newline:
         notes.append("no newline at the end of the file")
     return notes
 
@@ -144,14 +149,15 @@ _NEWLINES = {
 }
 
 
-def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> list[str]:
+def _footer(first: int, last: int, answer: ReadTextAnswer, *, is_end: bool) -> list[str]:
     """Return the lines that say how to continue.
 
     The last line says how to read the next page, unless the page is a single line that was cut.
     """
-    total, is_counted = done["lines"], done["is_counted"]
+    total = answer.lines
+    is_counted = answer.is_counted
     footer = []
-    for line, shown, length in done["cuts"]:
+    for line, shown, length in answer.cuts:
         at_least = "" if is_counted or line < total else "at least "
         footer.append(
             f"[line {line} cut at {shown} of {at_least}{length} characters; continue with offset={line} limit=1 "
@@ -167,16 +173,17 @@ def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> 
     ]
 
 
-def _picture(done: Mapping[str, Any]) -> Outcome:
+def _picture(answer: ReadTextAnswer) -> Outcome:
     return Outcome(
-        f"[{done['type']}, {done['size']} bytes: it cannot be shown as text]",
-        {"size_bytes": done["size"], "type": done["type"]},
+        f"[{answer.type}, {answer.size} bytes: it cannot be shown as text]",
+        {"size_bytes": answer.size, "type": answer.type},
     )
 
 
-def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:
+def _directory(path: str, answer: ReadTextAnswer, raw: bytes) -> Outcome:
     """Return a failure ("is a directory") that lists the names in the directory, so that the call is still useful."""
-    shown, entries = raw.count(b"\n"), done["entries"]
+    shown = raw.count(b"\n")
+    entries = answer.entries
     below = (
         f"its {count(entries, 'entry is', 'entries are')} below"
         if shown == entries

@@ -1,8 +1,6 @@
 """Shared parts of glob_tool and grep_tool: lines that are shown as they arrive, and notes about omitted results."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from toolcrew.contract.guest_protocol import SearchAnswer
 from toolcrew.contract.plurals import count
 from toolcrew.workers.tools.base import ToolEnvironment
 from toolcrew.workers.tools.text import MAX_OUTPUT_BYTES, decode
@@ -54,16 +52,16 @@ def name_some(total: int, names: list[str]) -> str:
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
+def build_common_notes(answer: SearchAnswer, arguments: str) -> list[str]:
     """Return notes on paths that ignore rules hide, on an incomplete search, and the guest's hints.
 
     `arguments`: the names of the arguments with which a caller can limit a search.
     """
     notes = []
-    if done["ignored"]:
-        notes.append(f"[{count(done['ignored'], 'path')} hidden by ignore rules; include_ignored=true searches them]")
-    if done["partial"]:
+    if answer.ignored:
+        notes.append(f"[{count(answer.ignored, 'path')} hidden by ignore rules; include_ignored=true searches them]")
+    if answer.partial:
         notes.append(
             f"[partial: the search reached its limit of time or memory, and there may be more; narrow {arguments}]"
         )
-    return notes + [f"[{hint}]" for hint in done["hints"]]
+    return notes + [f"[{hint}]" for hint in answer.hints]

@@ -6,14 +6,26 @@ it should end. See workers/control.py.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
+
+from pydantic import JsonValue
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES, MAX_TIMEOUT_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import (
+    ExecAnswer,
+    ExecRequest,
+    GuestReply,
+    JobKillRequest,
+    JobListRequest,
+    ReadFileRequest,
+    WriteFileRequest,
+)
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionSpec
 from toolcrew.contract.specs import ToolSpec
-from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S, GuestResponse
+from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
 from toolcrew.workers.sandboxd.archives.programs import check_programs
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
@@ -80,27 +92,33 @@ def _delete_checkpoint(arguments: dict[str, Any], environment: ToolEnvironment) 
 
 
 def _exec(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = _exec_request(arguments["argv"], environment, cwd=arguments.get("cwd"), env=arguments["env"])
-    request["capture"] = {"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES}
+    context = environment.context
+    request = ExecRequest(
+        argv=arguments["argv"],
+        cwd=arguments.get("cwd") or context.cwd,
+        env=arguments["env"],
+        capture={"stdout": EXEC_CAPTURE_BYTES, "stderr": EXEC_CAPTURE_BYTES},
+        timeout_s=context.timeout_s,
+    )
     body = environment.content
     if len(json.dumps(arguments["argv"])) > MAX_HEADER_ARGV_BYTES:
         script, body = _build_large_exec(arguments["argv"], body)
-        request |= {"argv": None, "script_bytes": len(script)}
+        request = replace(request, argv=None, script_bytes=len(script))
         body = script + body
     shown = ShownOutput(environment)
     if environment.is_watched:
-        response = environment.run({**request, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
+        reply = environment.run(replace(request, live=True, max_bytes=LIVE_BYTES), body, on_data=shown.take)
     else:
-        response = environment.run(request, body)
-    done, streams = response.done, {**response.streams, **shown.streams}
+        reply = environment.run(request, body)
+    answer = reply.answer
+    streams = {**reply.streams, **shown.streams}
     stdout, stderr = streams.get("stdout", b""), streams.get("stderr", b"")
-    total = sum(int(counts["total"]) for counts in done["streams"].values())
-    returncode = done["exit_code"] if done["exit_code"] is not None else -(done["signal"] or 9)
-    metadata = {
-        "returncode": returncode,
-        "timed_out": done["timed_out"],
-        "cancelled": done["cancelled"],
-        "oom": done["oom"],
+    total = sum(counts.total for counts in answer.streams.values())
+    metadata: dict[str, JsonValue] = {
+        "returncode": answer.exit_code if answer.exit_code is not None else -(answer.signal or 9),
+        "timed_out": answer.timed_out,
+        "cancelled": answer.cancelled,
+        "oom": answer.oom,
         "stdout_bytes": len(stdout),
     }
     return Outcome(metadata=metadata, truncated=total > len(stdout) + len(stderr), blob=stdout + stderr)
@@ -121,38 +139,27 @@ def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
 
 
 def _write_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = {
-        "op": "write_file",
-        "path": arguments["path"],
-        "mode": "overwrite",
-        "timeout_s": environment.context.timeout_s,
-    }
-    done = environment.run(request, environment.content).done
-    return Outcome(metadata={"size_bytes": done["size"], "created": done["created"]})
+    request = WriteFileRequest(path=arguments["path"], mode="overwrite", timeout_s=environment.context.timeout_s)
+    answer = environment.run(request, environment.content).answer
+    return Outcome(metadata={"size_bytes": answer.size, "created": answer.created})
 
 
 def _read_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = {
-        "op": "read_file",
-        "path": arguments["path"],
-        "max_bytes": MAX_BLOB_BYTES,
-        "timeout_s": environment.context.timeout_s,
-    }
-    response = environment.run(request)
-    return Outcome(metadata={"size_bytes": response.done["size"]}, blob=response.streams.get("file", b""))
+    timeout_s = environment.context.timeout_s
+    reply = environment.run(ReadFileRequest(path=arguments["path"], max_bytes=MAX_BLOB_BYTES, timeout_s=timeout_s))
+    return Outcome(metadata={"size_bytes": reply.answer.size}, blob=reply.streams.get("file", b""))
 
 
 def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     kind = arguments["kind"]
-    response = _run(
+    reply = _run(
         environment, build_import(kind, arguments["path"]), environment.content, {"stdout": 4096, "stderr": 16_384}
     )
-    done = response.done
     check_import(
         kind,
-        done["exit_code"],
-        _stderr_text(response),
-        timed_out=done["timed_out"],
+        reply.answer.exit_code,
+        _stderr_text(reply),
+        timed_out=reply.answer.timed_out,
         timeout_s=environment.context.timeout_s,
     )
     return Outcome()
@@ -160,10 +167,10 @@ def _import(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 def _end_jobs(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     timeout_s = environment.context.timeout_s
-    jobs = environment.run({"op": "job_list", "timeout_s": timeout_s}).done["jobs"]
-    running = [job["job"] for job in jobs if job["state"] == "running"]
+    jobs = environment.run(JobListRequest(timeout_s=timeout_s)).answer.jobs
+    running = [job.job for job in jobs if job.state == "running"]
     for job in running:
-        environment.run({"op": "job_kill", "job": job, "max_bytes": 0, "timeout_s": timeout_s})
+        environment.run(JobKillRequest(job=job, max_bytes=0, timeout_s=timeout_s))
     return Outcome(metadata={"ended": len(running)})
 
 
@@ -173,20 +180,21 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     # Bash reports a missing tar like in all other archives.
     program = ["bash", "-c", 'exec tar "$@"', "export"]
     argv = [*program, "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
-    response = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
-    done, data = response.done, response.streams.get("stdout", b"")
-    if done["timed_out"]:
+    reply = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
+    answer = reply.answer
+    data = reply.streams.get("stdout", b"")
+    if answer.timed_out:
         raise ToolFailure(
             ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s: copy fewer files"
         )
-    check_programs(done["exit_code"], _stderr_text(response))
-    if done["exit_code"] != 0:
+    check_programs(answer.exit_code, _stderr_text(reply))
+    if answer.exit_code != 0:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,
             f"the files were not copied, because tar failed in the sandbox: "
-            f"{_stderr_text(response)[-500:] or done['exit_code']}",
+            f"{_stderr_text(reply)[-500:] or answer.exit_code}",
         )
-    if int(done["streams"]["stdout"]["total"]) > len(data):
+    if answer.streams["stdout"].total > len(data):
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
             f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete files that you do "
@@ -195,28 +203,16 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     return Outcome(metadata={"size_bytes": len(data)}, blob=data)
 
 
-def _run(environment: ToolEnvironment, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestResponse:
-    response = environment.run({**_exec_request(argv, environment), "capture": capture}, body)
-    if response.done["cancelled"]:
+def _run(environment: ToolEnvironment, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestReply[ExecAnswer]:
+    context = environment.context
+    reply = environment.run(ExecRequest(argv=argv, cwd=context.cwd, capture=capture, timeout_s=context.timeout_s), body)
+    if reply.answer.cancelled:
         raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; files that were copied before remain")
-    return response
+    return reply
 
 
-def _stderr_text(response: GuestResponse) -> str:
-    return response.streams.get("stderr", b"").decode("utf-8", "replace").strip()
-
-
-def _exec_request(
-    argv: list[str], environment: ToolEnvironment, *, cwd: str | None = None, env: dict[str, str] | None = None
-) -> dict[str, Any]:
-    return {
-        "op": "exec",
-        "argv": argv,
-        "script_bytes": 0,
-        "cwd": cwd or environment.context.cwd,
-        "env": env or {},
-        "timeout_s": environment.context.timeout_s,
-    }
+def _stderr_text(reply: GuestReply[ExecAnswer]) -> str:
+    return reply.streams.get("stderr", b"").decode("utf-8", "replace").strip()
 
 
 SESSION_VERBS = (

@@ -2,14 +2,15 @@
 
 import posixpath
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import ExecAnswer, ExecRequest, GuestReply
 from toolcrew.contract.shell.commands import SHELLS, ShellScript, parse_commands
 from toolcrew.contract.shell.dangers import Level, classify
 from toolcrew.contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
-from toolcrew.workers.sandbox_client import GuestResponse
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
 from toolcrew.workers.tools.shown_output import LIVE_BYTES, ShownOutput
@@ -156,42 +157,37 @@ def _run_command(arguments: dict[str, Any], environment: ToolEnvironment) -> Out
     if arguments["background"]:
         return start_job(arguments, environment)
     script, body = encode(arguments["command"], "command"), encode(arguments["stdin"], "stdin")
-    request: dict[str, Any] = {
-        "op": "exec",
-        "argv": None,
-        "script_bytes": len(script),
-        "cwd": arguments.get("cwd"),
-        "env": {},
-        "state": "fresh" if arguments["reset_state"] else "keep",
-        "timeout_s": environment.context.timeout_s,
-    }
-    response = run_shown(request, script + body, environment)
-    _note_folder(response, environment)
-    return build_outcome(arguments, response, environment.context)
-
-
-def _note_folder(response: GuestResponse, environment: ToolEnvironment) -> None:
-    """Tell the environment the session's folder, which calls outside of the sandbox get as their `cwd`."""
-    folder = str((response.done.get("state") or {}).get("folder") or "")
+    request = ExecRequest(
+        argv=None,
+        script_bytes=len(script),
+        cwd=arguments.get("cwd"),
+        state="fresh" if arguments["reset_state"] else "keep",
+        timeout_s=environment.context.timeout_s,
+    )
+    reply = run_shown(request, script + body, environment)
+    folder = reply.answer.state.folder if reply.answer.state is not None else ""
     if len(folder) <= _MAX_PATH_CHARS and folder.isprintable():
+        # Calls outside of the sandbox get the session's folder as their `cwd`.
         environment.folder = folder
+    return build_outcome(arguments, reply, environment.context)
 
 
-def run_shown(request: Mapping[str, Any], body: bytes, environment: ToolEnvironment) -> GuestResponse:
+def run_shown(request: ExecRequest, body: bytes, environment: ToolEnvironment) -> GuestReply[ExecAnswer]:
     """Run a program in the sandbox. Limit its output to what a model can read, and send the output live to a caller
     that wants it.
 
     Raises the errors of `ToolEnvironment.run`.
     """
-    limits = {
-        "capture": {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES, "merged": MAX_OUTPUT_BYTES},
-        "spill": {"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
-    }
+    request = replace(
+        request,
+        capture=dict.fromkeys(("stdout", "stderr", "merged"), MAX_OUTPUT_BYTES),
+        spill={"bytes": MAX_OUTPUT_BYTES, "lines": MAX_LINES},
+    )
     if not environment.is_watched:
-        return environment.run({**request, **limits}, body)
+        return environment.run(request, body)
     shown = ShownOutput(environment)
-    response = environment.run({**request, **limits, "live": True, "max_bytes": LIVE_BYTES}, body, on_data=shown.take)
-    return GuestResponse(response.done, {**response.streams, **shown.streams})
+    reply = environment.run(replace(request, live=True, max_bytes=LIVE_BYTES), body, on_data=shown.take)
+    return GuestReply(reply.answer, {**reply.streams, **shown.streams})
 
 
 def _refuse(script: ShellScript, folder: str, subject: str) -> None:

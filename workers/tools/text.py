@@ -15,8 +15,8 @@ from pydantic import JsonValue
 
 from toolcrew.contract.calls import MAX_TIMEOUT_S, NO_OUTPUT, Spill, ToolContext
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import ExecAnswer, GuestReply, StreamCounts
 from toolcrew.contract.plurals import count, plural
-from toolcrew.workers.sandbox_client import GuestResponse
 from toolcrew.workers.tools.base import Outcome
 from toolcrew.workers.tools.screen import draw, has_cursor_moves
 
@@ -103,14 +103,15 @@ class ShownText(NamedTuple):
     invalid: int
 
 
-def show_output(data: bytes, counts: Mapping[str, Any], rest: str = NARROWER) -> ShownText:
+def show_output(data: bytes, counts: StreamCounts | None, rest: str = NARROWER) -> ShownText:
     """Return a captured stream as text of at most MAX_LINES lines.
 
-    A note replaces the omitted part. `counts` has the numbers of total, head and tail bytes, as the guest reports them.
+    A note replaces the omitted part. `counts`: the numbers that the guest reports; None: nothing was dropped.
     `rest` is a text that says how to read the omitted part; `{offset}` in it is replaced by the number of the first
     omitted line.
     """
-    total, head = int(counts.get("total", len(data))), int(counts.get("head", len(data)))
+    total = len(data) if counts is None else counts.total
+    head = len(data) if counts is None else counts.head
     if total <= len(data):
         first, last = data, b""
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
@@ -193,41 +194,47 @@ _STATE_NOT_KEPT = "cwd, exported variables and functions of this command were no
 
 
 def build_outcome(
-    arguments: Mapping[str, Any], response: GuestResponse, context: ToolContext, *, background: str = "background=true"
+    arguments: Mapping[str, Any],
+    reply: GuestReply[ExecAnswer],
+    context: ToolContext,
+    *,
+    background: str = "background=true",
 ) -> Outcome:
     """Return the outcome of a command. `background` is the tool's argument that starts a background job, for a hint in
     the text.
     """
-    done, streams = response.done, response.streams
-    counts, spill = done["streams"], _spill(done)
-    body, is_cut, invalid = show_output(streams.get("merged", b""), counts.get("merged", {}), _rest_hint(done))
-    shown = {name: show_output(streams.get(name, b""), counts.get(name, {})) for name in ("stdout", "stderr")}
+    answer = reply.answer
+    streams = reply.streams
+    body, is_cut, invalid = show_output(streams.get("merged", b""), answer.streams.get("merged"), _rest_hint(answer))
+    stdout = show_output(streams.get("stdout", b""), answer.streams.get("stdout"))
+    stderr = show_output(streams.get("stderr", b""), answer.streams.get("stderr"))
     notes = [
         *build_invalid_notes(invalid),
-        *_place_notes(done),
-        *_end_notes(done, background),
-        *_line_end_notes(arguments, done),
+        *_place_notes(answer),
+        *_end_notes(answer, background),
+        *_line_end_notes(arguments, answer),
         *_limit_notes(arguments, context),
     ]
     body = body or NO_OUTPUT
     output = "\n".join([body.rstrip("\n") if notes else body, *notes])
     fields: dict[str, Any] = {
         "metadata": {
-            **{name: stream.text for name, stream in shown.items()},
+            "stdout": stdout.text,
+            "stderr": stderr.text,
             **({"not_utf8_bytes": invalid} if invalid else {}),
-            **_metadata(arguments, done, context),
+            **_metadata(arguments, answer, context),
         },
-        "truncated": is_cut or shown["stdout"].is_cut or shown["stderr"].is_cut,
-        "spill": spill,
+        "truncated": is_cut or stdout.is_cut or stderr.is_cut,
+        "spill": _spill(answer),
     }
-    if done["timed_out"]:
+    if answer.timed_out:
         error = (
             f"the command was ended at its limit of {context.timeout_s:g} s, with all that it had started; give a "
             f"longer timeout, start it with {background}, or do less in one call. Its cwd "
             "and variables were not kept"
         )
         return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **fields)
-    if done["cancelled"]:
+    if answer.cancelled:
         return Outcome(
             output,
             error="the call was cancelled and its processes were killed",
@@ -250,51 +257,53 @@ def build_read_call(path: str, offset: str = "") -> str:
     return f'read_tool {arguments[:-1]}, "offset": {offset}}}' if offset else f"read_tool {arguments}"
 
 
-def _metadata(arguments: Mapping[str, Any], done: Mapping[str, Any], context: ToolContext) -> dict[str, JsonValue]:
-    state = done.get("state") or {}
-    metadata: dict[str, JsonValue] = {"exit_code": done["exit_code"]}
-    metadata["cwd"] = show_name(state.get("folder") or arguments.get("cwd") or context.cwd)
-    if done["signal"] is not None:
-        metadata["signal"] = done["signal"]
-    if done["oom"]:
+def _metadata(arguments: Mapping[str, Any], answer: ExecAnswer, context: ToolContext) -> dict[str, JsonValue]:
+    folder = answer.state.folder if answer.state is not None else ""
+    metadata: dict[str, JsonValue] = {"exit_code": answer.exit_code}
+    metadata["cwd"] = show_name(folder or arguments.get("cwd") or context.cwd)
+    if answer.signal is not None:
+        metadata["signal"] = answer.signal
+    if answer.oom:
         metadata["oom"] = True
-    if len(done.get("pipe_status") or ()) > 1:
-        metadata["pipe_status"] = list(done["pipe_status"])
-    if (done.get("live") or {}).get("dropped"):
-        metadata["not_shown_live_bytes"] = done["live"]["dropped"]
+    if answer.pipe_status is not None and len(answer.pipe_status) > 1:
+        metadata["pipe_status"] = list(answer.pipe_status)
+    if answer.live is not None and answer.live.dropped:
+        metadata["not_shown_live_bytes"] = answer.live.dropped
     return metadata
 
 
-def _spill(done: Mapping[str, Any]) -> Spill | None:
-    spill = done.get("spill")
-    return Spill(path=show_name(spill["path"]), bytes=spill["bytes"], lines=spill["lines"]) if spill else None
+def _spill(answer: ExecAnswer) -> Spill | None:
+    spill = answer.spill
+    return Spill(path=show_name(spill.path), bytes=spill.bytes, lines=spill.lines) if spill is not None else None
 
 
-def _rest_hint(done: Mapping[str, Any]) -> str:
-    spill = done.get("spill")
+def _rest_hint(answer: ExecAnswer) -> str:
+    spill = answer.spill
     if spill is None:
-        return f"there was no room in /output to keep them; {NARROWER}" if done.get("spill_failed") else NARROWER
-    extent = "all of it" if spill["whole"] else f"its first {spill['bytes']} bytes, the rest had no room,"
-    size = f"{count(spill['lines'], 'line')}" if spill["lines"] is not None else f"{spill['bytes']} bytes"
-    read_call = build_read_call(spill["path"], "{offset}")
-    return f"{extent} is in {show_name(spill['path'])} ({size}); continue with {read_call}"
+        return f"there was no room in /output to keep them; {NARROWER}" if answer.spill_failed else NARROWER
+    extent = "all of it" if spill.whole else f"its first {spill.bytes} bytes, the rest had no room,"
+    size = f"{count(spill.lines, 'line')}" if spill.lines is not None else f"{spill.bytes} bytes"
+    read_call = build_read_call(spill.path, "{offset}")
+    return f"{extent} is in {show_name(spill.path)} ({size}); continue with {read_call}"
 
 
-def _place_notes(done: Mapping[str, Any]) -> list[str]:
-    state = done.get("state") or {}
-    folder = show_name(state.get("folder") or "")
+def _place_notes(answer: ExecAnswer) -> list[str]:
+    state = answer.state
+    if state is None:
+        return []
+    folder = show_name(state.folder)
     notes = []
-    if state.get("moved"):
+    if state.moved:
         notes.append(f"[cwd is now {folder}]")
-    if state.get("stray"):
+    if state.stray:
         notes.append(
-            f"[the shell ended in {show_name(state['stray'])}, outside of /workspace and /tmp: the next command starts "
+            f"[the shell ended in {show_name(state.stray)}, outside of /workspace and /tmp: the next command starts "
             f"in {folder}]"
         )
-    elif state.get("stray") == "":
+    elif state.stray == "":
         notes.append(f"[the folder in which the shell ended was removed: cwd is {folder}]")
-    lost = state.get("lost")
-    if lost and lost == state.get("folder"):
+    lost = state.lost
+    if lost and lost == state.folder:
         notes.append(f"[{folder} cannot be entered: the command ran in /; run: chmod u+rwx {folder}]")
     elif lost:
         notes.append(
@@ -304,41 +313,42 @@ def _place_notes(done: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _line_end_notes(arguments: Mapping[str, Any], done: Mapping[str, Any]) -> list[str]:
+def _line_end_notes(arguments: Mapping[str, Any], answer: ExecAnswer) -> list[str]:
     """Return a note on a failed command with Windows line ends. Bash takes each CR as a part of a word."""
     command = arguments.get("command")
-    if done["exit_code"] == 0 or not isinstance(command, str) or "\r\n" not in command:
+    if answer.exit_code == 0 or not isinstance(command, str) or "\r\n" not in command:
         return []
     return ["[the command has Windows line ends (\\r\\n), and bash reads each \\r as text: send it with \\n alone]"]
 
 
-def _end_notes(done: Mapping[str, Any], background: str) -> list[str]:
-    notes = [*_exit_notes(done)]
-    if done["signal"] is not None and not done["timed_out"] and not done["cancelled"]:
-        cause = ", likely out of memory" if done["oom"] else ""
-        notes.append(f"[killed by {name_signal(done['signal'])}{cause}]")
-    elif done["oom"]:
+def _end_notes(answer: ExecAnswer, background: str) -> list[str]:
+    notes = [*_exit_notes(answer)]
+    if answer.signal is not None and not answer.timed_out and not answer.cancelled:
+        cause = ", likely out of memory" if answer.oom else ""
+        notes.append(f"[killed by {name_signal(answer.signal)}{cause}]")
+    elif answer.oom:
         notes.append("[a process was killed: out of memory]")
-    if done.get("supervisor_killed"):
+    if answer.supervisor_killed:
         notes.append(
             "[the command killed the process that runs it, so its output is lost, and its cwd and variables were not "
             "kept: kill single processes by name or pid]"
         )
-    kill = done.get("kill")
-    if kill and kill["signalled"] and not done["timed_out"] and not done["cancelled"]:
+    kill = answer.kill
+    if kill is not None and kill.signalled and not answer.timed_out and not answer.cancelled:
         notes.append(
-            f"[{count(kill['signalled'], 'process', 'processes')} that the command left running "
-            f"{plural(kill['signalled'], 'was', 'were')} ended; start processes that must continue with {background}]"
+            f"[{count(kill.signalled, 'process', 'processes')} that the command left running "
+            f"{plural(kill.signalled, 'was', 'were')} ended; start processes that must continue with {background}]"
         )
-    reason = _STATE_LOSS_REASONS.get((done.get("state") or {}).get("outcome", ""))
+    reason = _STATE_LOSS_REASONS.get(answer.state.outcome) if answer.state is not None else None
     if reason is not None:
         notes.append(f"[{_STATE_NOT_KEPT}: {reason}]")
     return notes
 
 
-def _exit_notes(done: Mapping[str, Any]) -> list[str]:
-    code, statuses = done["exit_code"], done.get("pipe_status") or []
-    if code is None or done["timed_out"]:
+def _exit_notes(answer: ExecAnswer) -> list[str]:
+    code = answer.exit_code
+    statuses = answer.pipe_status or []
+    if code is None or answer.timed_out:
         return []
     parts = [f"exit code {code}"]
     if len(statuses) > 1 and any(statuses):

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from pydantic import JsonValue
+
+from toolcrew.contract.guest_protocol import WriteTextRequest
 from toolcrew.contract.plurals import count
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
@@ -50,18 +53,23 @@ _WRITE = ToolSpec(
 def _write(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     path, mode = arguments["file_path"], arguments["mode"]
     body = encode(arguments["content"], "content")
-    request = {
-        "op": "write_text",
-        "path": path,
-        "mode": mode,
-        "encoding": arguments["encoding"],
-        "max_bytes": MAX_OUTPUT_BYTES,
+    request = WriteTextRequest(
+        path=path,
+        mode=mode,
+        encoding=arguments["encoding"],
+        max_bytes=MAX_OUTPUT_BYTES,
+        timeout_s=environment.context.timeout_s,
+    )
+    reply = environment.run(request, body)
+    answer = reply.answer
+    excerpt = decode(reply.streams.get("file", b""))
+    verb = "created" if answer.created else {"append": "appended to"}.get(mode, "overwrote")
+    head = f"{verb} {show_name(path)} ({count(answer.written, 'byte')}, {count(answer.lines, 'line')})"
+    metadata: dict[str, JsonValue] = {
+        "size_bytes": answer.size,
+        "created": answer.created,
+        "encoding": answer.encoding,
     }
-    response = environment.run({**request, "timeout_s": environment.context.timeout_s}, body)
-    done, excerpt = response.done, decode(response.streams.get("file", b""))
-    verb = "created" if done["created"] else {"append": "appended to"}.get(mode, "overwrote")
-    head = f"{verb} {show_name(path)} ({count(done['written'], 'byte')}, {count(done['lines'], 'line')})"
-    metadata = {"size_bytes": done["size"], "created": done["created"], "encoding": done["encoding"]}
     return Outcome(f"{head}\n{excerpt}" if excerpt else head, metadata)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tests.support.records.builders import build_context
-from toolcrew.workers.sandbox_client import GuestResponse, parse_guest_answer
+from tests.support.records.builders import build_context, build_reply
+from toolcrew.contract.guest_protocol import A, GuestReply, GuestRequest
+from toolcrew.workers.sandbox_client import GuestResponse
 from toolcrew.workers.tools.base import OnData
 
 
@@ -54,13 +55,12 @@ class ScriptedBench:
         self._pieces = [pieces] if isinstance(pieces, bytes) else pieces
         self._done = done
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+    def run(self, request: GuestRequest[A], body: bytes = b"", on_data: OnData | None = None) -> GuestReply[A]:
         assert on_data is not None
-        assert parse_guest_answer(request, self._done).error is None
-        self.request = request
+        self.request = request.as_header()
         for piece in self._pieces:
             on_data(*(("lines", piece) if isinstance(piece, bytes) else piece))
-        return GuestResponse(self._done)
+        return build_reply(request, GuestResponse(self._done))
 
     def show(self, stream: str, text: str) -> None:
         assert stream == "stdout"

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from toolcrew.contract.calls import GRACE_S, MAX_TIMEOUT_S, ToolCall, ToolContext
+from toolcrew.contract.guest_protocol import A, FailedAnswer, GuestReply, GuestRequest, parse_guest_answer
 from toolcrew.contract.names import call_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
@@ -68,6 +69,13 @@ def build_exec_response(
     streams = {"stdout": stdout, "stderr": stderr, "merged": stdout + stderr if merged is None else merged}
     counts = {name: {"total": len(data), "head": len(data), "tail": 0} for name, data in streams.items()}
     return GuestResponse(build_exec_done(**{"streams": counts, **fields}), streams)
+
+
+def build_reply(request: GuestRequest[A], response: GuestResponse) -> GuestReply[A]:
+    """Return the checked reply that a tool gets for this response of the guest."""
+    answer = parse_guest_answer(request, response.done)
+    assert not isinstance(answer, FailedAnswer), answer.error
+    return GuestReply(answer, response.streams)
 
 
 def build_read_response(

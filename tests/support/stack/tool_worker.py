@@ -16,6 +16,7 @@ from tests.support.records.builders import build_spec
 from tests.support.records.fakes import build_executor
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ErrorCode, ToolcrewError, ToolFailure
+from toolcrew.contract.guest_protocol import ExecRequest
 from toolcrew.contract.hosts import holder_name
 from toolcrew.contract.registry import Tool, ToolRegistry
 from toolcrew.contract.settings import WorkerSettings, read_environment
@@ -86,7 +87,7 @@ def _stubborn(arguments: dict[str, Any], _: ToolEnvironment) -> Outcome:
 
 
 def _ask_sandbox(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    return Outcome(str(environment.run({"op": "exec"})))
+    return Outcome(str(environment.run(ExecRequest(argv=["true"], cwd=None, timeout_s=1))))
 
 
 def build_tools(pool: str) -> list[WorkerTool]:

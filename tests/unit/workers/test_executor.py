@@ -13,6 +13,7 @@ from tests.support.records.builders import build_call, build_context, build_exec
 from tests.support.records.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from toolcrew.contract.calls import KillReport, SandboxInfo, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.guest_protocol import ExecRequest
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.store.blobs import WorkerBlobs
 from toolcrew.store.call_records import CallClaim
@@ -51,7 +52,7 @@ class Harness:
 
 
 def ask_guest(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-    bench.run({"op": "exec", "timeout_s": 1})
+    bench.run(ExecRequest(argv=["true"], cwd=None, timeout_s=1))
     return Outcome("done")
 
 
@@ -190,7 +191,7 @@ def test_lost_sandbox_error_says_if_files_are_kept(fields: dict[str, Any], expec
 
 def test_tool_error_includes_the_loss_of_the_sandbox() -> None:
     def report(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-        bench.run({"op": "exec", "timeout_s": 1})
+        bench.run(ExecRequest(argv=["true"], cwd=None, timeout_s=1))
         return Outcome(error="too slow", error_code=ErrorCode.TIMEOUT)
 
     result = Harness(report, GuestResponse(build_exec_done(sandbox_lost="the guest went"))).execute()
@@ -238,7 +239,7 @@ def test_result_that_cannot_be_stored_keeps_the_kill_report(refusal: ErrorCode, 
     """Callers send a call again that was refused for a limit, and this one has run."""
 
     def ask(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-        bench.run({"op": "exec", "timeout_s": 1})
+        bench.run(ExecRequest(argv=["true"], cwd=None, timeout_s=1))
         return Outcome(blob=b"x")
 
     harness = Harness(ask, build_exec_response(kill=KILL))

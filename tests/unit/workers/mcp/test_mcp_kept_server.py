@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from tests.support.guest.guest_exec import LocalSandbox, build_output_response, open_local_sandbox, run_locally
+from tests.support.records.builders import build_reply
 from tests.support.stack.stack import ROOT, children_of, is_alive
 from tests.support.stack.waiting import wait_until
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import A, GuestReply, GuestRequest
 from toolcrew.workers.mcp import sandbox_server
 from toolcrew.workers.mcp.answers import build_outcome
 from toolcrew.workers.mcp.sandbox_programs import name_driver_socket
 from toolcrew.workers.mcp.sandbox_server import SandboxServer
 from toolcrew.workers.mcp.settings import StdioEntry
-from toolcrew.workers.sandbox_client import GuestResponse
 
 PEER = str(ROOT / "tests" / "support" / "mcp" / "mcp_stdio_peer.py")
 END_WAIT_S = 20.0
@@ -387,10 +388,9 @@ def test_a_missing_program_or_tool_is_reported() -> None:
      b'{"reply": {"a": 1}}', b'{"failure": 7}', b'{"failure": {"a": []}, "detail": [1]}', b"[" * 100_000],
 )  # fmt: skip
 def test_invalid_driver_output_is_a_server_failure(output: bytes) -> None:
-    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        return build_output_response(
-            b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, output)
-        )
+    def run(request: GuestRequest[A], body: bytes) -> GuestReply[A]:
+        noise = b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin"
+        return build_reply(request, build_output_response(noise + _framed(body, output)))
 
     with pytest.raises(ToolFailure) as caught:
         _build_one_call_server().call_tool(run, "echo", {}, "/workspace", 30)
@@ -402,9 +402,8 @@ def _framed(body: bytes, output: bytes) -> bytes:
 
 
 def test_truncated_output_is_never_parsed_as_a_reply() -> None:
-    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
-        response = build_output_response(_framed(body, b'{"reply": {}}'))
-        return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
+    def run(request: GuestRequest[A], body: bytes) -> GuestReply[A]:
+        return build_reply(request, build_output_response(_framed(body, b'{"reply": {}}'), total=10**9))
 
     with pytest.raises(ToolFailure) as caught:
         _build_one_call_server().call_tool(run, "echo", {}, "/workspace", 30)

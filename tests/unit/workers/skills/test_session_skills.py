@@ -5,7 +5,6 @@ import io
 import json
 import tarfile
 import time
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.guest.guest_exec import build_output_response
+from tests.support.guest.search_answers import build_glob_done
+from tests.support.records.builders import build_reply
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import A, GlobRequest, GuestReply, GuestRequest, ReadFileRequest
 from toolcrew.contract.settings import parser_environment
 from toolcrew.contract.skills import SkillBroken
 from toolcrew.workers.sandbox_client import GuestResponse
@@ -33,21 +36,16 @@ class HostileEnvironment:
         self._total = total
         self._done = done
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: Any = None) -> GuestResponse:
-        if request["op"] == "read_file":
-            return GuestResponse({}, {"file": FRONT})
-        if request["op"] == "glob":
+    def run(self, request: GuestRequest[A], body: bytes = b"", on_data: Any = None) -> GuestReply[A]:
+        return build_reply(request, self._answer(request, on_data))
+
+    def _answer(self, request: GuestRequest[Any], on_data: Any) -> GuestResponse:
+        if isinstance(request, ReadFileRequest):
+            return GuestResponse({"size": len(FRONT)}, {"file": FRONT})
+        if isinstance(request, GlobRequest):
             on_data("out", b"own/SKILL.md\nnot a name/SKILL.md\n\xff\n")
-            return GuestResponse({}, {})
-        total = self._total if self._total is not None else len(self._archive)
-        done = {
-            "cancelled": False,
-            "timed_out": False,
-            "exit_code": 0,
-            "streams": {"stdout": {"total": total}},
-            **self._done,
-        }
-        return GuestResponse(done, {"stdout": self._archive})
+            return GuestResponse(build_glob_done())
+        return build_output_response(self._archive, total=self._total, **self._done)
 
 
 def archive_of(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.guest.search_answers import ScriptedBench, build_glob_done, build_grep_done
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.guest_protocol import InvalidGuestAnswer
 from toolcrew.contract.schema import prepare_arguments
-from toolcrew.workers.sandbox_client import InvalidGuestAnswer, parse_guest_answer
 from toolcrew.workers.tools.base import Outcome
 from toolcrew.workers.tools.glob import GLOB_TOOL
 from toolcrew.workers.tools.grep import GREP_TOOL
@@ -146,7 +146,7 @@ def test_cut_lines_and_a_full_output_set_truncated() -> None:
 )
 def test_a_malformed_guest_reply_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidGuestAnswer):
-        parse_guest_answer({"op": "grep"}, build_grep_done(**fields))
+        run_grep(ScriptedBench(b"", build_grep_done(**fields)))
 
 
 @pytest.mark.parametrize(("search", "done"), [(run_grep, build_grep_done()), (run_glob, build_glob_done())])

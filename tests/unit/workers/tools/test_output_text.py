@@ -1,14 +1,13 @@
 """Bytes of a program as text: rendered as by a terminal, cut at lines and characters, with every cut counted."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.records.builders import build_context, build_exec_done
-from toolcrew.workers.sandbox_client import GuestResponse
+from tests.support.records.builders import build_context, build_exec_response, build_reply
+from toolcrew.contract.guest_protocol import A, ExecRequest, GuestReply, GuestRequest, StreamCounts
 from toolcrew.workers.tools.base import OnData
 from toolcrew.workers.tools.shell import BASH_TOOL
 from toolcrew.workers.tools.shown_output import LIVE_BYTES
@@ -86,7 +85,7 @@ def test_fold_takes_linear_time() -> None:
 
 def test_long_output_is_cut_in_the_middle() -> None:
     raw = b"".join(b"%d\n" % n for n in range(MAX_LINES * 2))
-    text, cut, _ = show_output(raw, {}, "see line {offset}")
+    text, cut, _ = show_output(raw, None, "see line {offset}")
     lines = text.splitlines()
     assert (cut, lines[499], lines[501], lines[-1], len(lines)) == (True, "499", "2500", "3999", MAX_LINES + 1)
     assert lines[500].endswith(": see line 501 ...]")
@@ -99,7 +98,7 @@ def test_cut_output_has_whole_characters_and_counts_omitted_bytes(data: st.DataO
     head = data.draw(st.integers(0, 20))
     tail = data.draw(st.integers(0, 20))
     visible = raw[:head] + raw[len(raw) - tail :]
-    text, cut, _ = show_output(visible, {"total": len(raw), "head": head, "tail": tail})
+    text, cut, _ = show_output(visible, StreamCounts(total=len(raw), head=head, tail=tail))
     before, _, rest = text.partition("[... ")
     omitted = int(rest.partition(" bytes")[0])
     after = rest.partition(" ...]")[2]
@@ -118,15 +117,15 @@ class WatchedEnvironment:
     def __init__(self, *pieces: tuple[str, bytes]) -> None:
         self.context = build_context()
         self.shown: list[tuple[str, str]] = []
-        self.request: Mapping[str, Any] = {}
+        self.request: GuestRequest[Any] | None = None
         self._pieces = pieces
 
-    def run(self, request: Mapping[str, Any], body: bytes = b"", on_data: OnData | None = None) -> GuestResponse:
+    def run(self, request: GuestRequest[A], body: bytes = b"", on_data: OnData | None = None) -> GuestReply[A]:
         self.request = request
         assert on_data is not None
         for stream, data in self._pieces:
             on_data(stream, data)
-        return GuestResponse(build_exec_done())
+        return build_reply(request, build_exec_response())
 
     def show(self, stream: str, text: str) -> None:
         self.shown.append((stream, text))
@@ -143,4 +142,5 @@ def test_live_output_is_shown_immediately_and_not_in_the_result() -> None:
     outcome = BASH_TOOL.handler({**DEFAULTS, "command": "x"}, bench)  # type: ignore[arg-type]
     assert bench.shown == [("stdout", "a"), ("stdout", "é"), ("stderr", "bad\ufffd")]
     assert outcome.output == "whole\n"
-    assert (bench.request["live"], bench.request["max_bytes"]) == (True, LIVE_BYTES)
+    assert isinstance(bench.request, ExecRequest)
+    assert (bench.request.live, bench.request.max_bytes) == (True, LIVE_BYTES)
