@@ -2,20 +2,43 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.support.sandboxd.containers import IMAGE, Watched, open_engine, watch
 from tests.support.stack.stack import is_alive
 from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.guest_protocol import (
+    REQUESTS,
+    EditTextRequest,
+    ExecRequest,
+    FailedAnswer,
+    GlobRequest,
+    GrepRequest,
+    GuestAnswer,
+    GuestRequest,
+    JobInputRequest,
+    JobKillRequest,
+    JobListRequest,
+    JobPollRequest,
+    JobStartRequest,
+    ReadFileRequest,
+    ReadTextRequest,
+    WriteFileRequest,
+    WriteTextRequest,
+    parse_guest_answer,
+)
 from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
 from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
@@ -244,3 +267,97 @@ async def test_many_sandboxes_start_and_end_concurrently(host: Host) -> None:
     assert len(pids) >= 8
     assert not [pid for pid in pids if is_alive(pid)]
     assert await host.runtime.list_sandboxes(host.deployment) == []
+
+
+SCRIPT = b"sleep 30"
+OUTPUT = b"seq 1 40 | cat; echo error >&2"
+EDITS = json.dumps([{"old_string": "one", "new_string": "two"}]).encode()
+_JOB: dict[str, Any] = {"job": "job-1", "timeout_s": 20.0}
+_FILE: dict[str, Any] = {"path": "file.txt", "timeout_s": 20.0}
+_SEARCH: dict[str, Any] = {"path": ".", "include_ignored": False, "limit": 10, "max_bytes": 8192, "timeout_s": 20.0}
+REQUEST_BODIES: list[tuple[GuestRequest[Any], bytes]] = [
+    (
+        ExecRequest(
+            argv=None,
+            script_bytes=len(OUTPUT),
+            cwd=None,
+            capture={"stdout": 8192, "stderr": 8192, "merged": 8192},
+            state="keep",
+            spill={"bytes": 10, "lines": 2},
+            live=True,
+            max_bytes=8192,
+            timeout_s=20.0,
+        ),
+        OUTPUT,
+    ),
+    (WriteFileRequest(mode="create", **_FILE), b"one\n"),
+    (EditTextRequest(tolerance="none", max_bytes=8192, **_FILE), EDITS),
+    (WriteTextRequest(mode="append", encoding="auto", max_bytes=8192, **_FILE), b"three\n"),
+    (ReadTextRequest(offset=1, limit=10, column=1, encoding="auto", max_bytes=8192, **_FILE), b""),
+    (ReadFileRequest(max_bytes=8192, **_FILE), b""),
+    (GlobRequest(pattern="*", kind="file", live_bytes=100, **_SEARCH), b""),
+    (
+        GrepRequest(
+            pattern="two",
+            mode="content",
+            ignore_case=False,
+            fixed_strings=False,
+            multiline=False,
+            before=0,
+            after=0,
+            max_lines=10,
+            **_SEARCH,
+        ),
+        b"",
+    ),
+    (
+        JobStartRequest(script_bytes=len(SCRIPT), cwd=None, label="a job", wait_ms=0, max_bytes=8192, timeout_s=20.0),
+        SCRIPT,
+    ),
+    (JobInputRequest(close=False, **_JOB), b"text"),
+    (JobPollRequest(max_bytes=8192, **_JOB), b""),
+    (JobListRequest(timeout_s=20.0), b""),
+    (JobKillRequest(max_bytes=8192, **_JOB), b""),
+]
+NOT_READ = {"mode_bits"}
+"""Fields of answers that no tool reads, so that they have no record."""
+SELDOM = {"supervisor_killed"}
+"""Fields of answers that only a fault causes."""
+
+
+async def test_the_answer_to_every_operation_has_exactly_the_fields_of_its_record(host: Host) -> None:
+    assert {request.OP for request, _ in REQUEST_BODIES} == set(REQUESTS)
+    async with started(host) as sandbox:
+        for request, body in REQUEST_BODIES:
+            call = secrets.token_hex(16)
+            sandbox.channel.send({**request.as_header(), "id": call, "body_bytes": len(body)}, body)
+            streams = set()
+            while (frame := await asyncio.wait_for(sandbox.frames.get(), SOON_S)).header["ev"] == "data":
+                streams.add(frame.header["stream"])
+            answer = parse_guest_answer(request, frame.header)
+            assert not isinstance(answer, FailedAnswer), (request, answer.error)
+            assert streams <= request.STREAMS
+            done = frame.header.keys() - {"id", "ev", "kill", "run_s"}
+            own = type(answer).model_fields.keys() - GuestAnswer.model_fields.keys()
+            assert (request.OP, done - NOT_READ) == (request.OP, own - SELDOM)
+            assert_same_fields(answer, frame.header)
+
+
+def assert_same_fields(record: BaseModel, sent: Mapping[str, Any]) -> None:
+    """Check that every record within an answer has exactly the fields that the guest sent."""
+    for name in type(record).model_fields:
+        value = getattr(record, name)
+        for inner, raw in list_records(value, sent.get(name)):
+            assert (name, type(inner).model_fields.keys()) == (name, raw.keys())
+            assert_same_fields(inner, raw)
+
+
+def list_records(value: object, sent: Any) -> list[tuple[BaseModel, Mapping[str, Any]]]:
+    """Return the records of a field, each with the dictionary that the guest sent."""
+    if isinstance(value, BaseModel):
+        return [(value, sent)]
+    if isinstance(value, dict):
+        return [(inner, sent[name]) for name, inner in value.items() if isinstance(inner, BaseModel)]
+    if isinstance(value, list):
+        return [(inner, raw) for inner, raw in zip(value, sent, strict=True) if isinstance(inner, BaseModel)]
+    return []
