@@ -2,8 +2,6 @@
 
 A socket carries calls and cancels to the supervisor. A pipe carries reports to PID 1. One byte of shared memory
 (`Progress`) shows the state of the call, even after the supervisor was killed.
-
-For a file or search request, a supervisor builds a `RequestContext` from its ends of the pipes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import struct
 import sys
 import time
 
-from guest.failures import CANCELLED, TIMEOUT, RequestFailure
+from guest.failures import CANCELLED, RequestFailure
 from guest.fields import GuestRequest
 from guest.kernel import WRITE_LATER
 
@@ -26,7 +24,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from guest.paths import GuestPaths
 
 _SENT, _TAKEN, _SETTLED = range(3)
 STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines", "found")
@@ -306,45 +303,3 @@ class CallPipes:
         """Raise RequestFailure(CANCELLED) when PID 1 has cancelled the call."""
         if has_cancel(self._channel):
             raise RequestFailure(CANCELLED, "cancelled")
-
-
-class Watch:
-    """The time limit of a file request. The function that serves the request calls `check` between two pieces of
-    work.
-    """
-
-    def __init__(self, pipes: CallPipes, timeout_s: float) -> None:
-        self._pipes = pipes
-        self._timeout_s = timeout_s
-        self._limit_at = time.monotonic() + timeout_s
-
-    def check(self) -> None:
-        """Raise RequestFailure(TIMEOUT) after the time limit, and RequestFailure(CANCELLED) after a cancel."""
-        if time.monotonic() >= self._limit_at:
-            raise RequestFailure(TIMEOUT, f"not done after {self._timeout_s:g} s")
-        self._pipes.check_cancel()
-
-
-class RequestContext:
-    """The objects that the function that serves a file or search request may use.
-
-    The function calls `watch.check()` between two pieces of work. The supervisor closes all descriptors that the
-    function opens.
-    """
-
-    __slots__ = ("paths", "pipes", "watch")
-
-    def __init__(self, paths: GuestPaths, pipes: CallPipes, watch: Watch) -> None:
-        self.paths = paths
-        self.pipes = pipes
-        self.watch = watch
-
-    @property
-    def writer(self) -> ReportWriter:
-        """Return the supervisor's end of the report pipe."""
-        return self.pipes.writer
-
-    @property
-    def body(self) -> int | None:
-        """Return a descriptor of the request's body, or None when the request has no body."""
-        return self.pipes.body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from guest.call_pipes import Assignment, CallPipes, RequestContext, SupervisorEnds, Watch
+from guest.call_pipes import Assignment, CallPipes, SupervisorEnds
 from guest.commands.exec_request import ExecRequest
 from guest.commands.execution import Execution
 from guest.commands.job_requests import JobStartRequest
@@ -13,6 +13,7 @@ from guest.failures import CANCELLED, INTERNAL, TIMEOUT, RequestFailure, describ
 from guest.fields import printable
 from guest.kernel import PR_SET_CHILD_SUBREAPER, set_process_flag
 from guest.processes import KillReport, kill_below, reap
+from guest.request_context import RequestContext, Watch
 from guest.requests import REQUESTS
 
 TYPE_CHECKING = False

@@ -14,8 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from guest.call_pipes import Watch
     from guest.files.edit_matching import Span
+    from guest.request_context import Watch
 
 _MAX_PLACES = 20
 """Maximum number of changed places with a known position. Further places are only counted."""

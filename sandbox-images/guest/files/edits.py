@@ -34,9 +34,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from guest.call_pipes import RequestContext
     from guest.files.edit_matching import Span
     from guest.files.requests import EditTextRequest
+    from guest.request_context import RequestContext
 
 _BLANKS = b" \t\r"
 _MAX_BYTES = 262_144

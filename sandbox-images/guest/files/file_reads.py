@@ -11,9 +11,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.call_pipes import RequestContext, Watch
     from guest.files.requests import ReadFileRequest
     from guest.paths import GuestPaths
+    from guest.request_context import RequestContext, Watch
 
 _BLOCK = 262_144
 

@@ -11,9 +11,9 @@ from guest.files.snapshots import MAX_DATA_BYTES, Snapshot, forget, key_of, reca
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.call_pipes import Watch
     from guest.confinement import DirectoryEntry
     from guest.paths import GuestPaths
+    from guest.request_context import Watch
 
 MAX_BYTES = 33_554_432
 """Maximum size of a file that is compared and remembered, in bytes."""

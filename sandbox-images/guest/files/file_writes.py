@@ -12,8 +12,8 @@ from guest.files.versions import BodyContent, OldFile, Version, open_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.call_pipes import RequestContext
     from guest.files.requests import WriteFileRequest
+    from guest.request_context import RequestContext
 
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:

@@ -33,7 +33,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.call_pipes import RequestContext
+    from guest.request_context import RequestContext
 
 MAX_NAMES = 100
 _STRIDE = 1024

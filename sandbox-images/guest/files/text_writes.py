@@ -20,8 +20,8 @@ from guest.files.versions import BodyContent, BytesContent, OldFile, Version, op
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.call_pipes import RequestContext
     from guest.files.requests import WriteTextRequest
+    from guest.request_context import RequestContext
 
 _SAMPLE_BYTES = 65_536
 _NOTES_BYTES = 4096

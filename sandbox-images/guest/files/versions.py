@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Protocol
 
-    from guest.call_pipes import Watch
+    from guest.request_context import Watch
 
     class Content(Protocol):
         """Interface of content to write. Each call of `blocks` yields all pieces from the start."""

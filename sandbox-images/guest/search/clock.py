@@ -6,7 +6,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.call_pipes import Watch
+    from guest.request_context import Watch
 
 SEARCH_S = 20.0
 _SHARE_OF_LIMIT = 0.9

@@ -34,8 +34,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from guest.call_pipes import ReportWriter, RequestContext
+    from guest.call_pipes import ReportWriter
     from guest.paths import GuestPaths
+    from guest.request_context import RequestContext
     from guest.search.requests import GlobRequest
 
 

@@ -39,8 +39,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from guest.call_pipes import RequestContext
     from guest.paths import GuestPaths
+    from guest.request_context import RequestContext
     from guest.search.requests import GrepRequest
 
 _REST_S = 0.001
