@@ -11,30 +11,36 @@ import json
 import random
 import secrets
 import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import redis.asyncio
+from pydantic import SecretStr
+
 from benchmarks.engine_peer import open_api
 from benchmarks.image_hosts import new_deployment, push_image, running_host
-from benchmarks.in_flight import open_broker
-from benchmarks.processes import temporary_folder
+from benchmarks.processes import child_process, temporary_folder
 from benchmarks.report import Report
 from benchmarks.sizes import size
 from tests.support.sandboxd.image_registry import ImageRegistry, open_registry
-from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.errors import BrokerUnavailable, SandboxUnavailable
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dispatch import session_locator
 from toolcrew.orchestrator.dispatch.placement import HostRequirements, choose_host
+from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from toolcrew.orchestrator.runs.batch_runs import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.connection import open_redis
+from toolcrew.store.connection import check_redis, open_redis
 from toolcrew.store.hosts import HostStore
 
 SEED = 4
@@ -44,6 +50,34 @@ ROOM = IMAGES // 4 // HOSTS
 IMAGE_BYTES = 300 * 1024
 AT_A_TIME = size(8, 2)
 READY_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def open_broker() -> AsyncIterator[BrokerSettings]:
+    """Start a Redis server and yield its settings when the server answers."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
+        port, password = reserve_port(), secrets.token_hex(8)
+        config = write_redis_config(folder, port, password)
+        stack.enter_context(child_process([find_redis_server(), str(config)], {}, folder / "redis.log"))
+        broker = BrokerSettings(redis_url=SecretStr(f"redis://:{password}@127.0.0.1:{port}/0"))
+        client = open_redis(broker)
+        try:
+            await _until_up(client, broker)
+        finally:
+            await client.aclose()
+        yield broker
+
+
+async def _until_up(client: "redis.asyncio.Redis", broker: BrokerSettings) -> None:
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return await check_redis(client, broker)
+        except BrokerUnavailable:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.05)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from inspect_ai.util._sandbox.docker import docker as docker_provider
 from inspect_ai.util._sandbox.docker.docker import DockerSandboxEnvironment
 from inspect_ai.util._sandbox.docker.prereqs import validate_docker_compose, validate_docker_engine
 
+from benchmarks.processes import environment
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
-from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from toolcrew import ToolClient
 from toolcrew.orchestrator.adapters.inspect_sandbox import ToolcrewSandboxEnvironment

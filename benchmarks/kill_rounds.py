@@ -1,7 +1,4 @@
-"""Check for leaks: start a thousand sandboxes and end them in every possible way.
-
-Afterwards the host, sandboxd and the engine must have the same resources as before.
-"""
+"""Start sandboxes, end them in every possible way, and list the resources that remain on the host."""
 
 import contextlib
 import os
@@ -17,14 +14,10 @@ from pathlib import Path
 
 import docker
 
-from benchmarks.engine_peer import open_api
 from benchmarks.memory import memory_of_process
-from benchmarks.processes import RunningSandboxd, running_sandboxd
-from benchmarks.report import Report
+from benchmarks.processes import RunningSandboxd
 from benchmarks.sandboxes import find_own, list_containers, list_folders, list_groups, pid_of
-from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
-from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.disks.image import TEMPLATES
@@ -32,18 +25,13 @@ from toolcrew.workers.sandboxd.frames import MAX_DOWN, encode_frame
 from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
-ROUNDS = size(1000, 10)
 AT_ONCE = 4
-WARM_UP = size(60, 5)
 WAYS = ("close", "timeout", "kill", "abandon", "leave")
 GONE_S = 60.0
 """Longest time after the last round in which abandoned resources may exist, in seconds. Session expiry runs every 5
 s.
 """
 SHORT_TTL_S = 0.5
-MIB = 1024 * 1024
-FILES_IN_USE = 16
-"""Number of open file descriptors that may vary with the work in progress."""
 STATES = FOLDER / "state"
 """Folder with the records of the OCI runtime, by sandbox."""
 _SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
@@ -190,56 +178,3 @@ def _process_lines() -> Iterator[str]:
         with contextlib.suppress(OSError):
             line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             yield line + (folder / "cgroup").read_text(errors="replace")
-
-
-def _engine_rss() -> int | None:
-    """Return the resident bytes of the dockerd that this process can see."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            if path.read_text().strip() == "dockerd":
-                return memory_of_process(path.parent.name)["rss"]
-    return None
-
-
-def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
-    with running_sandboxd() as sandboxd, contextlib.closing(open_api()) as api:
-        played = Rounds(sandboxd, api)
-        played.play(range(WARM_UP), at_once)
-        _check_leftovers(played)
-        before, engine_before, started = played.resources(), _engine_rss(), time.monotonic()
-        played.play(range(WARM_UP, WARM_UP + rounds), at_once)
-        took_s = time.monotonic() - started
-        _check_leftovers(played)
-        after, engine_after = played.resources(), _engine_rss()
-    ways = ", ".join(f"{count} x {way}" for way, count in sorted(played.done.items()))
-    report = Report(
-        "kill_rounds",
-        notes=[
-            f"{ways}; {at_once} at a time, {WARM_UP} of them before the first look",
-            "no container, mount, loop device, process, record, workspace or archive was left",
-        ],
-    )
-    report.add("rounds_per_s", rounds / took_s, "rounds")
-    # Each sample can include some open connections to workers and to the engine. A leak would add one per round.
-    report.add(
-        "files_ratio",
-        after.files / (before.files + FILES_IN_USE),
-        f"sandboxd's open files, {after.files} after / {before.files} before and {FILES_IN_USE} in use",
-        at_most=1.0,
-    )
-    report.add(
-        "threads_ratio",
-        after.threads / before.threads,
-        f"sandboxd's threads, {after.threads} / {before.threads}",
-        at_most=1.3,
-    )
-    report.add("sandboxd_grown_bytes", after.rss - before.rss, "sandboxd RSS, grown", at_most=4 * MIB)
-    if engine_before is not None and engine_after is not None:
-        report.add("engine_grown_bytes", engine_after - engine_before, "dockerd RSS, grown")
-    return report
-
-
-def _check_leftovers(played: Rounds) -> None:
-    leftovers = played.settle()
-    if leftovers:
-        raise SandboxUnavailable(f"left behind after {GONE_S:g} s: {leftovers}")

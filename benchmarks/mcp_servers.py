@@ -8,9 +8,9 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks.processes import environment
 from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
-from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
 from toolcrew.orchestrator.dispatch.sessions import Session

@@ -158,3 +158,25 @@ def guest_on_pipes(prelude: str = "") -> Iterator["subprocess.Popen[bytes]"]:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 20
+    while not path.exists():
+        if time.monotonic() > until:
+            raise RuntimeError(f"nobody listens at {path}")
+        time.sleep(0.01)

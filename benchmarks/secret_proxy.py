@@ -14,8 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.egress import wait_for
-from benchmarks.processes import child_process
+from benchmarks.processes import child_process, wait_for
 from benchmarks.report import Case, Report, interleave, median, percentile, timed
 from benchmarks.sizes import size
 from toolcrew.contract.secrets import build_placeholder

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.loop_step import quiet_log
 from benchmarks.mcp_servers import SERVER
+from benchmarks.processes import environment
 from benchmarks.report import Case, Report, interleave, median, percentile
 from benchmarks.sizes import size
 from benchmarks.throughput import call_or_raise, until_served
-from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from toolcrew import ToolClient
 from toolcrew.contract.names import BUILTIN_TOOLS

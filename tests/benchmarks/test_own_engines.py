@@ -60,7 +60,7 @@ def test_temporary_folder_is_removed_with_the_mounts_in_it(
 def test_failed_benchmark_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reports = {"tag_parser": OSError("busy"), "loop_step": KeyError("x"), "simulator": SandboxUnavailable("full")}
+    reports = {"search": OSError("busy"), "loop_step": KeyError("x"), "simulator": SandboxUnavailable("full")}
 
     def run(name: str, *_: object, **__: object) -> object:
         if name in reports:
