@@ -52,20 +52,17 @@ local function delete_oldest(tenant, max_count)
   end
 end
 
--- tenant, run, item, digest of the request, about, priority, session ('' for a new session), max waiting runs, max listed runs, time to live,
--- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease,
--- run from which it is forked ('' for none) and the number of shared steps.
+-- `digest`: of the request. `session`: '' for a new session. `webhook`: '' for none. `token`: claim of the process that executes the run itself, '' puts the
+-- run into the queue. `parent`: run from which it is forked, '' for none; `step`: the number of shared steps.
 -- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, `memory` (the tenant may store no more), or `busy` and the run that uses
 -- the session.
-function steps.start_run()
-  local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
+function steps.start_run(tenant, run, item, digest, about, priority, session, max_waiting, max_listed, ttl_s, webhook, token, owner, lease_s, parent, step)
   local key, batch = run_key(tenant, run), batch_key(tenant, NO_BATCH)
   local existing = redis.call('HMGET', key, 'batch', 'digest')
   if existing[1] then return {existing[1] == NO_BATCH and existing[2] == digest and 'known' or 'other'} end
   if not may_start(tenant) then return {'memory'} end
-  local token = ARGV[15]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
-  if token == '' and waiting >= tonumber(ARGV[11]) then return {'full'} end
+  if token == '' and waiting >= tonumber(max_waiting) then return {'full'} end
   if session ~= '' then
     local holder = redis.call('HGET', batch .. ':sessions', session)
     local state = holder and redis.call('HGET', run_key(tenant, holder), 'state')
@@ -75,36 +72,35 @@ function steps.start_run()
   local index = batch .. ':index'
   local last = redis.call('ZREVRANGE', index, 0, 0, 'WITHSCORES')
   local line = (tonumber(last[2] or '0')) + 1
-  redis.call('HSET', key, 'batch', NO_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
+  redis.call('HSET', key, 'batch', NO_BATCH, 'item', item, 'digest', digest, 'about', about, 'priority', priority, 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
-  redis.call('HSET', key, 'webhook', ARGV[14], 'webhook_state', ARGV[14] ~= '' and 'pending' or '')
+  redis.call('HSET', key, 'webhook', webhook, 'webhook_state', webhook ~= '' and 'pending' or '')
   count_texts(tenant, NO_BATCH, run)
   redis.call('ZADD', index, line, run)
-  if ARGV[18] ~= '' then
-    local forks = run_key(tenant, ARGV[18]) .. ':forks'
-    redis.call('RPUSH', forks, ARGV[19] .. '|' .. run)
-    redis.call('EXPIRE', forks, ARGV[13])
+  if parent ~= '' then
+    local forks = run_key(tenant, parent) .. ':forks'
+    redis.call('RPUSH', forks, step .. '|' .. run)
+    redis.call('EXPIRE', forks, ttl_s)
   end
-  delete_oldest(tenant, tonumber(ARGV[12]))
+  delete_oldest(tenant, tonumber(max_listed))
   if token == '' then
     enqueue(tenant, NO_BATCH, run)
     extend_run_ttl(tenant, NO_BATCH, run)
   else
-    start(tenant, NO_BATCH, run, token, ARGV[16], tonumber(ARGV[17]), 'begun')
+    start(tenant, NO_BATCH, run, token, owner, tonumber(lease_s), 'begun')
   end
   extend_ttl(tenant, NO_BATCH)
   return {'started'}
 end
 
--- tenant, run, key of the audit log, audit entry ('' for none). Returns `unknown`, `ended` (the run had ended before), `cancelled` (now), or `cancelling`
+-- `audit_entry`: '' for none. Returns `unknown`, `ended` (the run had ended before), `cancelled` (now), or `cancelling`
 -- (the worker that has the run will end it).
-function steps.cancel_run()
-  local tenant, run = ARGV[4], ARGV[5]
+function steps.cancel_run(tenant, run, audit_log, audit_entry)
   local key, name = run_key(tenant, run), tenant .. '|' .. run
   local fields = redis.call('HMGET', key, 'batch', 'state')
   if fields[1] ~= NO_BATCH then return 'unknown' end
   if fields[2] == 'ended' then return 'ended' end
-  audit(ARGV[6], ARGV[7])
+  audit(audit_log, audit_entry)
   local is_leased = fields[2] == 'running' and tonumber(redis.call('ZSCORE', runs .. 'leases', name) or '0') > now
   if not is_leased then
     extend_ttl(tenant, end_run(tenant, run, '', 'cancelled'))
@@ -144,10 +140,10 @@ local function list_live(tenant, key, state)
   return rows
 end
 
--- tenant, line before which to start, max count, state ('' for all), max runs to check.
+-- `before`: the line before which to start. `state`: '' for all. `max_checked`: how many runs to check at most.
 -- Returns the last line that was checked (0 at the end of the list) and the runs, the newest first.
-function steps.list_runs()
-  local tenant, before, max_count, state, max_checked = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+function steps.list_runs(tenant, before, max_count, state, max_checked)
+  before, max_count, max_checked = tonumber(before), tonumber(max_count), tonumber(max_checked)
   local key, ids = batch_key(tenant, NO_BATCH), {}
   local is_live = state == 'queued' or state == 'running' or state == 'waiting_for_approval'
   local live_rows = is_live and list_live(tenant, key, state)
@@ -161,7 +157,7 @@ function steps.list_runs()
     return {0, ids}
   end
   local part = (state == '' or is_live) and 'index' or state
-  local rows = redis.call('ZREVRANGEBYSCORE', key .. ':' .. part, '(' .. ARGV[5], '-inf', 'WITHSCORES', 'LIMIT', 0, max_checked)
+  local rows = redis.call('ZREVRANGEBYSCORE', key .. ':' .. part, '(' .. string.format('%.0f', before), '-inf', 'WITHSCORES', 'LIMIT', 0, max_checked)
   for at = 1, #rows, 2 do
     if not is_live or is_in_state(tenant, rows[at], state) then table.insert(ids, rows[at]) end
     if #ids == max_count then return {tonumber(rows[at + 1]), ids} end

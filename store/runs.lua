@@ -1,7 +1,6 @@
 -- The steps of the queue of runs. Redis executes each step completely or not at all.
--- ARGV: key prefix of the deployment, key prefix of its queue, name of the step, arguments of the step. The comment before each step lists its arguments.
+-- Callers name the arguments of a step as its parameters (store/run_script.py). `deployment`, `runs`: the key prefixes of the deployment and of its queue.
 
-local deployment, runs, operation = ARGV[1], ARGV[2], ARGV[3]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
@@ -235,15 +234,15 @@ end
 
 local steps = {}
 
--- max count, seconds, max count of one tenant, then tenants and how many of their notices the sender has. Claims notices that are due; no other process
+-- `...`: tenants and how many of their notices the sender has. Claims notices that are due; no other process
 -- receives them for these seconds. Returns {tenant, kind, name, webhook, tries, time of the end} for each.
 -- The tenants have turns, so that a tenant with many notices delays no other.
-function steps.claim_webhooks()
-  local limit, lease_ends, notices = tonumber(ARGV[4]), now + tonumber(ARGV[5]), {}
+function steps.claim_webhooks(max_claims, lease_s, max_of_tenant, ...)
+  local counts, limit, lease_ends, notices = {...}, tonumber(max_claims), now + tonumber(lease_s), {}
   local busy, due, tenants = {}, {}, {}
-  for at = 7, #ARGV, 2 do busy[ARGV[at]] = tonumber(ARGV[at + 1]) end
-  for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhook-tenants', '-inf', now, 'LIMIT', 0, limit + (#ARGV - 6) / 2)) do
-    local free = math.min(limit, tonumber(ARGV[6]) - (busy[tenant] or 0))
+  for at = 1, #counts, 2 do busy[counts[at]] = tonumber(counts[at + 1]) end
+  for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhook-tenants', '-inf', now, 'LIMIT', 0, limit + #counts / 2)) do
+    local free = math.min(limit, tonumber(max_of_tenant) - (busy[tenant] or 0))
     if free > 0 then
       due[tenant] = redis.call('ZRANGEBYSCORE', notices_key(tenant), '-inf', now, 'LIMIT', 0, free)
       table.insert(tenants, tenant)
@@ -277,45 +276,44 @@ function steps.claim_webhooks()
   return notices
 end
 
--- tenant, kind, name, time of the end, seconds until the next try ('' for none), state of the webhook, its error. A batch that was reopened and ends again
+-- `ended`: the time of the end. `retry_s`: seconds until the next try, '' for none. `failure`: the error of the webhook. A batch that was reopened and ends again
 -- has a separate notice.
-function steps.settle_webhook()
-  local tenant, kind, name = ARGV[4], ARGV[5], ARGV[6]
+function steps.settle_webhook(tenant, kind, name, ended, retry_s, state, failure)
   local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)
-  if redis.call('HGET', key, 'webhook_notice') ~= ARGV[7] then return 0 end
-  redis.call('HSET', key, 'webhook_state', ARGV[9], 'webhook_error', ARGV[10])
+  if redis.call('HGET', key, 'webhook_notice') ~= ended then return 0 end
+  redis.call('HSET', key, 'webhook_state', state, 'webhook_error', failure)
   local member, settled = kind .. '|' .. name, 0
-  if ARGV[8] == '' then
+  if retry_s == '' then
     settled = redis.call('ZREM', notices_key(tenant), member)
   else
-    settled = redis.call('ZADD', notices_key(tenant), 'XX', 'CH', now + tonumber(ARGV[8]), member)
+    settled = redis.call('ZADD', notices_key(tenant), 'XX', 'CH', now + tonumber(retry_s), member)
   end
   place_notices(tenant, now)
   return settled
 end
 
--- tenant, batch. Returns whether the batch exists or Redis has room for one more.
-function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or may_start(ARGV[4]) end
+-- Returns whether the batch exists or Redis has room for one more.
+function steps.has_room(tenant, batch) return redis.call('EXISTS', batch_key(tenant, batch)) == 1 or may_start(tenant) end
 
--- tenant, batch. Counts the texts of the batch.
-function steps.count_batch()
-  local key, bytes = batch_key(ARGV[4], ARGV[5]), RECORD_BYTES
+-- Counts the texts of the batch.
+function steps.count_batch(tenant, batch)
+  local key, bytes = batch_key(tenant, batch), RECORD_BYTES
   for _, field in ipairs({'defaults', 'name', 'webhook', 'rows'}) do bytes = bytes + redis.call('HSTRLEN', key, field) end
-  set_bytes(account_key(ARGV[4]), now, key, 'batch_bytes', bytes, now + ttl_of(ARGV[4], ARGV[5]))
+  set_bytes(account_key(tenant), now, key, 'batch_bytes', bytes, now + ttl_of(tenant, batch))
 end
 
--- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled or
+-- `...`: for each item its run, item (JSON), priority and line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled or
 -- deleted, -2 when the tenant may store no more.
-function steps.add()
-  local tenant, batch, added = ARGV[4], ARGV[5], 0
+function steps.add(tenant, batch, ...)
+  local items, added = {...}, 0
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if state == 'cancelling' or state == 'cancelled' or state == 'deleting' then return -1 end
-  for at = 6, #ARGV, 4 do
-    local run = ARGV[at]
+  for at = 1, #items, 4 do
+    local run = items[at]
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then
       if added == 0 and not may_start(tenant) then return -2 end
-      redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
+      redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', items[at + 1], 'priority', items[at + 2], 'line', items[at + 3],
         'state', 'queued', 'attempt', 1, 'queued_at', stamp)
       if redis.call('ZREM', key .. ':ended', run) == 1 then
         -- The run was removed because its record was lost. It is now added again.
@@ -333,13 +331,13 @@ function steps.add()
   return added
 end
 
--- owner, max count, lease, tenant|batch ('' for all detached batches), tenants (',a,b,'; '' for all), then one claim id for each run.
+-- `only_batch`: tenant|batch, '' for all detached batches. `tenants`: ',a,b,', '' for all. `...`: one claim id for each run.
 -- Returns {tenant, run, claim, how} for each claimed run, and {tenant, batch, run} for each run that a dead worker left in a cancelled batch. The caller
 -- ends these runs; of a durable run, which has ended already, the caller only closes the session. Also returns the tenants whose new runs wait, because the
 -- tenant may not store more; their runs that have begun continue.
-function steps.claim()
-  local owner, max_claims, lease_s, only_batch, tenants = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
-  local claims, abandoned, next_claim, full_tenants = {}, {}, 9, {}
+function steps.claim(owner, max_claims, lease_s, only_batch, tenants, ...)
+  local tokens, claims, abandoned, full_tenants = {...}, {}, {}, {}
+  max_claims, lease_s = tonumber(max_claims), tonumber(lease_s)
   local function is_eligible(tenant, batch)
     if is_paused(tenant) then return false end
     if only_batch ~= '' then return only_batch == tenant .. '|' .. batch end
@@ -347,8 +345,7 @@ function steps.claim()
     return batch == NO_BATCH or redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'
   end
   local function claim_run(tenant, batch, run, how)
-    table.insert(claims, start(tenant, batch, run, ARGV[next_claim], owner, lease_s, how))
-    next_claim = next_claim + 1
+    table.insert(claims, start(tenant, batch, run, tokens[#claims + 1], owner, lease_s, how))
   end
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'leases', '-inf', now, 'LIMIT', 0, 1000)) do
     local tenant, run = split(member)
@@ -428,45 +425,45 @@ function steps.claim()
   return {claims, abandoned, full_names}
 end
 
--- lease, then tenant|run and claim of each. Returns the runs that the worker must stop: lost ones, and cancelled ones.
-function steps.renew()
-  local lost, cancelled = {}, {}
-  for at = 5, #ARGV, 2 do
-    local tenant, run = split(ARGV[at])
+-- `...`: tenant|run and claim of each run. Returns the runs that the worker must stop: lost ones, and cancelled ones.
+function steps.renew(lease_s, ...)
+  local held, lost, cancelled = {...}, {}, {}
+  for at = 1, #held, 2 do
+    local tenant, run = split(held[at])
     local fields = redis.call('HMGET', run_key(tenant, run), 'claim', 'batch', 'is_cancelled')
-    if fields[1] ~= ARGV[at + 1] then
-      table.insert(lost, ARGV[at])
+    if fields[1] ~= held[at + 1] then
+      table.insert(lost, held[at])
     else
-      redis.call('ZADD', runs .. 'leases', now + tonumber(ARGV[4]), ARGV[at])
+      redis.call('ZADD', runs .. 'leases', now + tonumber(lease_s), held[at])
       local state = state_of(tenant, fields[2])
-      if fields[3] or state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, ARGV[at]) end
+      if fields[3] or state == 'cancelling' or state == 'cancelled' then table.insert(cancelled, held[at]) end
     end
   end
   return {lost, cancelled}
 end
 
--- tenant, run, claim, outcome, kind of failure; for a durable run its last event and its transcript.
+-- `failure`: its kind. `ended`, `transcript`: the last event and the transcript of a durable run, '' for an item of a batch.
 -- Returns 1 when the run has this outcome, 0 when another process has the claim.
-function steps.finish()
-  local fields = redis.call('HMGET', run_key(ARGV[4], ARGV[5]), 'claim', 'state', 'outcome')
-  if fields[2] == 'ended' and fields[3] == ARGV[7] then return 1 end
-  if fields[1] ~= ARGV[6] then return 0 end
-  extend_ttl(ARGV[4], end_run(ARGV[4], ARGV[5], ARGV[7], ARGV[8], ARGV[9], ARGV[10]))
+function steps.finish(tenant, run, claim, outcome, failure, ended, transcript)
+  local fields = redis.call('HMGET', run_key(tenant, run), 'claim', 'state', 'outcome')
+  if fields[2] == 'ended' and fields[3] == outcome then return 1 end
+  if fields[1] ~= claim then return 0 end
+  extend_ttl(tenant, end_run(tenant, run, outcome, failure, ended, transcript))
   return 1
 end
 
--- tenant, run, claim, seconds, '1' to restart from the beginning, '1' if the model denied its process. Returns the run to the queue, now or after these seconds.
+-- `is_new`: '1' to restart from the beginning. `is_denied`: '1' if the model denied its process. Returns the run to the queue, now or after these seconds.
 -- Returns 0 when another process has the claim. Returns 2 and changes nothing when the run or its batch is cancelled.
-function steps.give_back()
-  local tenant, run, after_s = ARGV[4], ARGV[5], tonumber(ARGV[7])
+function steps.give_back(tenant, run, claim, after_s, is_new, is_denied)
+  after_s = tonumber(after_s)
   local key = run_key(tenant, run)
   local fields = redis.call('HMGET', key, 'claim', 'batch', 'is_cancelled')
-  if fields[1] ~= ARGV[6] then return 0 end
+  if fields[1] ~= claim then return 0 end
   local state = state_of(tenant, fields[2])
   if fields[3] or state == 'cancelling' or state == 'cancelled' then return 2 end
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
-  if ARGV[9] == '1' then redis.call('HINCRBY', key, 'denials', 1) end
-  if ARGV[8] == '1' then
+  if is_denied == '1' then redis.call('HINCRBY', key, 'denials', 1) end
+  if is_new == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
     redis.call('HDEL', key, 'losses', 'denials', 'published_step', 'has_states')
     delete_log(tenant, run)
@@ -483,9 +480,9 @@ function steps.give_back()
   return 1
 end
 
--- tenant, batch, max count. Stops the batch from starting runs. Returns some of the waiting runs for the caller to end; an empty list when none wait.
-function steps.cancel()
-  local tenant, batch, waiting_runs = ARGV[4], ARGV[5], {}
+-- Stops the batch from starting runs. Returns some of the waiting runs for the caller to end; an empty list when none wait.
+function steps.cancel(tenant, batch, max_count)
+  local waiting_runs = {}
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if state == 'in_progress' then redis.call('HSET', key, 'state', 'cancelling') end
@@ -506,7 +503,7 @@ function steps.cancel()
     end
   end
   while #waiting_runs == 0 and redis.call('EXISTS', key .. ':waiting') == 1 do
-    for _, run in ipairs(redis.call('ZRANGE', key .. ':waiting', 0, tonumber(ARGV[6]) - 1)) do
+    for _, run in ipairs(redis.call('ZRANGE', key .. ':waiting', 0, tonumber(max_count) - 1)) do
       if redis.call('HEXISTS', run_key(tenant, run), 'item') == 0 then
         remove_lost_run(tenant, batch, run)
       elseif redis.call('HGET', run_key(tenant, run), 'state') == 'queued' then
@@ -521,22 +518,22 @@ function steps.cancel()
   return waiting_runs
 end
 
--- tenant, creation time and id of the last batch of the previous page ('' for none), max count (-1: all).
+-- `last_at`, `last_batch`: creation time and id of the last batch of the previous page, '' for none. `max_count` -1: all.
 -- Returns the number of batches after this page, and the batches with their creation times, the newest first. The page starts after the given batch or,
 -- when that batch has expired, after its creation time.
-function steps.list_batches()
-  local key, offset, max_count = batches_key(ARGV[4]), 0, tonumber(ARGV[7])
-  if ARGV[6] ~= '' then
-    local previous_rank = redis.call('ZREVRANK', key, ARGV[6])
-    offset = previous_rank and previous_rank + 1 or redis.call('ZCOUNT', key, '(' .. ARGV[5], '+inf')
+function steps.list_batches(tenant, last_at, last_batch, max_count)
+  local key, offset = batches_key(tenant), 0
+  max_count = tonumber(max_count)
+  if last_batch ~= '' then
+    local previous_rank = redis.call('ZREVRANK', key, last_batch)
+    offset = previous_rank and previous_rank + 1 or redis.call('ZCOUNT', key, '(' .. last_at, '+inf')
   end
   local rows = redis.call('ZREVRANGE', key, offset, max_count < 0 and -1 or offset + max_count - 1, 'WITHSCORES')
   return {math.max(0, redis.call('ZCARD', key) - offset - #rows / 2), rows}
 end
 
--- tenant, batch. Continues a batch that was cancelled or has completed, when runs wait or items are missing. Returns 1 when the batch continues.
-function steps.reopen()
-  local tenant, batch = ARGV[4], ARGV[5]
+-- Continues a batch that was cancelled or has completed, when runs wait or items are missing. Returns 1 when the batch continues.
+function steps.reopen(tenant, batch)
   local key = batch_key(tenant, batch)
   local fields = redis.call('HMGET', key, 'total', 'state')
   local is_waiting = redis.call('EXISTS', key .. ':waiting') == 1
@@ -547,32 +544,30 @@ function steps.reopen()
   return 1
 end
 
--- tenant, batch, then run, outcome and kind of failure of each. Ends the runs that still wait and returns them.
-function steps.settle()
-  local tenant, batch, settled = ARGV[4], ARGV[5], {}
-  for at = 6, #ARGV, 3 do
-    if redis.call('HGET', run_key(tenant, ARGV[at]), 'state') == 'queued' then
-      end_run(tenant, ARGV[at], ARGV[at + 1], ARGV[at + 2])
-      table.insert(settled, ARGV[at])
+-- `...`: run, outcome and kind of failure of each. Ends the runs that still wait and returns them.
+function steps.settle(tenant, batch, ...)
+  local outcomes, settled = {...}, {}
+  for at = 1, #outcomes, 3 do
+    local run = outcomes[at]
+    if redis.call('HGET', run_key(tenant, run), 'state') == 'queued' then
+      end_run(tenant, run, outcomes[at + 1], outcomes[at + 2])
+      table.insert(settled, run)
     end
   end
   extend_ttl(tenant, batch)
   return settled
 end
 
--- tenant, batch, key of the audit log, audit entry ('' for none), number of kinds, kinds of failure, runs.
+-- `audit_entry`: '' for none. `kinds`: kinds of failure, ',a,b,'. `...`: runs.
 -- Queues the runs that failed with one of these kinds again, from the beginning, and returns them.
-function steps.retry()
-  local tenant, batch, requeued, kinds = ARGV[4], ARGV[5], {}, {}
-  local batch_at, count = batch_key(tenant, batch), tonumber(ARGV[8])
+function steps.retry(tenant, batch, audit_log, audit_entry, kinds, ...)
+  local batch_at, requeued = batch_key(tenant, batch), {}
   if redis.call('HGET', batch_at, 'state') == 'deleting' then return {} end
-  for at = 9, 8 + count do kinds[ARGV[at]] = true end
-  for at = 9 + count, #ARGV do
-    local run = ARGV[at]
+  for _, run in ipairs({...}) do
     local key = run_key(tenant, run)
     local failure = redis.call('HGET', key, 'failure')
-    if failure and kinds[failure] then
-      if #requeued == 0 then audit(ARGV[6], ARGV[7]) end
+    if failure and failure ~= '' and string.find(kinds, ',' .. failure .. ',', 1, true) then
+      if #requeued == 0 then audit(audit_log, audit_entry) end
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
       redis.call('HDEL', key, 'losses', 'denials', 'has_states')
@@ -590,21 +585,20 @@ function steps.retry()
   return requeued
 end
 
--- tenant, batch, key of the audit log, audit entry ('' for none), max count. Deletes an ended batch and its runs, at most that many in one step. Returns
+-- `audit_entry`: '' for none. Deletes an ended batch and its runs, at most that many in one step. Returns
 -- `unknown`, `open` (the batch has not ended), `deleting` (runs remain) or `deleted`. From the first step on no reader finds the batch.
-function steps.delete_batch()
-  local tenant, batch = ARGV[4], ARGV[5]
+function steps.delete_batch(tenant, batch, audit_log, audit_entry, max_count)
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if not state then return 'unknown' end
   if state ~= 'deleting' then
     if state ~= 'completed' and state ~= 'cancelled' then return 'open' end
-    audit(ARGV[6], ARGV[7])
+    audit(audit_log, audit_entry)
     redis.call('HSET', key, 'state', 'deleting')
     redis.call('HDEL', key, 'webhook')
     redis.call('ZREM', batches_key(tenant), batch)
   end
-  for _, run in ipairs(redis.call('LPOP', key .. ':items', tonumber(ARGV[8])) or {}) do delete_run(tenant, batch, run) end
+  for _, run in ipairs(redis.call('LPOP', key .. ':items', tonumber(max_count)) or {}) do delete_run(tenant, batch, run) end
   if redis.call('EXISTS', key .. ':items') == 1 then return 'deleting' end
   for _, field in ipairs({'batch_bytes', 'stream_bytes'}) do set_bytes(account_key(tenant), now, key, field, 0, now) end
   for _, part in ipairs({'', ':waiting', ':delayed', ':running', ':ended', ':events'}) do redis.call('DEL', key .. part) end

@@ -14,18 +14,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
-from redis.exceptions import ConnectionError as LostConnection
 
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
-from toolcrew.contract.names import audit_key, deployment_key, run_key, runs_prefix, tenant_key
+from toolcrew.contract.names import audit_key, run_key, runs_prefix, tenant_key
 from toolcrew.contract.run_events import FailureKind, RunEvent
-from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys
+from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.webhooks import Webhook
-from toolcrew.store.audit import AUDIT_LUA
 from toolcrew.store.batches import (
     NO_BATCH,
     RUN_TTL_S,
@@ -48,7 +45,7 @@ from toolcrew.store.batches import (
     split_member,
 )
 from toolcrew.store.connection import broker_errors
-from toolcrew.store.memory import MEMORY_LUA, no_memory
+from toolcrew.store.memory import no_memory
 from toolcrew.store.run_events import not_found
 from toolcrew.store.run_log import (
     MAX_TRANSCRIPT_BYTES,
@@ -69,6 +66,7 @@ from toolcrew.store.run_records import (
     parse_durable_run,
     parse_run,
 )
+from toolcrew.store.run_script import RunScript
 from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.webhooks import seal_webhook
@@ -98,15 +96,6 @@ number of steps for one page.
 """
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
 """Pattern of a cursor: the creation time of a batch and its id."""
-_SCRIPT = "\n".join(
-    [
-        AUDIT_LUA,
-        UNSEAL_LUA,
-        MEMORY_LUA,
-        *(Path(__file__).with_name(name).read_text() for name in ("runs.lua", "durable_runs.lua")),
-        "return steps[operation]()",
-    ]
-)
 T = TypeVar("T")
 
 
@@ -148,8 +137,7 @@ class RunQueue:
         self._deployment = deployment
         self.keys = keys
         self.owner = secrets.token_hex(6)
-        self._script = client.register_script(_SCRIPT)
-        self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
+        self._script = RunScript(client, deployment)
         self._full_tenants: set[str] = set()
         self._parsing: dict[tuple[str, str], str] = {}
         """The claims whose records are being read: (tenant, run) -> token. Their leases are renewed, too."""
@@ -160,7 +148,7 @@ class RunQueue:
         """Create a batch without runs. Return False if a batch with that id exists. Raises
         ToolFailure(QUOTA_EXCEEDED): the tenant may store no more.
         """
-        if not await self.step("has_room", tenant, batch):
+        if not await self.step("has_room", tenant=tenant, batch=batch):
             raise nearly_full()
         key, index = self._batch_key(tenant, batch), batches_key(self._deployment, tenant)
         fields: dict[Any, Any] = {
@@ -183,7 +171,7 @@ class RunQueue:
         pipe.expire(key, RUN_TTL_S)
         pipe.zadd(index, {batch: record.created_at}, nx=True)
         pipe.expire(index, RUN_TTL_S)
-        await self._script(args=[*self._prefixes, "count_batch", tenant, batch], client=pipe)
+        self._script.add_to(pipe, "count_batch", tenant=tenant, batch=batch)
         return bool((await _ask(pipe.execute()))[0])
 
     async def change(
@@ -230,7 +218,9 @@ class RunQueue:
                 ErrorCode.INVALID_ARGUMENTS, "the cursor belongs to another list: use the cursor of a page of this list"
             )
         instant, last = after.groups() if after is not None else ("", "")
-        older, reply = await self.step("list_batches", tenant, instant, last, -1 if limit is None else limit)
+        older, reply = await self.step(
+            "list_batches", tenant=tenant, last_at=instant, last_batch=last, max_count=-1 if limit is None else limit
+        )
         names, batches, expired = (
             [name.decode(errors="replace") for name in reply[::2]],
             dict[str, BatchRecord](),
@@ -256,7 +246,7 @@ class RunQueue:
         """Set a cancelled or ended batch to running again. Return whether the batch has runs that wait, or lacks runs
         of its file that must be added. If not, nothing changes.
         """
-        return bool(await self.step("reopen", tenant, batch))
+        return bool(await self.step("reopen", tenant=tenant, batch=batch))
 
     async def cancel(self, tenant: str, batch: str) -> int:
         """Stop starting runs of a batch. Waiting runs end as cancelled; the processes that execute the running runs end
@@ -265,7 +255,7 @@ class RunQueue:
         # In steps, because Redis is blocked during one. The first step stops new starts. If this process dies after it,
         # the batch stays `cancelling`, and a repeated cancel ends the rest.
         record, dropped = await self.batch(tenant, batch), 0
-        while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
+        while waiting := await self.step("cancel", tenant=tenant, batch=batch, max_count=AT_ONCE):
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
             outcomes = [
@@ -284,7 +274,14 @@ class RunQueue:
         # and a repeated delete, or the time to live, removes the rest.
         reply = b"deleting"
         while reply == b"deleting":
-            reply = await self.step("delete_batch", tenant, batch, audit_key(self._deployment), entry, AT_ONCE)
+            reply = await self.step(
+                "delete_batch",
+                tenant=tenant,
+                batch=batch,
+                audit_log=audit_key(self._deployment),
+                audit_entry=entry,
+                max_count=AT_ONCE,
+            )
         if reply == b"unknown":
             raise _no_batch(tenant, batch)
         if reply == b"open":
@@ -296,14 +293,20 @@ class RunQueue:
         """Queue the runs again that failed for one of these reasons. Return the number of these runs. `entry`: the
         entry for the audit log, written with the first of the runs; "" for none.
         """
-        kind_names, count = [kind.value for kind in kinds], 0
+        kind_names, count = f",{','.join(kind.value for kind in kinds)},", 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
             # Write the audit entry in the step that queues the first run, so that neither exists without the other.
             audited = entry if not count else ""
             count += len(
                 await self.step(
-                    "retry", tenant, batch, audit_key(self._deployment), audited, len(kind_names), *kind_names, *some
+                    "retry",
+                    *some,
+                    tenant=tenant,
+                    batch=batch,
+                    audit_log=audit_key(self._deployment),
+                    audit_entry=audited,
+                    kinds=kind_names,
                 )
             )
         return count
@@ -352,7 +355,7 @@ class RunQueue:
         added, waiting = 0, iter(runs)
         # The items are sealed in threads, because an item has up to 16 MB, and reading it may mean parsing it again.
         while values := await in_tenant_thread(tenant, self._seal_step, tenant, batch, waiting):
-            count = int(await self.step("add", tenant, batch, *values))
+            count = int(await self.step("add", *values, tenant=tenant, batch=batch))
             # The batch was cancelled between two steps. The cancel also ends the runs that earlier steps have added.
             if count == -1:
                 raise BatchCancelled(batch)
@@ -382,11 +385,16 @@ class RunQueue:
         back.
         """
         limit = min(limit, AT_ONCE)
-        filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
         # The tokens are made here, because a script of Redis has no secure random numbers. A token fences all later
         # writes.
         reply, abandoned, full_tenants = await self.step(
-            "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
+            "claim",
+            *(secrets.token_hex(8) for _ in range(limit)),
+            owner=self.owner,
+            max_claims=limit,
+            lease_s=LEASE_S,
+            only_batch=member(*only) if only is not None else "",
+            tenants=f",{','.join(tenants)}," if tenants else "",
         )
         self._report_full({tenant.decode() for tenant in full_tenants})
         rows = [tuple(part.decode() for part in row) for row in reply]
@@ -425,7 +433,7 @@ class RunQueue:
             # A process of another release, or with other keys, may be able to read it. The delay keeps this process
             # from claiming it at once again.
             log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
-            await self.step("give_back", tenant, run, token, LEASE_S, "")
+            await self.step("give_back", tenant=tenant, run=run, claim=token, after_s=LEASE_S, is_new="", is_denied="")
             return None
 
     def _report_full(self, tenants: set[str]) -> None:
@@ -443,7 +451,7 @@ class RunQueue:
         tokens = self._parsing | {(claim.tenant, claim.run): claim.token for claim in claims}
         for some in _in_steps(tokens.items()):
             pairs = [part for key, token in some for part in (member(*key), token)]
-            lost_members, cancelled_members = await self.step("renew", LEASE_S, *pairs)
+            lost_members, cancelled_members = await self.step("renew", *pairs, lease_s=LEASE_S)
             lost |= {split_member(name.decode()) for name in lost_members}
             cancelled |= {split_member(name.decode()) for name in cancelled_members}
         held = {(claim.tenant, claim.run) for claim in claims}
@@ -453,7 +461,7 @@ class RunQueue:
         """Return the durable runs that their owners must end, as (tenant, run)."""
         return {
             split_member(name.decode())
-            for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
+            for name in await _ask(self._client.zrange(runs_prefix(self._deployment) + "cancels", 0, AT_ONCE))
         }
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
@@ -461,14 +469,23 @@ class RunQueue:
         duration, which the last event of a durable run contains.
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
-        rest: tuple[str | bytes, ...] = ()
+        event, transcript = "", b""
         if claim.record.batch == NO_BATCH:
             # The last event is written in the same step as the outcome, so that a follower of the event finds the
             # outcome. A thread packs the transcript, because 64 MB take seconds to compress.
             outcome, event, transcript = await in_tenant_thread(claim.tenant, pack_end, outcome, calls, seconds)
-            rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
-        return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
+        reply = await self.step(
+            "finish",
+            tenant=claim.tenant,
+            run=claim.run,
+            claim=claim.token,
+            outcome=sealed,
+            failure=kind,
+            ended=event,
+            transcript=transcript,
+        )
+        return bool(reply)
 
     async def give_back(
         self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False, is_denied: bool = False
@@ -477,8 +494,17 @@ class RunQueue:
         starts a new attempt (`is_new`). `is_denied`: count it as a denial of the model. Return False if another process
         owns the run. Raises BatchCancelled: the batch was cancelled.
         """
-        flags = ["1" if flag else "0" for flag in (is_new, is_denied)]
-        reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, *flags))
+        reply = int(
+            await self.step(
+                "give_back",
+                tenant=claim.tenant,
+                run=claim.run,
+                claim=claim.token,
+                after_s=after_s,
+                is_new=int(is_new),
+                is_denied=int(is_denied),
+            )
+        )
         if reply == 2:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
@@ -511,10 +537,8 @@ class RunQueue:
                 )
                 for outcome in some
             ]
-            ended = {
-                run.decode()
-                for run in await self.step("settle", tenant, batch, *(part for entry in sealed for part in entry))
-            }
+            values = (part for entry in sealed for part in entry)
+            ended = {run.decode() for run in await self.step("settle", *values, tenant=tenant, batch=batch)}
             # Close the sessions only of the runs that this step has ended. A run that another process has just claimed
             # still needs its session.
             await self.close_sessions(tenant, ended)
@@ -580,18 +604,22 @@ class RunQueue:
         """
         reply = await self.step(
             "start_run",
-            tenant,
-            run,
-            seal_item(self.keys, tenant, run, NO_BATCH, item),
-            digest,
-            about,
-            item.priority,
-            item.environment.session or "",
-            *limits,
-            RUN_TTL_S,
-            seal_webhook(self.keys, tenant, "run", run, webhook),
-            *(token, self.owner, LEASE_S),
-            *((item.forked_from.run, item.forked_from.step) if item.forked_from is not None else ("", 0)),
+            tenant=tenant,
+            run=run,
+            item=seal_item(self.keys, tenant, run, NO_BATCH, item),
+            digest=digest,
+            about=about,
+            priority=item.priority,
+            session=item.environment.session or "",
+            max_waiting=limits[0],
+            max_listed=limits[1],
+            ttl_s=RUN_TTL_S,
+            webhook=seal_webhook(self.keys, tenant, "run", run, webhook),
+            token=token,
+            owner=self.owner,
+            lease_s=LEASE_S,
+            parent=item.forked_from.run if item.forked_from is not None else "",
+            step=item.forked_from.step if item.forked_from is not None else 0,
         )
         return [part.decode() for part in reply]
 
@@ -626,7 +654,14 @@ class RunQueue:
         )
         # Runs in a rare state may be far apart. A page may then have few runs, and its cursor continues the search.
         for _ in range(MAX_STEPS):
-            reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
+            reply, names = await self.step(
+                "list_runs",
+                tenant=tenant,
+                before=before,
+                max_count=limit - len(runs),
+                state=state_name,
+                max_checked=max_checked,
+            )
             before = int(reply)
             found = await self.find_runs(tenant, [name.decode() for name in names])
             runs += [run for run in found if run is not None]
@@ -649,7 +684,9 @@ class RunQueue:
         """End a durable run. A waiting run ends at once; a running run is ended by the process that executes it.
         `entry`: the entry for the audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
-        reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
+        audit_log = audit_key(self._deployment)
+        state = await self.step("cancel_run", tenant=tenant, run=run, audit_log=audit_log, audit_entry=entry)
+        reply = state.decode()
         if reply == "unknown":
             raise not_found(run)
         if reply == "cancelled":
@@ -730,16 +767,10 @@ class RunQueue:
         rows = [[entry.decode().partition("|") for entry in row] for row in await _ask(pipe.execute())]
         return [[(int(step), name) for step, _, name in row] for row in rows]
 
-    async def step(self, operation: str, *arguments: Any) -> Any:
-        """Execute one operation of the Lua scripts runs.lua and durable_runs.lua atomically, and return its reply.
-        `operation`: its name in the script.
-        """
+    async def step(self, operation: str, /, *rest: Any, **arguments: Any) -> Any:
+        """Execute one step of the script, as `RunScript.run` does."""
         with broker_errors(_WHAT):
-            try:
-                return await self._script(args=[*self._prefixes, operation, *arguments])
-            except LostConnection:
-                # Redis was restarted, so the pooled connection is closed. Every step is repeatable.
-                return await self._script(args=[*self._prefixes, operation, *arguments])
+            return await self._script.run(operation, *rest, **arguments)
 
     def _batch_key(self, tenant: str, batch: str) -> str:
         return batch_key(self._deployment, tenant, batch)

@@ -67,7 +67,9 @@ class DueNotices:
         limit of the notices of one tenant, including the `busy` ones that this process is sending.
         """
         counts = [part for item in (busy or {}).items() for part in item]
-        rows = await self._step("claim_webhooks", limit, lease_s, tenant_limit or limit, *counts)
+        rows = await self._step(
+            "claim_webhooks", *counts, max_claims=limit, lease_s=lease_s, max_of_tenant=tenant_limit or limit
+        )
         return [
             DueNotice(
                 tenant.decode(),
@@ -84,6 +86,12 @@ class DueNotices:
         """Remove a notice, or send it again after `again_s` seconds. `error`: why this attempt failed."""
         state = "pending" if again_s is not None else "failed" if error is not None else "delivered"
         await self._step(
-            *("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended),
-            *("" if again_s is None else again_s, state, (error or "")[:MAX_ERROR_CHARS]),
+            "settle_webhook",
+            tenant=notice.tenant,
+            kind=notice.kind,
+            name=notice.name,
+            ended=notice.ended,
+            retry_s="" if again_s is None else again_s,
+            state=state,
+            failure=(error or "")[:MAX_ERROR_CHARS],
         )

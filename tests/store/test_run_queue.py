@@ -210,9 +210,9 @@ async def test_large_items_are_added_in_several_steps(harness: RunHarness, monke
     await harness.submit(0)
     step, sizes = harness.queue.step, list[int]()
 
-    async def step_and_measure(operation: str, *arguments: Any) -> Any:
-        sizes.append(sum(len(str(argument)) for argument in arguments))
-        return await step(operation, *arguments)
+    async def step_and_measure(operation: str, *rest: Any, **arguments: Any) -> Any:
+        sizes.append(sum(len(str(value)) for value in rest))
+        return await step(operation, *rest, **arguments)
 
     monkeypatch.setattr(harness.queue, "step", step_and_measure)
     large = RunBody(instruction="x" * (STEP_CHARS // 2))
@@ -301,8 +301,8 @@ async def test_deleted_batch_leaves_no_key_and_no_stored_bytes(
     monkeypatch.setattr(runs, "AT_ONCE", 1)
     step, replies = harness.queue.step, []
 
-    async def die_after_two(*arguments: Any) -> Any:
-        replies.append(await step(*arguments))
+    async def die_after_two(operation: str, **arguments: Any) -> Any:
+        replies.append(await step(operation, **arguments))
         return replies[-1] if len(replies) < 2 else b"deleted"
 
     monkeypatch.setattr(harness.queue, "step", die_after_two)
@@ -350,8 +350,8 @@ async def test_tenant_storage_is_limited_when_redis_is_nearly_full(
     await harness.client.hset("toolcrew:d:t:acme:memory", mapping={str(hour): number, "total": number, "hour": 0})
     await harness.client.config_set("maxmemory", limit)
     try:
-        assert bool(await harness.queue.step("has_room", "acme", "new")) is has_room
-        assert await harness.queue.step("has_room", "acme", "b")
+        assert bool(await harness.queue.step("has_room", tenant="acme", batch="new")) is has_room
+        assert await harness.queue.step("has_room", tenant="acme", batch="b")
         adding = harness.queue.add("acme", "b", [("b-2", build_item(2))])
         if has_room:
             assert await adding == 1
