@@ -41,7 +41,7 @@ from toolcrew.store.batches import (
 )
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_events import BatchEventReader
-from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.usage import ReplySpending
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
@@ -142,8 +142,8 @@ async def _submit_batch(queue: RunQueue, count: int) -> str:
         defaults=BatchDefaults(),
         created_at=time.time(),
     )
-    await queue.create(TENANT, "b", record)
-    await queue.add(TENANT, "b", [(f"run-{number}", _item(number)) for number in range(1, count + 1)])
+    await queue.batches.create(TENANT, "b", record)
+    await queue.batches.add(TENANT, "b", [(f"run-{number}", _item(number)) for number in range(1, count + 1)])
     return "b"
 
 

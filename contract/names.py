@@ -101,7 +101,7 @@ def call_key(deployment: str, tenant: str, call_id: str) -> str:
 
 
 def run_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the hash of a run (store/runs.py)."""
+    """Return the key of the hash of a run (store/stored_runs.py)."""
     return tenant_key(deployment, tenant, f"run.{run}")
 
 
@@ -178,9 +178,11 @@ def refusals_key(deployment: str) -> str:
 
 
 def runs_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of the queue of runs (store/runs.py). The keys are: `leases` (sorted set of claimed
-    runs, by the end of each lease), `delayed` (sorted set of runs, by the time at which each is due), `batches` (sorted
-    set of batches with waiting runs, by the time of the last claim), and `cancels` (runs that must be cancelled).
+    """Return the prefix of the keys of the queue of runs (store/run_queue.py).
+
+    The keys are: `leases` (sorted set of claimed runs, by the end of each lease), `delayed` (sorted set of runs, by the
+    time at which each is due), `batches` (sorted set of batches with waiting runs, by the time of the last claim), and
+    `cancels` (runs that must be cancelled).
     """
     return deployment_key(deployment, "runs:")
 

@@ -189,8 +189,8 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
     A page may be shorter than `limit` and not be the last: check `next_cursor`.
     """
     runs = _runs(caller)
-    page = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
-    counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in page.batches))
+    page = await runs.queue.batches.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
+    counts = await asyncio.gather(*(runs.queue.batches.counts(runs.tenant, batch) for batch in page.batches))
     views = [
         build_status(batch, record, some) for (batch, record), some in zip(page.batches.items(), counts, strict=True)
     ]
@@ -288,7 +288,7 @@ async def _find_batch(caller: Caller, batch: str) -> BatchRuns:
 
 
 async def _view(runs: BatchRuns, batch: str) -> BatchStatus:
-    return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+    return build_status(batch, await runs.batches.status(batch), await runs.queue.batches.counts(runs.tenant, batch))
 
 
 def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:

@@ -327,7 +327,7 @@ async def _submit(
             webhook=webhook,
         )
         if paths is not None and rows is not None:
-            await runs.queue.set_row_location(runs.tenant, batch, build_row_location(paths))
+            await runs.queue.batches.set_row_location(runs.tenant, batch, build_row_location(paths))
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
             status = build_command("batches", "show", batch, tenant=runs.tenant)
@@ -363,9 +363,9 @@ async def _resume_batch(
         with await runs.open_rows_again(paths, batch) as rows:
             interrupts = _handle_signals(batch, runs.tenant, console, is_kept=True)
             _print_id(batch, as_json)
-            await runs.queue.set_row_location(runs.tenant, batch, build_row_location(paths))
+            await runs.queue.batches.set_row_location(runs.tenant, batch, build_row_location(paths))
             if concurrency is not None:
-                await runs.queue.set_concurrency(runs.tenant, batch, concurrency)
+                await runs.queue.batches.set_concurrency(runs.tenant, batch, concurrency)
             await runs.recall(batch, rows)
             await (runs.batches.resume(batch) if kinds is None else runs.batches.resume(batch, kinds))
             return await run_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)

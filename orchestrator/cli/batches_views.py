@@ -47,8 +47,8 @@ async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Outp
     async with open_pool_client(tenant) as client:
         queue, found = client.batch_runs().queue, list[dict[str, Any]]()
         for name in await find_tenants(client, tenant):
-            for batch, record in (await queue.list_batches(name)).batches.items():
-                found.append({"tenant": name, **_describe(batch, record, await queue.counts(name, batch))})
+            for batch, record in (await queue.batches.list_batches(name)).batches.items():
+                found.append({"tenant": name, **_describe(batch, record, await queue.batches.counts(name, batch))})
     found.sort(key=lambda status: str(status["created_at"]), reverse=True)
     rows = [
         {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
@@ -92,7 +92,7 @@ async def batches_show(
         if logs or follow:
             await runs.show(batch, open_log, follow=follow)
             return None
-        fields = _describe(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+        fields = _describe(batch, await runs.batches.status(batch), await runs.queue.batches.counts(runs.tenant, batch))
     shown = {name: value for name, value in fields.items() if name != "request_counts"}
     shown["items"] = ", ".join(f"{count} {name}" for name, count in fields["request_counts"].items())
     shown["failed"] = ", ".join(f"{count} {kind}" for kind, count in fields["failed"].items())

@@ -44,8 +44,8 @@ from toolcrew.store.batches import (
 from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
 from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from toolcrew.store.run_events import MAX_PROGRESS, BatchEventReader
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import RunRecord
-from toolcrew.store.runs import RunQueue
 from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.tenant_threads import in_tenant_thread
 
@@ -196,13 +196,13 @@ class BatchRuns:
         Redis may have lost the outcomes of a batch, but the row files have them. For an item after its first attempt,
         only the row of a success counts: a failed row may come from an earlier attempt.
         """
-        waiting, recalled = await self.queue.waiting(self.tenant, batch), 0
+        waiting, recalled = await self.queue.batches.waiting(self.tenant, batch), 0
         outcomes = await asyncio.to_thread(
             lambda: [outcome for outcome in rows.outcomes() if outcome.run in waiting] if waiting else []
         )
         for at in range(0, len(outcomes), ROWS_AT_ONCE):
             page = outcomes[at : at + ROWS_AT_ONCE]
-            records = await self.queue.runs([(self.tenant, outcome.run) for outcome in page])
+            records = await self.queue.records([(self.tenant, outcome.run) for outcome in page])
             first = {
                 outcome.run
                 for outcome, record in zip(page, records, strict=True)
@@ -245,12 +245,12 @@ class BatchRuns:
         """
         # A reservation of an earlier attempt, which Redis interrupted.
         await memory.aclose()
-        ended = await self.queue.ended(self.tenant, batch, after, ROWS_AT_ONCE)
-        count, size = await self.queue.fit_page(self.tenant, [run for _, run in ended])
+        ended = await self.queue.batches.ended(self.tenant, batch, after, ROWS_AT_ONCE)
+        count, size = await self.queue.batches.fit_page(self.tenant, [run for _, run in ended])
         if not count:
             return 0, []
         await memory.enter_async_context(read_memory().reserve(self.tenant, min(size * PARSED_LOG, READ_BYTES // 2)))
-        records = await self.queue.runs([(self.tenant, run) for _, run in ended[:count]])
+        records = await self.queue.records([(self.tenant, run) for _, run in ended[:count]])
         return ended[count - 1][0], records
 
     async def write_rows(self, batch: str, rows: RowFiles) -> int:

@@ -16,7 +16,8 @@ from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook
 from toolcrew.orchestrator.terminal.commands import build_resubmission
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
-from toolcrew.store.runs import AT_ONCE, BatchCancelled, RunQueue
+from toolcrew.store.run_queue import RunQueue
+from toolcrew.store.stored_runs import AT_ONCE, BatchCancelled
 from toolcrew.store.tenant_threads import in_tenant_thread
 
 DEFAULT_CONCURRENCY = 16
@@ -101,14 +102,14 @@ class Batches:
             name=name,
             is_detached=is_detached,
         )
-        is_new = await self._queue.create(self.tenant, batch_id, record, webhook)
+        is_new = await self._queue.batches.create(self.tenant, batch_id, record, webhook)
         if not is_new:
             await self._check_same(batch_id, file)
         if not is_new and not goes_on:
             return await self._complete(batch_id, file)
         if not is_new:
             await self._change(batch_id, concurrency, defaults, is_detached=is_detached)
-            await self._queue.reopen(self.tenant, batch_id)
+            await self._queue.batches.reopen(self.tenant, batch_id)
         await self._add(batch_id, file)
         if is_new:
             await self._publish_notice(
@@ -120,8 +121,8 @@ class Batches:
 
     async def _complete(self, batch: str, file: BatchFile) -> str:
         """Add the missing items of a batch after an interrupted submission."""
-        record = await self._queue.batch(self.tenant, batch)
-        is_missing_some = await self._queue.count_items(self.tenant, batch) < record.total
+        record = await self._queue.batches.get(self.tenant, batch)
+        is_missing_some = await self._queue.batches.count_items(self.tenant, batch) < record.total
         if record.state is BatchState.IN_PROGRESS and is_missing_some:
             await self._add(batch, file)
             await self._publish_notice(batch, f"submitted with {count(record.total, 'item')}", total=record.total)
@@ -139,28 +140,31 @@ class Batches:
         queued; "" for none.
         """
         check_batch_id(batch)
-        record, queued = await self._queue.batch(self.tenant, batch), await self._queue.count_items(self.tenant, batch)
+        record, queued = (
+            await self._queue.batches.get(self.tenant, batch),
+            await self._queue.batches.count_items(self.tenant, batch),
+        )
         if queued < record.total:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission was "
                 f"interrupted: submit the same file again with `{build_resubmission(batch, self.tenant)}` to continue",
             )
-        again = await self._queue.retry(self.tenant, batch, kinds, entry)
+        again = await self._queue.batches.retry(self.tenant, batch, kinds, entry)
         # Send no notice if nothing has changed: the rates of a batch are computed up to its last event.
-        if await self._queue.reopen(self.tenant, batch) or again:
+        if await self._queue.batches.reopen(self.tenant, batch) or again:
             await self._publish_notice(batch, f"resumed, {count(again, 'item starts', 'items start')} again")
         return again
 
     async def status(self, batch: str) -> BatchRecord:
         """Return the record of a batch."""
         check_batch_id(batch)
-        return await self._queue.batch(self.tenant, batch)
+        return await self._queue.batches.get(self.tenant, batch)
 
     async def cancel(self, batch: str) -> int:
         """Start no more items and end the running items. Return the number of items that had not started."""
         check_batch_id(batch)
-        waited = await self._queue.cancel(self.tenant, batch)
+        waited = await self._queue.batches.cancel(self.tenant, batch)
         await self._publish_notice(batch, "cancelled")
         return waited
 
@@ -169,23 +173,23 @@ class Batches:
         ToolFailure(INVALID_ARGUMENTS): no such batch, or one that has not ended.
         """
         check_batch_id(batch)
-        await self._queue.delete(self.tenant, batch, entry)
+        await self._queue.batches.delete(self.tenant, batch, entry)
 
     async def custom_ids(self, batch: str) -> dict[str, str]:
         """Return the run of every submitted item, by custom_id."""
         check_batch_id(batch)
-        runs, ids_by_run = await self._queue.items(self.tenant, batch), dict[str, str]()
+        runs, ids_by_run = await self._queue.batches.items(self.tenant, batch), dict[str, str]()
         for at in range(0, len(runs), AT_ONCE):
             # Read pages without outcomes: the outcomes of a large batch do not fit into memory.
             page = runs[at : at + AT_ONCE]
-            ids = await self._queue.custom_ids(self.tenant, batch, page)
+            ids = await self._queue.batches.custom_ids(self.tenant, batch, page)
             ids_by_run |= {custom_id: run for run, custom_id in zip(page, ids, strict=True) if custom_id is not None}
         return ids_by_run
 
     async def _add(self, batch: str, file: BatchFile) -> None:
         """Queue the items of the file. Items that are already queued do not change."""
         try:
-            await self._queue.add(self.tenant, batch, self._runs(batch, file.items))
+            await self._queue.batches.add(self.tenant, batch, self._runs(batch, file.items))
         except BatchCancelled:
             raise ToolFailure(
                 ErrorCode.CANCELLED,
@@ -200,7 +204,7 @@ class Batches:
 
     async def _check_same(self, batch: str, file: BatchFile) -> None:
         """Raise ToolFailure(INVALID_ARGUMENTS) if the batch was submitted with another file."""
-        record = await self._queue.batch(self.tenant, batch)
+        record = await self._queue.batches.get(self.tenant, batch)
         if record.sha256 != file.sha256:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
@@ -212,8 +216,8 @@ class Batches:
         self, batch: str, concurrency: int | None, defaults: BatchDefaults | None, *, is_detached: bool
     ) -> None:
         """Change the settings of an existing batch. None keeps the current value."""
-        record = await self._queue.batch(self.tenant, batch)
-        await self._queue.change(
+        record = await self._queue.batches.get(self.tenant, batch)
+        await self._queue.batches.change(
             self.tenant,
             batch,
             concurrency=concurrency or record.concurrency,

@@ -54,8 +54,9 @@ from toolcrew.store.connection import RedisClient
 from toolcrew.store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
 from toolcrew.store.run_events import RunEventHub, not_found
 from toolcrew.store.run_log import inflate_transcript, measure_transcript
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import About, DurableRun, DurableRunState, RunPage, RunRecord
-from toolcrew.store.runs import (
+from toolcrew.store.run_store import (
     MAX_BODY_BYTES,
     MAX_LISTED,
     MAX_METADATA,
@@ -63,10 +64,9 @@ from toolcrew.store.runs import (
     MAX_METADATA_TEXT,
     MAX_PENDING,
     SHOWN_INSTRUCTION,
-    RunQueue,
-    nearly_full,
 )
 from toolcrew.store.sessions import SessionStore
+from toolcrew.store.stored_runs import nearly_full
 from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.tenants import RedisTenants
 
@@ -211,7 +211,8 @@ class DurableRuns:
         ).hexdigest()
         limits = (self._limits[0] - count + 1, self._limits[1])
         self._check_started(
-            tenant, await self.queue.start_run(tenant, run, item, digest, about, limits, webhook, token)
+            tenant,
+            await self.queue.runs.start_run(tenant, run, item, digest, about, limits, webhook, token, self.queue.owner),
         )
         return await self.get(tenant, run)
 
@@ -228,10 +229,10 @@ class DurableRuns:
         released or has expired. Also raises the errors of `start`.
         """
         check_count(n)
-        record, entries = await self.queue.open_log(tenant, _check_run_id(run), batch=None)
+        record, entries = await self.queue.runs.open_log(tenant, _check_run_id(run), batch=None)
         shared = await read_shared_steps(entries, name_attempt(run, record.attempt), step)
         batch = record.batch
-        defaults = RUN_DEFAULTS if batch == NO_BATCH else (await self.queue.batch(tenant, batch)).defaults
+        defaults = RUN_DEFAULTS if batch == NO_BATCH else (await self.queue.batches.get(tenant, batch)).defaults
         plan = plan_fork(run, record, shared, step, defaults)
         if await self._sessions.find(tenant, plan.state) is None:
             raise ToolFailure(
@@ -260,7 +261,7 @@ class DurableRuns:
 
     async def get(self, tenant: str, run: str) -> DurableRun:
         """Return a run with its complete answer."""
-        return await self.queue.durable_run(tenant, _check_run_id(run))
+        return await self.queue.runs.get(tenant, _check_run_id(run))
 
     async def list(
         self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: DurableRunState | None = None
@@ -275,7 +276,7 @@ class DurableRuns:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: use a limit from 1 to {MAX_PAGE}"
             )
-        runs, before = await self.queue.list_runs(tenant, _parse_cursor(cursor), limit, state)
+        runs, before = await self.queue.runs.list_runs(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
 
     async def cancel(self, tenant: str, run: str, *, actor: Actor | None = None) -> DurableRun:
@@ -288,7 +289,7 @@ class DurableRuns:
         entry = ""
         if actor is not None and actor.role != "tenant":
             entry = entry_text(build_entry(actor, "run.cancel", _check_run_id(run), tenant=tenant))
-        await self.queue.cancel_run(tenant, _check_run_id(run), entry)
+        await self.queue.runs.cancel_run(tenant, _check_run_id(run), entry)
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
@@ -297,10 +298,10 @@ class DurableRuns:
         A run that has ended normally has all messages. A run that is not finished or that was interrupted has the
         messages so far, without the system prompt.
         """
-        messages = await self.queue.transcript(tenant, _check_run_id(run))
+        messages = await self.queue.runs.transcript(tenant, _check_run_id(run))
         if messages is not None:
             return messages
-        record, entries = await self.queue.read_log(tenant, run)
+        record, entries = await self.queue.runs.read_log(tenant, run)
         return await in_tenant_thread(tenant, build_transcript, run, record, entries)
 
     @asynccontextmanager
@@ -310,14 +311,14 @@ class DurableRuns:
         """Yield the messages as `transcript` returns them, and the memory that is reserved for them during the block.
         Raises the errors of `ReadMemory.reserve`.
         """
-        memory, packed = read_memory(), await self.queue.packed_bytes(tenant, _check_run_id(run))
+        memory, packed = read_memory(), await self.queue.runs.packed_bytes(tenant, _check_run_id(run))
         if packed:
             async with memory.reserve(tenant, packed):
-                data = await self.queue.packed_transcript(tenant, run)
+                data = await self.queue.runs.packed_transcript(tenant, run)
                 size = PARSED_TRANSCRIPT * await in_tenant_thread(tenant, measure_transcript, run, data)
                 del data
         else:
-            size = PARSED_LOG * await self.queue.log_bytes(tenant, run)
+            size = PARSED_LOG * await self.queue.runs.log_bytes(tenant, run)
         async with memory.reserve(tenant, size) as reservation:
             yield await self.transcript(tenant, run), reservation
 
@@ -326,9 +327,9 @@ class DurableRuns:
         """Yield the stored messages as JSON text in pieces; None if the run has no stored transcript. Memory is
         reserved only for the compressed text that is left. Raises ConfigError: the transcript is damaged.
         """
-        size = await self.queue.packed_bytes(tenant, _check_run_id(run))
+        size = await self.queue.runs.packed_bytes(tenant, _check_run_id(run))
         async with read_memory().reserve(tenant, size) as memory:
-            packed = await self.queue.packed_transcript(tenant, run) if size else deque[bytes]()
+            packed = await self.queue.runs.packed_transcript(tenant, run) if size else deque[bytes]()
             # The first piece must not be sent if the rest is damaged.
             if packed:
                 await in_tenant_thread(tenant, measure_transcript, run, packed)

@@ -66,7 +66,7 @@ from toolcrew.store.batches import (
     RunBody,
     RunLimits,
 )
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.slots import Priority
 from toolcrew.store.tasks import is_being_cancelled, retry_until_available
 

@@ -14,7 +14,7 @@ from toolcrew.orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from toolcrew.orchestrator.terminal.commands import build_resubmission
 from toolcrew.store.batches import BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.run_events import BatchEventReader
-from toolcrew.store.runs import RunQueue
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.tasks import check_cancelled
 from toolcrew.telemetry.logs import get_logger
 
@@ -71,7 +71,7 @@ class Follower:
                 record = await self._read_record()
                 if record.state is BatchState.CANCELLING:
                     # End items that no process owns any more.
-                    await self._queue.cancel(self._tenant, self._batch)
+                    await self._queue.batches.cancel(self._tenant, self._batch)
                 is_written = await self.write()
                 await self._show_events()
                 if record.state in ENDED and is_written and await self._write_missed():
@@ -89,7 +89,7 @@ class Follower:
     async def _read_record(self) -> BatchRecord:
         """Return the record of the batch. Raises BatchLost."""
         try:
-            return await self._queue.batch(self._tenant, self._batch)
+            return await self._queue.batches.get(self._tenant, self._batch)
         except ToolFailure as error:
             raise BatchLost(
                 f"Redis has lost batch {self._batch} while it ran. The written rows are not lost: check that Redis "
@@ -136,9 +136,9 @@ class Follower:
 
     async def _next(self) -> tuple[Sequence[tuple[int, str]], list[ItemOutcome]] | None:
         """Return a page of ends without rows, as (number, run), and their outcomes; None if there are no more."""
-        while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
+        while page := await self._queue.batches.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
-                records = await self._queue.runs([(self._tenant, run) for _, run in ended])
+                records = await self._queue.records([(self._tenant, run) for _, run in ended])
                 self._report_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
                 return ended, [
                     record.outcome for record in records if record is not None and record.outcome is not None

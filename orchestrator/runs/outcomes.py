@@ -20,7 +20,7 @@ from toolcrew.contract.run_events import Failure, FailureKind
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import StopReason
 from toolcrew.store.batches import ItemOutcome
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 
 _INPUT_CODES = frozenset(
     {

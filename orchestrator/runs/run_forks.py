@@ -24,8 +24,8 @@ from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
 from toolcrew.store.run_log import RunLog
+from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.run_records import DurableRun, RunRecord
-from toolcrew.store.runs import RunClaim, RunQueue
 
 MAX_TREE_RUNS = 200
 """Limit of the runs in a tree of forks."""
@@ -133,13 +133,13 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
     names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
     try:
         # The log is read twice, a page at a time: the process holds only the copy, which the fork needs.
-        record, entries = await queue.open_log(claim.tenant, source.run, batch=None)
+        record, entries = await queue.runs.open_log(claim.tenant, source.run, batch=None)
         shared = await read_shared_steps(entries, names[0], source.step)
         # The original run was retried, or a part of its log has expired. Refuse to fork from fewer steps than the
         # client has requested.
         if record.attempt != source.attempt or shared.count != source.entries:
             raise _build_expired_error(source)
-        _, entries = await queue.open_log(claim.tenant, source.run, batch=None)
+        _, entries = await queue.runs.open_log(claim.tenant, source.run, batch=None)
     except ToolFailure as failure:
         raise _build_expired_error(source) from failure
     # An earlier owner may have died while it copied.
@@ -244,13 +244,13 @@ async def build_tree(queue: RunQueue, tenant: str, run: DurableRun) -> ForkTree:
         if top.run is None or top.run.forked_from is None:
             break
         name = top.run.forked_from.run
-        top = ForkTree(name, run=(await queue.find_runs(tenant, [name]))[0])
+        top = ForkTree(name, run=(await queue.runs.find_runs(tenant, [name]))[0])
     level, free = [top], MAX_TREE_RUNS - 1
     while level:
-        for node, rows in zip(level, await queue.forks(tenant, [node.name for node in level]), strict=True):
+        for node, rows in zip(level, await queue.runs.forks(tenant, [node.name for node in level]), strict=True):
             node.forks = [ForkTree(name, step) for step, name in sorted(rows, key=lambda row: row[0])[:free]]
             free -= len(node.forks)
         level = [fork for node in level for fork in node.forks]
-        for node, found in zip(level, await queue.find_runs(tenant, [node.name for node in level]), strict=True):
+        for node, found in zip(level, await queue.runs.find_runs(tenant, [node.name for node in level]), strict=True):
             node.run = found
     return top

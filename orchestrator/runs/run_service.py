@@ -28,7 +28,7 @@ from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.runs.webhooks import WebhookSender
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemOutcome, RunBody
-from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 

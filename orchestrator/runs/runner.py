@@ -39,7 +39,8 @@ from toolcrew.store.batches import (
 )
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.run_log import RunLog, RunTaken
-from toolcrew.store.runs import LEASE_S, BatchCancelled, RunClaim, RunQueue
+from toolcrew.store.run_queue import RunClaim, RunQueue
+from toolcrew.store.stored_runs import LEASE_S, BatchCancelled
 from toolcrew.store.tasks import cancel_all, check_cancelled
 from toolcrew.telemetry.logs import bound, get_logger
 
@@ -522,5 +523,5 @@ class Runner:
             return self.run_defaults
         self._defaults = {batch: entry for batch, entry in self._defaults.items() if now - entry[0] < DEFAULTS_FRESH_S}
         if key not in self._defaults:
-            self._defaults[key] = now, (await self.queue.batch(*key)).defaults
+            self._defaults[key] = now, (await self.queue.batches.get(*key)).defaults
         return self._defaults[key][1]

@@ -7,7 +7,7 @@ from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.run_events import CallFinished, CallSent, OnEvent, RunEvent
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 
 
 class SentCalls:

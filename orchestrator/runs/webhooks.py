@@ -24,7 +24,7 @@ from toolcrew.contract.webhooks import SEND_TOOL, Webhook, sign
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.batch_status import build_status
-from toolcrew.store.runs import RunQueue
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.tasks import check_cancelled
 from toolcrew.store.webhooks import DueNotice, DueNotices, open_webhook
 from toolcrew.telemetry.logs import get_logger
@@ -183,7 +183,7 @@ class WebhookSender:
     async def _data(self, notice: DueNotice) -> dict[str, Any]:
         """Return the data of the notice: the state of the run or batch."""
         if notice.kind == "run":
-            run = await self._queue.durable_run(notice.tenant, notice.name)
+            run = await self._queue.runs.get(notice.tenant, notice.name)
             failure = run.end.failure if run.end is not None else None
             return {
                 "id": run.id,
@@ -191,6 +191,6 @@ class WebhookSender:
                 "metadata": run.metadata,
                 "failure": failure.code if failure is not None else None,
             }
-        record = await self._queue.batch(notice.tenant, notice.name)
-        status = build_status(notice.name, record, await self._queue.counts(notice.tenant, notice.name))
+        record = await self._queue.batches.get(notice.tenant, notice.name)
+        status = build_status(notice.name, record, await self._queue.batches.counts(notice.tenant, notice.name))
         return status.model_dump(mode="json", include={"id", "status", "name", "request_counts", "failed"})

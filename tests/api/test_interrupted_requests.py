@@ -14,7 +14,7 @@ from tests.support.api.api_harness import READY_S, ApiHarness
 from tests.support.api.outage_requests import ApiRequest, send, send_until_stored
 from tests.support.stack.waiting import wait_until_async
 from toolcrew.contract.names import call_key
-from toolcrew.store.runs import RunQueue
+from toolcrew.store.run_queue import RunQueue
 
 LINES = 1000
 

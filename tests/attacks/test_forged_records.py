@@ -244,7 +244,7 @@ async def test_a_forged_run_is_not_claimed_and_does_not_block_other_runs(harness
     await harness.client.hset(run_key("d", "acme", "b-1"), "item", ITEMS[forgery]())  # type: ignore[misc]
     assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
     with pytest.raises(ConfigError, match="record of run b-1 of tenant acme cannot be verified, so it is not used"):
-        await harness.queue.runs([("acme", "b-1")])
+        await harness.queue.records([("acme", "b-1")])
 
 
 async def test_a_run_moved_to_another_batch_is_not_claimed(harness: RunHarness) -> None:
@@ -273,7 +273,7 @@ async def test_forged_batch_defaults_are_not_used(harness: RunHarness, field: st
     await harness.submit(1)
     await harness.client.hset(batch_key("d", "acme", "b"), field, value)  # type: ignore[misc]
     with pytest.raises(ConfigError, match="record of batch b of tenant acme cannot be verified, so it is not used"):
-        await harness.queue.batch("acme", "b")
+        await harness.queue.batches.get("acme", "b")
 
 
 async def test_a_forged_or_copied_run_outcome_is_refused(harness: RunHarness) -> None:
@@ -284,8 +284,8 @@ async def test_a_forged_or_copied_run_outcome_is_refused(harness: RunHarness) ->
     for forged in (genuine, strip_signature(genuine), genuine.replace(b"200", b"201")):
         await harness.client.hset(run_key("d", "acme", "b-1"), "outcome", forged)  # type: ignore[misc]
         with pytest.raises(ConfigError, match="run b-1 of tenant acme cannot be verified"):
-            await harness.queue.runs([("acme", "b-1")])
-    assert (await harness.queue.runs([("acme", "b-2")]))[0] is not None
+            await harness.queue.records([("acme", "b-1")])
+    assert (await harness.queue.records([("acme", "b-2")]))[0] is not None
 
 
 # The log of a run: its replies make an orchestrator send calls

@@ -18,7 +18,7 @@ from toolcrew.store.idempotency import IdempotencyStore
 from toolcrew.store.memory import TenantMemoryUsed
 from toolcrew.store.run_events import EventBatch, RunEventStore
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 
 MAX_BYTES = 64 * 1024 * 1024
 
@@ -85,7 +85,7 @@ async def test_a_tenant_that_fills_redis_stops_no_other_tenant(harness: RunHarne
     assert await slots.claim(slot) is None
     await slots.keep(slot, "{}")
     # After a delete, the waiting runs of the first tenant start.
-    for batch in list((await harness.queue.list_batches("filler")).batches)[1:]:
-        await harness.queue.cancel("filler", batch)
-        await harness.queue.delete("filler", batch)
+    for batch in list((await harness.queue.batches.list_batches("filler")).batches)[1:]:
+        await harness.queue.batches.cancel("filler", batch)
+        await harness.queue.batches.delete("filler", batch)
     assert [claim.tenant for claim in await harness.queue.claim(1)] == ["filler"]

@@ -32,7 +32,7 @@ from toolcrew.orchestrator.runs.run_service import ServiceGuard, build_service_e
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_expired_attached_runs_do_not_block_the_claim_of_a_detached_run(ha
     claimed = [claim.run for _ in range(2) for claim in await harness.other.claim(9)]
     assert claimed == [expired_claim.run]
     # They wait for theirs, as they were.
-    assert (await harness.queue.counts("acme", "attached"))["waiting"] == 1100
+    assert (await harness.queue.batches.counts("acme", "attached"))["waiting"] == 1100
     assert not await harness.queue.give_back(claims[0])
     assert [claim.run for claim in await harness.other.claim(2, ("acme", "attached"))] == ["attached-1", "attached-2"]
 
@@ -265,7 +265,7 @@ async def test_a_second_interrupt_or_the_grace_period_returns_runs_to_the_queue(
             assert not running.done()
             service.interrupt()
         await running
-    assert await harness.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
+    assert await harness.queue.batches.counts("acme", "b") == {"waiting": 2, "running": 0}
     assert [claim.run for claim in await harness.other.claim(9)] == ["b-1", "b-2"]
 
 

@@ -16,9 +16,11 @@ from toolcrew.contract.run_events import BatchNotice, FailureKind
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.runs.batches import Batches, run_id
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.store.batch_store import BatchStore
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchState
 from toolcrew.store.run_events import BatchEventReader
-from toolcrew.store.runs import AT_ONCE, RunQueue
+from toolcrew.store.run_queue import RunQueue
+from toolcrew.store.stored_runs import AT_ONCE
 
 KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
 
@@ -110,20 +112,22 @@ async def test_items_lost_by_redis_run_after_the_file_is_submitted_again(harness
     assert await harness.end(None) == ["item-2"]
     record = await harness.batches.status("b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 3, 0)
-    assert await harness.queue.count_items("acme", "b") == 3
+    assert await harness.queue.batches.count_items("acme", "b") == 3
 
 
 async def test_a_submission_stops_when_its_batch_is_cancelled(harness: Harness) -> None:
     file = build_file(2 * AT_ONCE)
 
-    class CancelledWhileAdding(RunQueue):
+    class CancelledWhileAdding(BatchStore):
         async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
             remaining_runs = iter(runs)
             added = await super().add(tenant, batch, islice(remaining_runs, AT_ONCE))
             await self.cancel(tenant, batch)
             return added + await super().add(tenant, batch, remaining_runs)
 
-    batches = Batches(CancelledWhileAdding(harness.client, "d", KEY), RunEventPublisher(harness.client, "d"), "acme")
+    queue = RunQueue(harness.client, "d", KEY)
+    queue.batches = CancelledWhileAdding(harness.client, "d", KEY)
+    batches = Batches(queue, RunEventPublisher(harness.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as failure:
         await batches.submit(file, batch="b")
     assert failure.value.code is ErrorCode.CANCELLED

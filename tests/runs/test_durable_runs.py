@@ -28,13 +28,13 @@ from toolcrew.orchestrator.runs import durable_runs
 from toolcrew.orchestrator.runs.batches import Batches
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.store import run_log, runs
+from toolcrew.store import run_log, run_queue, run_store, stored_runs
 from toolcrew.store.archives.files import new_file_id
 from toolcrew.store.audit import Actor, Audit
 from toolcrew.store.batches import NO_BATCH, BatchItem, ItemEnvironment, RunBody
 from toolcrew.store.run_log import MAX_TRANSCRIPT_BYTES
 from toolcrew.store.run_records import DurableRunState, parse_run
-from toolcrew.store.runs import BatchCancelled
+from toolcrew.store.stored_runs import BatchCancelled
 from toolcrew.store.tenants import RedisTenants
 
 
@@ -128,8 +128,13 @@ async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
 
         monkeypatch.setattr(module, name, call_and_record)
 
-    names = {"parse_run": runs, "parse_entry": run_log, "build_transcript": durable_runs, "unpack_transcript": runs}
-    names["pack_end"] = runs
+    names = {
+        "parse_run": stored_runs,
+        "parse_entry": run_log,
+        "build_transcript": durable_runs,
+        "unpack_transcript": run_store,
+    }
+    names["pack_end"] = run_queue
     for name, module in names.items():
         record_thread(module, name)
     run = await run_to_end(harness)
@@ -344,7 +349,7 @@ async def test_durable_runs_cannot_be_changed_as_a_batch(harness: DurableRunHarn
     batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
     for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids, batches.delete):
         assert (await failure_of(method(NO_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
-    assert (await harness.queue.list_batches("acme")).batches == {}
+    assert (await harness.queue.batches.list_batches("acme")).batches == {}
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
     assert await batches.submit(file, batch=NO_BATCH) != NO_BATCH
 

@@ -134,7 +134,7 @@ async def test_run_that_stops_one_process_after_another_fails(harness: RunnerHar
     await harness.submit(1)
     for _ in range(MAX_DENIALS):
         await stop_by_denial(harness)
-        assert (await harness.queue.batch(*BATCH)).state is BatchState.IN_PROGRESS
+        assert (await harness.queue.batches.get(*BATCH)).state is BatchState.IN_PROGRESS
     await stop_by_denial(harness)
-    record = await harness.queue.batch(*BATCH)
+    record = await harness.queue.batches.get(*BATCH)
     assert (record.state, sum(record.failed.values())) == (BatchState.COMPLETED, 1)

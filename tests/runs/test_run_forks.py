@@ -115,7 +115,7 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: str, harness: DurableRunHarness) -> None:
     assert (harness.count_model_requests(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
-    _, entries = await harness.queue.read_log("acme", run)
+    _, entries = await harness.queue.runs.read_log("acme", run)
     states = {event.step: event.session for event in entries if isinstance(event, StateKept)}
     assert list(states) == [0, 1, 2]
     assert set(harness.places.locations) == {("acme", session) for session in states.values()}
@@ -147,7 +147,7 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
             "said one",
             "said other",
         ]
-        _, copied = await harness.queue.read_log("acme", fork.id)
+        _, copied = await harness.queue.runs.read_log("acme", fork.id)
         sessions = {e.step: e.session for e in copied if isinstance(e, StateKept)}
         assert (sessions[0], sessions[1]) == (states[0], states[1])
         assert sessions[2] not in states.values()
@@ -175,7 +175,7 @@ async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, 
     assert [fork.id for fork in await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")] == [
         fork.id for fork in forks
     ]
-    assert len((await harness.queue.forks("acme", [run]))[0]) == 3
+    assert len((await harness.queue.runs.forks("acme", [run]))[0]) == 3
     ttls = [await harness.client.ttl(f"toolcrew:d:t:acme:run.{run}:{part}") for part in ("forks", "log")]
     assert (ttls[0] > 0, 3600 < ttls[1] <= 86400) == (True, True)
     failure = await expect_failure(harness.runs.fork("acme", run, 2, 3, idempotency_key="k"))
@@ -199,7 +199,7 @@ async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
     claim = await harness.claim_next()
-    _, entries = await harness.queue.read_log("acme", run)
+    _, entries = await harness.queue.runs.read_log("acme", run)
     partial = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", fork.id, 1, claim.token))
     for entry in copy_steps(entries, 2, run, fork.id, fork.id)[:3]:
         await partial.append(entry)
@@ -254,7 +254,7 @@ async def test_fork_of_a_run_whose_model_was_removed_is_refused(
 async def test_forks_above_the_quota_start_none(run: str, harness: DurableRunHarness) -> None:
     harness.runs._limits = (2, 100)
     assert (await expect_failure(harness.runs.fork("acme", run, 1, 3))).code is ErrorCode.QUOTA_EXCEEDED
-    assert (await harness.queue.forks("acme", [run]))[0] == []
+    assert (await harness.queue.runs.forks("acme", [run]))[0] == []
     assert len(await harness.runs.fork("acme", run, 1, 2)) == 2
 
 

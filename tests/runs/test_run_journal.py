@@ -24,7 +24,7 @@ from toolcrew.orchestrator.runs.model_account import ModelAccount
 from toolcrew.orchestrator.runs.run_gate import UngatedRun
 from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.usage import DAY_S, ReplySpending, UsageStore
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])

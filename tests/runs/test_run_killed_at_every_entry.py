@@ -44,7 +44,7 @@ from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.store.batches import BatchDefaults, ItemOutcome
 from toolcrew.store.run_log import LOGGED, RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.usage import DAY_S, ReplySpending, UsageStore
 
 STEP = [ModelReplied, CallReviewed, CallFinished]

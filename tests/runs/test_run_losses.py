@@ -21,7 +21,7 @@ from toolcrew.orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from toolcrew.orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from toolcrew.store.batches import BatchState, ItemOutcome
 from toolcrew.store.run_log import RunAttempt, RunLog, close_left_sessions, entry_purpose, run_log_key
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.sessions import SessionStore
 
 
@@ -44,7 +44,7 @@ async def claim_after_losses(harness: RunnerHarness, times: int) -> list[RunClai
 
 
 async def count_losses(harness: RunnerHarness, run: str = "b-1") -> int:
-    (record,) = await harness.queue.runs([("acme", run)])
+    (record,) = await harness.queue.records([("acme", run)])
     return record.losses
 
 
@@ -59,13 +59,13 @@ async def test_run_that_kills_its_processes_ends_as_an_infrastructure_failure(ha
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
     assert worker.begun == []
-    (record,) = await harness.queue.runs([("acme", "b-1")])
+    (record,) = await harness.queue.records([("acme", "b-1")])
     assert record.outcome.failure is not None
     failure = record.outcome.failure
     assert failure.kind == FailureKind.INFRASTRUCTURE
     assert failure.code == ORCHESTRATOR_LOST
     assert "5 times in a row" in failure.message
-    assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+    assert await harness.queue.batches.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
     assert await count_losses(harness) == 0
 
 
@@ -160,7 +160,7 @@ async def test_manual_retry_resets_the_automatic_retries(
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
-        assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+        assert await harness.queue.batches.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
         await harness.until(BatchState.COMPLETED)
     assert [attempt for _, attempt in worker.begun] == [1, 2, 3, 4, 5, 6]
 
@@ -194,7 +194,7 @@ async def test_cancel_closes_sessions_of_queued_and_lost_runs(harness: SessionsH
     await harness.queue.give_back(given_back)
     await harness.queue.give_back(later, after_s=1000.0)
     await harness.die(dead)
-    await harness.queue.cancel(*BATCH)
+    await harness.queue.batches.cancel(*BATCH)
     closed = await harness.closed(*(f"of-{claim.run}" for claim in (given_back, later, working, dead)))
     assert closed == [True, True, False, True]
 
@@ -242,6 +242,6 @@ async def test_run_cancelled_at_its_start_closes_its_session(
         runner.client = nowhere
         async with harness.working(runner):
             await until(lambda: runner.running)
-            await harness.queue.cancel(*BATCH)
+            await harness.queue.batches.cancel(*BATCH)
             await harness.until(BatchState.CANCELLED)
     assert await harness.closed("s1") == [True]

@@ -22,7 +22,7 @@ from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.follower import BatchLost, Follower
 from toolcrew.store.batches import BatchState, batch_key
 from toolcrew.store.run_events import BatchEventReader
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.tasks import retry_until_available
 
 

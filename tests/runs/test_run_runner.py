@@ -33,8 +33,8 @@ from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.run_gate import RunDeferred
 from toolcrew.store.batches import BatchState, ItemOutcome
 from toolcrew.store.run_log import RunLog
+from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.run_records import RunState
-from toolcrew.store.runs import RunClaim, RunQueue
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_only_infrastructure_failures_are_retried_up_to_a_limit(
     events = [event for event in await harness.batch_events() if isinstance(event, RunRetried | RunEnded)]
     retries = [(RunRetried, attempt) for attempt in range(2, attempts + 1)]
     assert [(type(event), event.attempt) for event in events] == [*retries, (RunEnded, attempts)]
-    (record,) = await harness.queue.runs([("acme", "b-1")])
+    (record,) = await harness.queue.records([("acme", "b-1")])
     assert (record.outcome.attempt, record.failure) == (attempts, kind.value)
 
 
@@ -101,7 +101,7 @@ async def test_runner_stopped_while_storing_an_outcome_stores_it(harness: Runner
     async with harness.working(harness.runner(worker, queue)):
         await queue.noting.wait()
         asyncio.get_running_loop().call_later(0.05, queue.may_note.set)
-    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert (await harness.queue.batches.get(*BATCH)).succeeded == 1
     assert [end.run for end in await harness.ends()] == ["b-1"]
 
 
@@ -110,12 +110,12 @@ async def test_lease_of_a_running_run_is_renewed(harness: RunnerHarness) -> None
     worker, queue = Worker(), WatchedQueue(harness.client)
     async with harness.working(harness.runner(worker, queue, concurrency=1)):
         await worker.has_begun.wait()
-        (claim,) = [run.claim for run in (await harness.queue.runs([("acme", "b-1")])) if run is not None]
+        (claim,) = [run.claim for run in (await harness.queue.records([("acme", "b-1")])) if run is not None]
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
         queue.renewed.clear()
         await queue.renewed.wait()
         assert await harness.other.claim(1, BATCH) == []
-        (record,) = await harness.queue.runs([("acme", "b-1")])
+        (record,) = await harness.queue.records([("acme", "b-1")])
         assert record.claim == claim
 
 
@@ -137,7 +137,7 @@ async def test_run_taken_by_another_process_is_dropped(harness: RunnerHarness) -
         await harness.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
         await cancelled.wait()
         await harness.client.hset("toolcrew:d:t:acme:run.b-1", "state", "running")
-    (record,) = await harness.queue.runs([("acme", "b-1")])
+    (record,) = await harness.queue.records([("acme", "b-1")])
     assert (record.claim, record.state) == ("another", RunState.RUNNING)
     assert (await harness.ends(), worker.abandoned) == ([], [])
 
@@ -207,7 +207,7 @@ async def test_run_with_a_log_of_another_release_fails_and_keeps_the_log(harness
     (end,) = await harness.ends()
     assert (worker.begun, end.failure.kind, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
     assert "retry the item" in end.failure.message
-    assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
+    assert await harness.queue.batches.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
     assert not await harness.client.exists("toolcrew:d:t:acme:run.b-1:log")
 
 
@@ -247,9 +247,13 @@ async def test_exception_in_one_run_does_not_stop_others(harness: RunnerHarness)
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
         await wait_until_async(
-            lambda: harness.queue.batch(*BATCH), SOON_S, "two have succeeded", 0.01, lambda batch: batch.succeeded >= 2
+            lambda: harness.queue.batches.get(*BATCH),
+            SOON_S,
+            "two have succeeded",
+            0.01,
+            lambda batch: batch.succeeded >= 2,
         )
-        assert await harness.queue.counts(*BATCH) == {"waiting": 0, "running": 1}
+        assert await harness.queue.batches.counts(*BATCH) == {"waiting": 0, "running": 1}
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
         await harness.until(BatchState.COMPLETED)
     assert worker.begun.count(("b-1", 1)) == 2
@@ -265,9 +269,9 @@ async def test_running_run_of_a_cancelled_batch_ends_as_cancelled(harness: Runne
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
-        assert await harness.queue.cancel(*BATCH) == 2
+        assert await harness.queue.batches.cancel(*BATCH) == 2
         await harness.until(BatchState.CANCELLED)
-    record = await harness.queue.batch(*BATCH)
+    record = await harness.queue.batches.get(*BATCH)
     assert (record.failed[FailureKind.CANCELLED], worker.abandoned) == (3, ["b-1"])
     (end,) = await harness.ends()
     assert (end.failure and end.failure.kind, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
@@ -280,18 +284,18 @@ async def test_outcome_being_stored_is_not_lost_by_a_cancel(harness: RunnerHarne
     worker.may_end.set()
     async with harness.working(harness.runner(worker, queue)):
         await queue.noting.wait()
-        await harness.queue.cancel(*BATCH)
+        await harness.queue.batches.cancel(*BATCH)
         queue.renewed.clear()
         await queue.renewed.wait()
         queue.may_note.set()
         await harness.until(BatchState.CANCELLED)
-    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert (await harness.queue.batches.get(*BATCH)).succeeded == 1
     assert [end.failure for end in await harness.ends()] == [None]
 
 
 async def test_failure_in_a_batch_being_cancelled_is_not_retried(harness: RunnerHarness) -> None:
     async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
-        await harness.queue.cancel(*BATCH)
+        await harness.queue.batches.cancel(*BATCH)
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await harness.submit(1)
@@ -311,8 +315,8 @@ async def test_runner_stopped_during_a_cancel_leaves_no_open_run(
     worker = Worker()
     async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
-        await harness.queue.cancel(*BATCH)
-    assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
+        await harness.queue.batches.cancel(*BATCH)
+    assert (await harness.queue.batches.get(*BATCH)).state is BatchState.CANCELLED
     assert worker.abandoned == ["b-1"]
 
 
@@ -415,7 +419,7 @@ async def test_deferred_run_continues_in_the_same_attempt(
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
     assert (worker.begun, worker.resumed) == ([("b-1", 1)] * 3, [False, True, True])
-    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert (await harness.queue.batches.get(*BATCH)).succeeded == 1
     assert not any(isinstance(event, RunRetried) for event in await harness.batch_events())
 
 
@@ -442,7 +446,7 @@ async def test_model_that_denies_access_stops_the_runner_and_fails_no_item(
     async with harness.working(harness.runner(worker)) as (task,):
         with pytest.raises(ModelDenied, match="check the key"):
             await task
-    record = await harness.queue.batch(*BATCH)
+    record = await harness.queue.batches.get(*BATCH)
     assert (record.succeeded, sum(record.failed.values())) == (0, 0)
-    assert await harness.queue.counts(*BATCH) == {"waiting": 8, "running": 0}
+    assert await harness.queue.batches.counts(*BATCH) == {"waiting": 8, "running": 0}
     assert len(worker.begun) <= 4

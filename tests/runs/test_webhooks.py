@@ -24,7 +24,7 @@ from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.webhooks import PAUSES_S, WebhookSender
 from toolcrew.store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
-from toolcrew.store.runs import RunQueue
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.webhooks import DueNotices
 
@@ -63,8 +63,8 @@ class Harness:
         record = BatchRecord(
             state=BatchState.IN_PROGRESS, total=1, sha256="", concurrency=1, defaults=BatchDefaults(), created_at=1.0
         )
-        await self.queue.create("acme", "b", record, webhook)
-        await self.queue.add("acme", "b", [("b-1", build_item(1))])
+        await self.queue.batches.create("acme", "b", record, webhook)
+        await self.queue.batches.add("acme", "b", [("b-1", build_item(1))])
         (claim,) = await self.queue.claim(1, ("acme", "b"))
         assert await self.due() == {}
         await self.queue.finish(claim, ItemOutcome(custom_id=claim.record.item.custom_id, run="b-1", status_code=200))
@@ -79,7 +79,7 @@ class Harness:
             await self.client.zadd("toolcrew:d:runs:webhook-tenants", {"acme": 1.0})
 
     async def delivery(self) -> WebhookDelivery | None:
-        return (await self.queue.batch("acme", "b")).webhook
+        return (await self.queue.batches.get("acme", "b")).webhook
 
     async def end_runs(self, tenant: str, count: int) -> list[str]:
         """End runs with webhooks, and return their ids."""
@@ -170,7 +170,7 @@ async def test_run_and_batch_report_the_state_of_their_webhook(harness: Harness)
     assert run.webhook == WebhookDelivery(state="pending")
     await harness.durable_runs.cancel("acme", run.id)
     await harness.sender(Receiver(204)).send_due()
-    assert (await harness.queue.durable_run("acme", run.id)).webhook == WebhookDelivery(state="delivered", tries=1)
+    assert (await harness.queue.runs.get("acme", run.id)).webhook == WebhookDelivery(state="delivered", tries=1)
     assert (await harness.durable_runs.start("acme", RunBody(instruction="x"))).webhook is None
     await harness.end_batch()
     assert await harness.delivery() == WebhookDelivery(state="pending")

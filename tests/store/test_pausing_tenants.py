@@ -70,7 +70,7 @@ async def test_lost_run_of_a_paused_tenant_waits_and_continues(harness: RunHarne
     await harness.die(claim)
     await tenants.pause("acme")
     assert await harness.other.claim(1) == []
-    assert await harness.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
+    assert await harness.queue.batches.counts("acme", "b") == {"waiting": 1, "running": 0}
     await tenants.resume("acme")
     [resumed_claim] = await harness.other.claim(1)
     assert (resumed_claim.run, resumed_claim.record.losses) == (claim.run, 1)

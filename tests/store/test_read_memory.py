@@ -98,11 +98,11 @@ async def test_a_fork_reads_a_large_log_a_page_at_a_time(client: "redis.asyncio.
     for number in range(COUNT):
         result = ToolResult(call_id=f"b-1-1-{number}", name="bash_tool", success=True, output="x" * SIZE)
         await log.append(CallFinished(run="b-1", result=result))
-    assert SIZE * COUNT < await harness.queue.log_bytes("acme", "b-1") < 1.1 * SIZE * COUNT
+    assert SIZE * COUNT < await harness.queue.runs.log_bytes("acme", "b-1") < 1.1 * SIZE * COUNT
     del log
     tracemalloc.start()
     try:
-        _, entries = await harness.queue.open_log("acme", "b-1", batch=None)
+        _, entries = await harness.queue.runs.open_log("acme", "b-1", batch=None)
         shared = await read_shared_steps(entries, "b-1", 0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

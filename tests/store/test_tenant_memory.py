@@ -22,7 +22,7 @@ from toolcrew.store.idempotency import IdempotencyStore
 from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed
 from toolcrew.store.run_events import LEAST_STREAM_BYTES, EventBatch, RunEventStore
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.tool_state import StateStore
 
 ACCOUNT = "toolcrew:d:t:acme:memory"
@@ -99,7 +99,7 @@ async def test_log_artifacts_and_events_count_until_the_batch_is_deleted(harness
     await log.drop_artifacts()
     assert 80_000 < await used_bytes(harness) - before < 95_000
     await harness.queue.finish(claim, build_outcome(claim))
-    await harness.queue.delete("acme", "b")
+    await harness.queue.batches.delete("acme", "b")
     assert await used_bytes(harness) == 0
     # Nothing else of the batch is left.
     assert [key async for key in harness.client.scan_iter("toolcrew:d:t:acme:*b*")] in (
@@ -123,7 +123,7 @@ async def test_log_of_an_ended_run_counts_for_an_hour_only(harness: RunHarness) 
     await harness.client.hset(ACCOUNT, mapping={**past, "total": sum(sizes.values())})
     assert await used_bytes(harness) == sum(sizes.values()) - soon
     # A record whose hour is over is not taken back a second time.
-    await harness.queue.delete("acme", "b")
+    await harness.queue.batches.delete("acme", "b")
     assert await used_bytes(harness) >= 0
 
 
@@ -136,7 +136,7 @@ async def test_a_new_attempt_gives_the_bytes_of_the_old_log_back(harness: RunHar
     match way:
         case "retry":
             await harness.queue.finish(claim, build_outcome(claim, FailureKind.INFRASTRUCTURE))
-            await harness.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE])
+            await harness.queue.batches.retry("acme", "b", [FailureKind.INFRASTRUCTURE])
         case "give_back":
             await harness.queue.give_back(claim, is_new=True)
         case "die":

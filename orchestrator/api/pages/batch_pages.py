@@ -15,12 +15,12 @@ from toolcrew.orchestrator.batches.report import build_sections
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.durable_runs import build_transcript
 from toolcrew.store.audit import Audit, build_entry
+from toolcrew.store.batch_store import PAGE_BYTES
 from toolcrew.store.batches import BatchRecord, BatchState
 from toolcrew.store.overview import Overview, OverviewReader
 from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from toolcrew.store.run_events import MAX_PROGRESS_BYTES
 from toolcrew.store.run_records import RunRecord
-from toolcrew.store.runs import PAGE_BYTES
 from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -46,7 +46,7 @@ async def batches(person: PageViewer) -> Response:
     rows: list[tuple[str, str, BatchRecord]] = []
     older = 0
     for name in names[:MAX_TENANTS]:
-        page = await _runs(person).queue.list_batches(name, limit=MOST)
+        page = await _runs(person).queue.batches.list_batches(name, limit=MOST)
         rows += [(name, batch, record) for batch, record in page.batches.items()]
         older += page.older
     rows.sort(key=lambda row: -row[2].created_at)
@@ -68,7 +68,7 @@ async def one_batch(request: Request, batch: BatchId, person: PageViewer, done: 
     runs = _runs(person)
     record = await _find_batch(runs, batch)
     is_live = record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING)
-    counts = {"waiting": 0, "running": 0, **await runs.queue.counts(person.owner, batch)}
+    counts = {"waiting": 0, "running": 0, **await runs.queue.batches.counts(person.owner, batch)}
     values: dict[str, Any] = {
         "batch": batch,
         "of": person.owner,
@@ -108,8 +108,8 @@ async def batch_items(
     # Only a few of many items may have failed, so a request reads a limited number of items.
     while following < min(record.total, first + MAX_ITEMS_READ) and len(items) < ITEMS_PAGE:
         last = following + ITEMS_PAGE - len(items) - 1
-        names = await runs.queue.items(person.owner, batch, following, last)
-        count, size = await runs.queue.fit_page(person.owner, names)
+        names = await runs.queue.batches.items(person.owner, batch, following, last)
+        count, size = await runs.queue.batches.fit_page(person.owner, names)
         if not count:
             # These items are not queued yet.
             following = last + 1
@@ -117,7 +117,7 @@ async def batch_items(
         if items and (total := total + size) > PAGE_BYTES:
             break
         async with read_memory().reserve(person.owner, min(size * PARSED_LOG, READ_BYTES // 2)):
-            records = await runs.queue.runs([(person.owner, name) for name in names[:count]])
+            records = await runs.queue.records([(person.owner, name) for name in names[:count]])
         items += [item for item in zip(names, records, strict=False) if not only_failed or _has_failed(item[1])]
         following += count
     values: dict[str, Any] = {
@@ -136,14 +136,14 @@ async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Respon
     """Show one item: its outcome and its messages."""
     runs = _runs(person)
     await _find_batch(runs, batch)
-    size = PARSED_LOG * await runs.queue.log_bytes(person.owner, run)
+    size = PARSED_LOG * await runs.queue.runs.log_bytes(person.owner, run)
     async with read_memory().reserve(person.owner, size):
         return await _show_item(person, runs, batch, run)
 
 
 async def _show_item(person: Person, runs: BatchRuns, batch: str, run: str) -> Response:
     try:
-        record, entries = await runs.queue.read_log(person.owner, run, batch)
+        record, entries = await runs.queue.runs.read_log(person.owner, run, batch)
     except ToolFailure as error:
         raise build_not_found("item") from error
     values: dict[str, Any] = {

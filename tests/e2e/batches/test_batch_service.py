@@ -42,8 +42,8 @@ from toolcrew.store.batches import (
     RunLimits,
 )
 from toolcrew.store.connection import open_redis
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import DurableRun, DurableRunState
-from toolcrew.store.runs import RunQueue
 from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.stack
@@ -272,7 +272,7 @@ async def test_a_cancelled_batch_ends_and_an_attached_batch_is_left_to_its_submi
         failures = [outcome.failure for outcome in await find_outcomes(runs, "cancelled")]
         assert [failure.kind for failure in failures if failure is not None] == [FailureKind.CANCELLED] * 3
         assert (await runs.batches.status("cancelled")).state is BatchState.CANCELLED
-        assert await runs.queue.counts("default", "kept") == {"waiting": 1, "running": 0}
+        assert await runs.queue.batches.counts("default", "kept") == {"waiting": 1, "running": 0}
 
 
 def call(name: str, **harness: Any) -> BatchItem:
@@ -300,8 +300,8 @@ async def write_forged_batch(
         is_detached=is_detached,
     )
     async with open_queue(user_shell) as (_, queue):
-        await queue.create(tenant, batch, record)
-        await queue.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
+        await queue.batches.create(tenant, batch, record)
+        await queue.batches.add(tenant, batch, [(f"{batch}-{number}", item) for number, item in enumerate(items)])
 
 
 async def test_a_forged_batch_record_cannot_read_or_write_files_of_the_orchestrator(

@@ -39,7 +39,7 @@ from toolcrew.store.api_keys import ApiKeys, NewKey
 from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
 from toolcrew.store.audit import Actor
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
-from toolcrew.store.runs import RunQueue
+from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.usage import ReplySpending, UsageStore

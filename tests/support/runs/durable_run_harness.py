@@ -22,8 +22,8 @@ from toolcrew.orchestrator.runs.run_service import build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import ItemEnvironment, RunBody
 from toolcrew.store.run_events import EventBatch, RunEventStore
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.run_records import DurableRun
-from toolcrew.store.runs import RunClaim
 
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]

@@ -36,7 +36,7 @@ from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutco
 from toolcrew.store.call_reader import CallReader
 from toolcrew.store.calls import CallStore
 from toolcrew.store.run_log import RunLog
-from toolcrew.store.runs import RunClaim
+from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.skills import SkillStore
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.tools import RedisSwitches

@@ -10,7 +10,7 @@ from tests.support.records.builders import KEY
 from toolcrew.contract.run_events import Failure, FailureKind
 from toolcrew.orchestrator.runs.run_slots import RunSlot
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
-from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.run_queue import RunClaim, RunQueue
 
 
 def build_item(number: int, **fields: Any) -> BatchItem:
@@ -57,9 +57,9 @@ class RunHarness:
             created_at=0.0,
             is_detached=is_detached,
         )
-        await self.queue.create(tenant, batch, record)
+        await self.queue.batches.create(tenant, batch, record)
         items = [build_item(number, **fields) for number in range(1, count + 1)]
-        await self.queue.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
+        await self.queue.batches.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
 
     async def die(self, claim: RunClaim) -> None:
         """Let the lease of the run's holder expire."""

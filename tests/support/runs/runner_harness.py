@@ -22,7 +22,7 @@ from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.run_slots import RunSlots
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import BatchDefaults, BatchState, ItemOutcome, parse_batch_event
-from toolcrew.store.runs import RunClaim, RunQueue
+from toolcrew.store.run_queue import RunClaim, RunQueue
 
 BATCH = ("acme", "b")
 Work = Callable[[RunClaim, Journal, Callable[[RunEvent], None]], Awaitable[ItemOutcome]]
@@ -98,7 +98,7 @@ class RunnerHarness(RunHarness):
 
     async def until(self, state: BatchState) -> None:
         await wait_until_async(
-            lambda: self.queue.batch(*BATCH),
+            lambda: self.queue.batches.get(*BATCH),
             SOON_S,
             f"the batch is {state}",
             pause_s=0.01,
