@@ -55,7 +55,7 @@ async def test_tools_of_mcp_servers_work_for_their_tenants_and_faulty_servers_fa
             "web": {"url": web.url(host="127.0.0.1"), "private": True},
             "ours": _stdio("good", env={"LEVEL": "7"}),
             "bolts": _stdio("old", tenants=["bolt"]),
-            "hangs": _stdio("hangs", timeout_s=4),
+            "hangs": _stdio("hangs", timeout_s=20),
             "dies": _stdio("dies"),
             "forges": _stdio("forges"),
             "leaves": _stdio("leaves", idle_s=0),

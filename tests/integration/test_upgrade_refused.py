@@ -30,8 +30,7 @@ COMMAND = (sys.executable, "-m", "toolcrew.orchestrator")
 # Runs in the tree of the earlier release, and prints why no session was opened.
 EARLIER_ORCHESTRATOR = """
 import asyncio
-from toolcrew import ToolClient
-from toolcrew.contract.settings import load_settings
+from toolcrew import ToolClient, load_settings
 
 async def main():
     async with ToolClient.connect(settings=load_settings()) as client:
