@@ -22,7 +22,6 @@ from toolcrew.contract.calls import RunFailure, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.plurals import count, plural
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.slots import (
@@ -178,8 +177,7 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     pause = f" ({policy.pause_reason})" if policy.pause_reason else ""
     causes = {
         WaitReason.PAUSED: (
-            f"tenant {tenant} is paused{pause}; an operator can resume it "
-            f"({build_command('tenants', 'resume', tenant)})"
+            f"tenant {tenant} is paused{pause}; an operator can resume it (toolcrew tenants resume {tenant})"
         ),
         WaitReason.IN_FLIGHT: f"tenant {tenant} has {count(policy.in_flight, 'call')} in flight, which is its limit",
         WaitReason.RATE: f"tenant {tenant} may begin at most {rate:g} {plural(rate, 'call')} per second",
@@ -308,7 +306,7 @@ def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
     reason = f" ({policy.pause_reason})" if policy.pause_reason else ""
     sentence = (
         f"{request.tool} was not run: tenant {request.tenant} is paused{reason}; its calls continue when an operator "
-        f"resumes it ({build_command('tenants', 'resume', request.tenant)})"
+        f"resumes it (toolcrew tenants resume {request.tenant})"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
 

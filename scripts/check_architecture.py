@@ -54,6 +54,9 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "toolcrew.orchestrator.dialects": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     "toolcrew.orchestrator.models": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     "toolcrew.orchestrator.loop": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
+    **dict.fromkeys(
+        ("toolcrew.orchestrator.admission", "toolcrew.orchestrator.dispatch"), ("toolcrew.orchestrator.terminal",)
+    ),
     **{folder: tuple(surface for surface in _SURFACES if surface != folder) for folder in _SURFACES},
 }
 
