@@ -3,10 +3,10 @@ limits.
 
 The caller creates the stream, and writes the id of its listener (the process that reads the events) into the signed
 context of the call. The worker adds entries only to an existing stream, and adds the call to the listener's set
-(store/call_events.py has the keys). A process therefore needs only one blocked connection for the events of all its
-calls. The caller deletes delivered entries, so the length of the stream is the number of unread entries. The last entry
-is END, with the number of all other entries. The worker writes END before the result, so a caller that has the result
-can read all events of the call.
+(store/call_event_streams.py has the keys). A process therefore needs only one blocked connection for the events of all
+its calls. The caller deletes delivered entries, so the length of the stream is the number of unread entries. The last
+entry is END, with the number of all other entries. The worker writes END before the result, so a caller that has the
+result can read all events of the call.
 """
 
 import json

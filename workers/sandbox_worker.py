@@ -11,7 +11,7 @@ from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import connect, connect_once
 from toolcrew.store.secrets import WorkerSecrets
 from toolcrew.store.tool_state import StateStore
-from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.call_event_writer import open_call_events
 from toolcrew.workers.control import SandboxOrders
 from toolcrew.workers.host import SandboxHost
 from toolcrew.workers.mcp.server_registry import ServerRegistry

@@ -18,7 +18,7 @@ from toolcrew.contract.specs import Catalog, ToolSpec
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import connect_once, drop_connections
 from toolcrew.store.tool_state import StateStore
-from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.call_event_writer import open_call_events
 from toolcrew.workers.control import PoolOrders, process_holder
 from toolcrew.workers.executor import ExecutorMiddleware
 from toolcrew.workers.host import PoolHost

@@ -33,7 +33,7 @@ from toolcrew.contract.errors import (
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.orchestrator.admission import Admission, UnlimitedAdmission
-from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
 from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
 from toolcrew.orchestrator.dispatch.session_locator import HostSource, SessionLocator

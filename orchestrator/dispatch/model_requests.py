@@ -9,7 +9,7 @@ from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailabl
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
 from toolcrew.orchestrator.dialects.model import Model
-from toolcrew.orchestrator.dispatch.call_events import CallEventReader, Handler
+from toolcrew.orchestrator.dispatch.call_event_listener import CallEventReader, Handler
 from toolcrew.orchestrator.models.adapter import BudgetedModel
 from toolcrew.telemetry.logs import get_logger
 

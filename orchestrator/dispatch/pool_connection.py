@@ -11,7 +11,7 @@ from toolcrew.contract.masking import passwords_of
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission
-from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
 from toolcrew.orchestrator.dispatch.delivery import Pool

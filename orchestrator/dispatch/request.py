@@ -10,7 +10,7 @@ from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolCo
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.orchestrator.dispatch.call_events import Handler
+from toolcrew.orchestrator.dispatch.call_event_listener import Handler
 from toolcrew.store.call_messages import CallAttempt
 from toolcrew.store.slots import Priority
 

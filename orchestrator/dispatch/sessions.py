@@ -35,7 +35,7 @@ from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
-from toolcrew.orchestrator.dispatch.call_events import OnOutput, output_handler
+from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_handler
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
 from toolcrew.orchestrator.dispatch.folders import pack_folder, unpack_archive
 from toolcrew.orchestrator.dispatch.request import Request

@@ -22,7 +22,7 @@ from toolcrew.orchestrator.admission import WaitNotice, once_per_reason, report_
 from toolcrew.orchestrator.approvals import Approver, review
 from toolcrew.orchestrator.approvals.asking import choose_people_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy
-from toolcrew.orchestrator.dispatch.call_events import OnOutput
+from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput
 from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection

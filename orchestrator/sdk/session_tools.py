@@ -14,7 +14,7 @@ from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.schema import find_aliases, find_nearest, prepare_arguments
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.approvals import Approver, PolicyDecision
-from toolcrew.orchestrator.dispatch.call_events import OnOutput
+from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput
 from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.sessions import Session

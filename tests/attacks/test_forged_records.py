@@ -26,7 +26,7 @@ from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.store.api_keys import ApiKeys, LoginStore
 from toolcrew.store.batches import BatchDefaults, RowLocation, RunBody, batch_key, seal_defaults, seal_item
-from toolcrew.store.call_events import call_event_keys
+from toolcrew.store.call_event_streams import call_event_keys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.idempotency import IdempotencyStore
 from toolcrew.store.run_log import RunAttempt, RunLog, run_log_key

@@ -19,13 +19,13 @@ from toolcrew.contract.calls import ToolContext, ToolResult
 from toolcrew.contract.functions.call_context import ModelAdapter
 from toolcrew.contract.functions.function_tools import FunctionTool
 from toolcrew.contract.registry import Tool
-from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.models.adapter import MAX_CALLS, BudgetedModel
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.store.connection import connect, open_redis
 from toolcrew.store.tool_state import StateStore
-from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.call_event_writer import open_call_events
 from toolcrew.workers.custom.calls import CustomCalls
 from toolcrew.workers.executor import Executor
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerRegistry, WorkerTool

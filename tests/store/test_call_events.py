@@ -34,12 +34,17 @@ from toolcrew.contract.call_events import (
 )
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused
-from toolcrew.orchestrator.dispatch.call_events import MAX_QUESTIONS, CallEventListener, CallEventReader, output_handler
-from toolcrew.store import call_events as stored_events
-from toolcrew.store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
+from toolcrew.orchestrator.dispatch.call_event_listener import (
+    MAX_QUESTIONS,
+    CallEventListener,
+    CallEventReader,
+    output_handler,
+)
+from toolcrew.store import call_event_streams as stored_events
+from toolcrew.store.call_event_streams import WorkerCallEventStore, call_event_keys, wakes_key
 from toolcrew.store.connection import connect_once
-from toolcrew.workers import call_events as writing
-from toolcrew.workers.call_events import CallEvents, CallEventWriter
+from toolcrew.workers import call_event_writer as writing
+from toolcrew.workers.call_event_writer import CallEvents, CallEventWriter
 
 
 async def test_the_last_piece_of_output_is_sent_before_the_call_ends(harness: EventHarness) -> None:
@@ -220,7 +225,7 @@ async def test_wake_ups_for_unknown_calls_are_ignored(harness: EventHarness) -> 
 
 
 async def test_events_with_a_lost_wake_up_still_arrive(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_events.STALL_S", 0.1)
+    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_event_listener.STALL_S", 0.1)
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -280,7 +285,7 @@ async def test_an_unreachable_redis_drops_events_without_blocking_the_call() -> 
 async def test_output_that_was_not_shown_is_counted_in_the_result(
     harness: EventHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_events.STALL_S", 0.1)
+    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_event_listener.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
         await asyncio.Event().wait()
@@ -330,7 +335,7 @@ async def test_events_are_read_after_redis_recovers(harness: EventHarness, monke
             raise failures.pop()
         await read(calls)
 
-    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_events.RETRY_S", 0.01)
+    monkeypatch.setattr("toolcrew.orchestrator.dispatch.call_event_listener.RETRY_S", 0.01)
     monkeypatch.setattr(harness.events, "_read", read_after_failures)
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
         await asyncio.to_thread(harness.writer().show, "stdout", "x")

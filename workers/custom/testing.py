@@ -36,7 +36,7 @@ from toolcrew.contract.functions.session_state import (
 from toolcrew.contract.registry import ToolRegistry
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.store.call_records import CallClaim
-from toolcrew.workers.call_events import CallEvents
+from toolcrew.workers.call_event_writer import CallEvents
 from toolcrew.workers.custom.call_loops import is_running_here
 from toolcrew.workers.custom.calls import CustomCalls
 from toolcrew.workers.custom.loading import serve_values

@@ -37,7 +37,7 @@ from toolcrew.contract.secrets import check_session_values
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.store.secrets import TenantSecrets
-from toolcrew.workers.call_events import CallEvents
+from toolcrew.workers.call_event_writer import CallEvents
 from toolcrew.workers.sandbox_client import GuestResponse, SandboxClient, SandboxdUnreachable, sandbox_id
 from toolcrew.workers.tools.caller_model import CallerModel
 

@@ -17,7 +17,7 @@ from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from toolcrew.contract.functions.completions import Completion
 from toolcrew.contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
 from toolcrew.contract.invalid_input import describe_invalid
-from toolcrew.workers.call_events import CallEvents
+from toolcrew.workers.call_event_writer import CallEvents
 
 log = structlog.get_logger(__name__)
 

@@ -12,10 +12,15 @@ from tests.conftest import RedisProcess
 from tests.support.records.builders import KEY
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.call_events import OUTPUT
-from toolcrew.orchestrator.dispatch.call_events import CallEventListener, CallEventReader, OnOutput, output_handler
-from toolcrew.store.call_events import WorkerCallEventStore
+from toolcrew.orchestrator.dispatch.call_event_listener import (
+    CallEventListener,
+    CallEventReader,
+    OnOutput,
+    output_handler,
+)
+from toolcrew.store.call_event_streams import WorkerCallEventStore
 from toolcrew.store.connection import connect_once, open_redis
-from toolcrew.workers.call_events import CallEventWriter
+from toolcrew.workers.call_event_writer import CallEventWriter
 
 DEPLOYMENT = "test"
 

@@ -28,7 +28,7 @@ from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
-from toolcrew.orchestrator.dispatch.call_events import CallEventListener
+from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
@@ -41,7 +41,7 @@ from toolcrew.store.connection import connect_once, open_redis
 from toolcrew.store.skills import SkillStore
 from toolcrew.store.tenants import OpenTenants, RedisTenants
 from toolcrew.store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
-from toolcrew.workers.call_events import open_call_events
+from toolcrew.workers.call_event_writer import open_call_events
 from toolcrew.workers.executor import CallPolicy, CallRepeated
 from toolcrew.workers.tools.base import WorkerTool
 

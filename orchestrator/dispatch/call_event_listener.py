@@ -1,5 +1,5 @@
 """Receive the events of running calls: output while the tool writes it, and questions that the tool asks. The keys
-and commands of Redis are in store/call_events.py.
+and commands of Redis are in store/call_event_streams.py.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from toolcrew.contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STAL
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused
 from toolcrew.contract.signing import SigningKeys
-from toolcrew.store.call_events import READ_COUNT, CallEventStore, Entry
+from toolcrew.store.call_event_streams import READ_COUNT, CallEventStore, Entry
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.tasks import begin_shared, cancel_all
 from toolcrew.telemetry.logs import get_logger

@@ -1,6 +1,6 @@
 """Events of a running call to its caller: output while the call runs, and questions.
 
-Keys and commands: store/call_events.py.
+Keys and commands: store/call_event_streams.py.
 
 Invariant: events never fail a call, and a slow caller delays it only for a limited time.
 """
@@ -29,7 +29,7 @@ from toolcrew.contract.call_events import (
 from toolcrew.contract.calls import ToolCall, ToolContext
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.signing import SigningKeys
-from toolcrew.store.call_events import WorkerCallEventStore
+from toolcrew.store.call_event_streams import WorkerCallEventStore
 from toolcrew.store.connection import SyncRedis
 
 log = structlog.get_logger(__name__)
