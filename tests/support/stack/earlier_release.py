@@ -9,7 +9,7 @@ from tests.support.stack.stack import ROOT, missing
 from toolcrew.contract.envelope import VERSION
 from toolcrew.contract.hosts import RELEASE
 
-COMMIT = "73b82e0cc06b685e07432b99b097bb185e697a77"
+COMMIT = "2b69aa04b055886035625dd40093bdaa7320b058"
 """A commit of the previous release. Its processes can serve one deployment together with processes of this release."""
 _GIT_S = 60.0
 

@@ -468,5 +468,5 @@ def test_the_item_environment_keeps_its_stored_field_name() -> None:
         custom_id="a", line=1, url="/v1/tools/execute", work=CallBody(name="x"), environment=ItemEnvironment(image="i")
     )
     stored = item.model_dump_json()
-    assert json.loads(stored)["ground"]["image"] == "i"
+    assert json.loads(stored)["environment"]["image"] == "i"
     assert BatchItem.model_validate_json(stored) == item
