@@ -7,7 +7,7 @@ listing, audit entry or error contains a value. A change takes effect everywhere
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,18 +83,15 @@ class Secret:
 
 
 class SecretStore(AuditedStore):
-    """The secrets of one deployment. `tenant`: the owner; None: the deployment itself. `clock` returns Unix seconds.
+    """The secrets of one deployment. `tenant`: the owner; None: the deployment itself.
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
 
-    def __init__(
-        self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client = client
         self._deployment = deployment
         self._keys = keys
-        self._clock = clock
 
     async def all(self, tenant: str | None) -> Mapping[str, SecretInfo | ConfigError]:
         """Return the secrets without their values, by name. A record that cannot be verified is replaced by its
@@ -139,7 +136,7 @@ class SecretStore(AuditedStore):
             check_value(value)
         except ValueError as error:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from None
-        now = self._clock()
+        now = time.time()
         info = _build_info({"name": name, "hosts": hosts, "place": place, "created_at": now, "changed_at": now})
         details = {"hosts": ", ".join(info.hosts), "place": info.place}
         entry = self._entry("secret.set", info.name, tenant=tenant, details=details)

@@ -4,7 +4,7 @@ of its uses by runs. One step changes a record and writes the audit entry.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import redis.asyncio
@@ -100,15 +100,12 @@ class InstalledSkill(Record):
 
 
 class SkillStore(AuditedStore):
-    """The installed skills of one deployment. `clock` returns Unix seconds."""
+    """The installed skills of one deployment."""
 
-    def __init__(
-        self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client = client
         self._deployment = deployment
         self._keys = keys
-        self._clock = clock
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
         """Return the tenant's skills by name, sorted. A skill that cannot be verified is logged and omitted. Raises
@@ -141,7 +138,7 @@ class SkillStore(AuditedStore):
             tool=tool,
             bundle_bytes=len(bundle),
             bundle_sha256=hashlib.sha256(bundle).hexdigest(),
-            installed_at=self._clock(),
+            installed_at=time.time(),
         )
         entry = self._entry(
             "skill.install",

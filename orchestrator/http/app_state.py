@@ -29,17 +29,16 @@ BURST_S = 2.0
 
 
 class RateLimiter:
-    """Allows each key `per_s` requests a second, and `burst` requests at once. `clock`: monotonic seconds."""
+    """Allows each key `per_s` requests a second, and `burst` requests at once."""
 
-    def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_s: float, burst: int) -> None:
         self._per_s = per_s
         self._burst = burst
-        self._clock = clock
         self._tokens: dict[str, tuple[float, float]] = {}
 
     def take(self, key: str) -> None:
         """Count one request of a key. Raises ApiProblem with Retry-After when the key exceeds its rate."""
-        now = self._clock()
+        now = time.monotonic()
         tokens, at = self._tokens.pop(key, (float(self._burst), now))
         tokens = min(float(self._burst), tokens + (now - at) * self._per_s)
         is_over = tokens < 1.0

@@ -16,24 +16,23 @@ A handle makes its calls with one API key, so each API key has its own entry.
 
 
 class SessionCache:
-    """Caches handles of open sessions in one process for FRESH_S seconds. `clock`: monotonic seconds.
+    """Caches handles of open sessions in one process for FRESH_S seconds.
 
     The session of a cached handle may already be closed. The caller calls `forget` when a call reports
     SESSION_NOT_FOUND.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._sessions: dict[Name, tuple[Session, float]] = {}
 
     async def find(self, name: Name, attach: Callable[[], Awaitable[Session]]) -> Session:
         """Return the cached handle, or a new handle from `attach`. Raises the errors of `attach`."""
         session, at = self._sessions.get(name, (None, 0.0))
-        if session is not None and self._clock() - at < FRESH_S:
+        if session is not None and time.monotonic() - at < FRESH_S:
             return session
         self.forget(name)
         session = await attach()
-        self._sessions[name] = (session, self._clock())
+        self._sessions[name] = (session, time.monotonic())
         while len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         return session

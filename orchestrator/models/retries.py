@@ -49,15 +49,13 @@ def is_retried_status(status: int) -> bool:
     return status in RETRIED_STATUSES or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
-def compute_backoff_s(policy: RetryPolicy, attempt: int, draw: Callable[[], float] = random.random) -> float:
+def compute_backoff_s(policy: RetryPolicy, attempt: int) -> float:
     """Return the seconds to wait after failed attempt number `attempt` (from 1): random between 0 and the exponential
     limit.
-
-    `draw` returns a number from 0 to 1.
     """
     # Limit the exponent, because 2 ** 2000 does not fit a float.
     exponent = min(attempt - 1, 64)
-    return draw() * min(policy.max_wait_s, policy.base_s * policy.factor**exponent)
+    return random.random() * min(policy.max_wait_s, policy.base_s * policy.factor**exponent)
 
 
 def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:

@@ -215,9 +215,9 @@ class StoreThreads:
     ends.
     """
 
-    def __init__(self, answer_s: float = ANSWER_S, at_once: int = _AT_ONCE) -> None:
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s
-        self._slots = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self, work: Callable[[], T], within_s: float | None = None) -> T:
         """Run blocking work in a thread, and return its result. Raises the errors of the work. Raises TimeoutError:

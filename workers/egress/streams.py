@@ -7,7 +7,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from toolcrew.workers.egress.allowances import ConnectionQuota
@@ -127,20 +127,19 @@ Work = Coroutine[Any, Any, None]
 class ActivityClock:
     """The times of a connection's start and of its last activity."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_at = self._active_at = clock()
+    def __init__(self) -> None:
+        self._began_at = self._active_at = time.monotonic()
 
     def record_activity(self) -> None:
-        self._active_at = self._clock()
+        self._active_at = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        return self._clock() - self._active_at
+        return time.monotonic() - self._active_at
 
     @property
     def age_s(self) -> float:
-        return self._clock() - self._began_at
+        return time.monotonic() - self._began_at
 
 
 async def watch(client: Stream, activity: ActivityClock, limits: ProxyLimits) -> None:

@@ -14,7 +14,7 @@ from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.web.addresses import AddressRules
 from toolcrew.workers.web.connections import build_tls
 from toolcrew.workers.web.limits import Deadline
-from toolcrew.workers.web.resolver import Resolver, SystemResolver
+from toolcrew.workers.web.resolver import SystemResolver
 
 LOST_SESSION = "[the server had lost its session: what earlier calls set up there is gone]"
 DISCOVERY_S = 15.0
@@ -74,12 +74,11 @@ class HttpSource:
 def build_http_sources(
     servers: Mapping[str, HttpEntry],
     settings: WebSettings,
-    resolver: Resolver | None = None,
     open_sessions: OpenSessions | None = None,
 ) -> tuple[HttpSource, ...]:
     """Return a source for every server. This function sends no request."""
     addresses, tls = AddressRules(settings.refuse_ranges, settings.nat64_prefix), build_tls()
     return tuple(
-        HttpSource(HttpServer(name, entry, addresses, resolver or SystemResolver(), tls), open_sessions)
+        HttpSource(HttpServer(name, entry, addresses, SystemResolver(), tls), open_sessions)
         for name, entry in servers.items()
     )

@@ -1,7 +1,6 @@
 """Limits of one call: sizes in bytes, durations in seconds, and one deadline over all steps."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
@@ -40,26 +39,25 @@ class Deadline:
     lookups, transfers and parsing.
     """
 
-    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, total_s: float) -> None:
         self.total_s = total_s
-        self._until = clock() + total_s
+        self._until = time.monotonic() + total_s
 
     def now(self) -> float:
-        return self._clock()
+        return time.monotonic()
 
     def remaining_s(self, step: str, at_most: float | None = None) -> float:
         """Return the seconds for a wait: more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT) when the
         deadline has passed; the message names the `step`.
         """
-        seconds = self._until - self._clock()
+        seconds = self._until - time.monotonic()
         if seconds <= 0:
             raise self.passed(step)
         return seconds if at_most is None else min(seconds, at_most)
 
     def is_within(self, seconds: float) -> bool:
         """Return whether a wait of `seconds` ends before the deadline."""
-        return self._clock() + seconds < self._until
+        return time.monotonic() + seconds < self._until
 
     def passed(self, step: str) -> ToolFailure:
         return ToolFailure(

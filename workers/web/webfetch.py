@@ -56,9 +56,9 @@ WEBFETCH_SPEC = ToolSpec(
 )
 
 
-def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> WorkerTool:
-    """Return webfetch_tool, which gets pages from `fetcher`. `extractor` None: a new one."""
-    reader = extractor or Extractor()
+def build_webfetch(fetcher: Fetcher) -> WorkerTool:
+    """Return webfetch_tool, which gets pages from `fetcher`."""
+    reader = Extractor()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         deadline = Deadline(min(arguments["timeout"], environment.context.timeout_s))

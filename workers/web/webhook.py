@@ -1,6 +1,5 @@
 """webhook.send: posts a notice to a URL of a tenant. The rules of webfetch_tool apply."""
 
-import ssl
 from typing import Any
 
 from toolcrew.contract.specs import ToolSpec
@@ -35,13 +34,11 @@ WEBHOOK_SPEC = ToolSpec(
 )
 
 
-def build_webhook(
-    resolver: Resolver, rules: WebAccessRules, limits: FetchLimits | None = None, tls: ssl.SSLContext | None = None
-) -> WorkerTool:
+def build_webhook(resolver: Resolver, rules: WebAccessRules) -> WorkerTool:
     """Return the tool. Redirects are not followed, and the body of the response is not read. With `check_only`, the
     tool only checks the URL, without a name lookup, so that a submission can refuse a URL that no delivery can reach.
     """
-    bounds, context = limits or FetchLimits(), tls or build_tls()
+    bounds, context = FetchLimits(), build_tls()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         deadline, target = Deadline(environment.context.timeout_s), parse_url(arguments["url"])

@@ -35,8 +35,7 @@ class _Source:
 
 class WorkspaceFiles:
     """Copies files between sandboxes and the store. `setting`: the value of TOOLCREW_WORKSPACE_STORE; None if it is not
-    set, so that hosts share no store. `max_bytes`: limit of one workspace, and of the artifacts of one session.
-    `memory`: the budget of all archives.
+    set, so that hosts share no store. `memory`: the budget of all archives.
 
     All methods raise SandboxUnavailable when the store fails or the sandbox is lost.
     """
@@ -45,14 +44,12 @@ class WorkspaceFiles:
         self,
         store: ArchiveStore,
         setting: str | None,
-        max_bytes: int = MAX_WORKSPACE_BYTES,
         *,
         memory: MemoryBudget | None = None,
     ) -> None:
         self._store = store
         self._memory = memory or MemoryBudget()
         self._setting = setting
-        self._max_bytes = max_bytes
 
     async def load(self, tenant: str, workspace: str, sandbox: PackingGuest) -> None:
         """Unpack a file of the tenant, an archive or a git bundle, into the empty workspace of a sandbox. `workspace`:
@@ -63,10 +60,10 @@ class WorkspaceFiles:
         self._check_shared()
         with _report_errors(workspace):
             source = await self._open(tenant, workspace)
-            if source.size > self._max_bytes:
+            if source.size > MAX_WORKSPACE_BYTES:
                 raise ToolFailure(
                     ErrorCode.FILE_TOO_LARGE,
-                    f"the workspace {workspace[:200]} has {source.size} bytes, and the limit is {self._max_bytes}: "
+                    f"the workspace {workspace[:200]} has {source.size} bytes, and the limit is {MAX_WORKSPACE_BYTES}: "
                     "give a smaller one",
                 )
             async with (
@@ -87,7 +84,7 @@ class WorkspaceFiles:
                 ErrorCode.INVALID_ARGUMENTS, "the id of the file is invalid: use the id that the upload returned"
             )
         self._check_shared()
-        packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
+        packing = Packing(sandbox, pack_list(names, _FOLDER), MAX_WORKSPACE_BYTES)
         with _report_errors(file):
             async with (
                 asyncio.timeout(WHOLE_S),
