@@ -22,6 +22,7 @@ from toolcrew.contract.envelope import decode_call
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, RefusalReason, ToolcrewError
 from toolcrew.contract.hosts import DRAIN_ORDER, holder_name
 from toolcrew.contract.signing import SigningKeys
+from toolcrew.store.calls import WorkerCallStore
 from toolcrew.store.hosts import WorkerControlStore
 from toolcrew.workers.interrupts import END_SIGNAL, CancelBoard
 from toolcrew.workers.sandbox_client import SandboxClient, sandbox_id
@@ -154,14 +155,6 @@ class ControlListener:
             self._slots.release()
 
 
-class CancelLedger(Protocol):
-    """Records which calls may start, and which process runs each call (WorkerCallStore of store/calls.py)."""
-
-    def forbid(self, tenant: str, call_id: str) -> bool: ...
-
-    def holder(self, tenant: str, call_id: str) -> str | None: ...
-
-
 class SandboxOrders:
     """Runs `session.cancel` (argument `call_id`) and `session.close` for sessions of this host.
 
@@ -171,7 +164,7 @@ class SandboxOrders:
     verbs = frozenset({"session.cancel", "session.close"})
     needs_session = True
 
-    def __init__(self, open_sandboxd: Callable[[], SandboxClient], ledger: CancelLedger) -> None:
+    def __init__(self, open_sandboxd: Callable[[], SandboxClient], ledger: WorkerCallStore) -> None:
         self._open_sandboxd = open_sandboxd
         self._ledger = ledger
 
@@ -200,7 +193,7 @@ class PoolOrders:
     def __init__(
         self,
         orders: WorkerControlStore,
-        ledger: CancelLedger,
+        ledger: WorkerCallStore,
         board: CancelBoard,
         worker: str,
         end_process: Callable[[int], bool] | None = None,

@@ -4,10 +4,10 @@ and whether the file is a row file of the batch.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.orchestrator.batches.rows import MAX_ROW_BYTES, Row, parse_row
@@ -18,10 +18,8 @@ file.
 """
 
 
-class RowCheck(Protocol):
-    """Returns whether a row with that id and run belongs to the batch of the file."""
-
-    def __call__(self, custom_id: str, run: str, /) -> bool: ...
+RowCheck = Callable[[str, str], bool]
+"""Returns whether a row with that id and run belongs to the batch of the file."""
 
 
 @dataclass

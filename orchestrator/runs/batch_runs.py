@@ -75,7 +75,7 @@ class RowPaths:
 
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
         """Open the files. Called before the batch starts. Raises ConfigError: a path cannot be written."""
-        return RowFiles.open(self.output, self.failures, lambda custom_id, run, /: belongs(custom_id, run))
+        return RowFiles.open(self.output, self.failures, belongs)
 
 
 class BatchRuns:
