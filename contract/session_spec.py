@@ -26,7 +26,7 @@ DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: the default, and the maximum."""
 TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 WorkspaceName = Annotated[str, Field(min_length=1, max_length=4096)]
-"""A file of the store (store/archives/files.py), or a path on the machine of the orchestrator."""
+"""A file of the store (contract/file_ids.py), or a path on the machine of the orchestrator."""
 CHECKPOINT_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
 CheckpointId = Annotated[str, Field(pattern=CHECKPOINT_PATTERN)]
 """The id of a checkpoint in a request, a line of a batch or a call."""

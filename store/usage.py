@@ -17,10 +17,10 @@ from typing import Any, Literal
 from toolcrew.contract.calls import SessionUsage
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import KEEP_S
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import location_key, tenant_key
 from toolcrew.contract.session_spec import MAX_TTL_S
-from toolcrew.store.archives.files import KEEP_S
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.scripts import Script
 

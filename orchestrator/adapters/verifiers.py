@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
+from toolcrew.contract.file_ids import is_stored
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
@@ -37,7 +38,6 @@ from toolcrew.orchestrator.runs.grading import (
 )
 from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.archives.files import is_stored
 from toolcrew.store.batches import BatchItem, Grader, RunBody
 
 __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]

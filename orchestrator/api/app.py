@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES
 from toolcrew.orchestrator.api import (
     approvals,
     audit,
@@ -38,7 +39,6 @@ from toolcrew.orchestrator.api.idempotency import Idempotency
 from toolcrew.orchestrator.http.app_state import ConnectedWork
 from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, BodyLimit, BodyLimits
 from toolcrew.orchestrator.http.problems import Problem
-from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
 
 VERSION = "v1"
 BATCH_BYTES = 200 * 1024 * 1024

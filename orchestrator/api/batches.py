@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import TenantStore, is_file_id
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.contract.session_spec import SandboxOptions, pick_options
 from toolcrew.contract.strict_json import InvalidJson, parse_object
@@ -29,7 +30,6 @@ from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
-from toolcrew.store.archives.files import TenantStore, is_file_id
 from toolcrew.store.audit import entry_text
 from toolcrew.store.batches import BatchDefaults, MaxIterations, MaxTokens, MaxWallS, RunLimits
 from toolcrew.store.idempotency import KEEP_S

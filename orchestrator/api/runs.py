@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Identifier, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import is_file_id
 from toolcrew.contract.json_limits import is_deeper
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import SessionOptions, WorkspaceName
@@ -28,7 +29,6 @@ from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import RunView, view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
-from toolcrew.store.archives.files import is_file_id
 from toolcrew.store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from toolcrew.store.run_events import parse_id
 from toolcrew.store.run_records import DurableRunState

@@ -5,8 +5,8 @@ Security: a submitter must not read or write files of the machines on which the 
 
 from collections.abc import Iterator
 
+from toolcrew.contract.file_ids import is_stored
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from toolcrew.store.archives.files import is_stored
 from toolcrew.store.batches import BatchItem
 
 WORKSPACE = (

@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.file_ids import NO_STORE, TenantStore, is_stored
 from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
 from toolcrew.orchestrator.dispatch.workspace_sources import find_source_kind, load_source
-from toolcrew.store.archives.files import NO_STORE, TenantStore, is_stored
 from toolcrew.store.batches import BatchItem, Grader, ItemEnvironment
 
 _HEAD_BYTES = 1024 * 1024

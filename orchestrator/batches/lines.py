@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ErrorCode, OperatorError
+from toolcrew.contract.file_ids import TenantStore
 from toolcrew.contract.invalid_input import MAX_EXPLAINED, InvalidPart, explain_errors, format_path
 from toolcrew.contract.strict_json import InvalidJson, parse_object
 from toolcrew.orchestrator.batches.environments import EnvironmentChecker
@@ -29,7 +30,6 @@ from toolcrew.orchestrator.batches.line_shapes import (
     build_item,
     name_samples,
 )
-from toolcrew.store.archives.files import TenantStore
 from toolcrew.store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
 MANY_VALUES = 64

@@ -8,10 +8,7 @@ from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_ki
 from toolcrew.contract.calls import Record
 from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from toolcrew.contract.settings import OrchestratorSettings
-from toolcrew.store.archives.base import ArchiveStore, NotStored, in_pieces
-from toolcrew.store.archives.choice import open_client_store
-from toolcrew.store.archives.files import (
+from toolcrew.contract.file_ids import (
     KEEP_S,
     MAX_WORKSPACE_BYTES,
     NO_STORE,
@@ -20,6 +17,9 @@ from toolcrew.store.archives.files import (
     is_upload,
     new_file_id,
 )
+from toolcrew.contract.settings import OrchestratorSettings
+from toolcrew.store.archives.base import ArchiveStore, NotStored, in_pieces
+from toolcrew.store.archives.choice import open_client_store
 from toolcrew.store.stored_bytes import StoredBytes, UploadReservation
 from toolcrew.store.usage import StoredChange
 

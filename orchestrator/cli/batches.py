@@ -13,6 +13,7 @@ from rich.console import Console
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ConfigError, ToolcrewError
+from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
@@ -50,7 +51,6 @@ from toolcrew.orchestrator.runs.batches import check_batch_id, new_batch_id
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.terminal.commands import build_command, build_resubmission
 from toolcrew.orchestrator.terminal.output import escape_controls
-from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
 from toolcrew.store.batches import BatchDefaults
 
 batches_app = typer.Typer(no_args_is_help=True)

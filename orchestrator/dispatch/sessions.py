@@ -29,6 +29,7 @@ from toolcrew.contract.errors import (
     SandboxUnavailable,
     ToolFailure,
 )
+from toolcrew.contract.file_ids import is_stored
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
 from toolcrew.contract.session_locations import MAX_FORKS
@@ -42,7 +43,6 @@ from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
 from toolcrew.orchestrator.dispatch.workspace_sources import load_source
 from toolcrew.store.api_keys import Credential
-from toolcrew.store.archives.files import is_stored
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.read_memory import Reservation, read_memory
 

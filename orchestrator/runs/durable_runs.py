@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import TenantStore
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import CallFinished, ModelReplied, RunEvent
@@ -38,7 +39,6 @@ from toolcrew.orchestrator.runs.run_forks import (
 )
 from toolcrew.orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
 from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
-from toolcrew.store.archives.files import TenantStore
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.batches import (
     NO_BATCH,

@@ -19,7 +19,7 @@ from tests.support.cli.command_server import run_toolcrew
 from tests.support.sandboxd.archives import build_tar
 from tests.support.stack.api_stack import ApiStack, read_events, read_until, store_settings
 from tests.support.stack.waiting import SOON_S
-from toolcrew.store.archives.files import MAX_WORKSPACE_BYTES
+from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES
 
 pytestmark = pytest.mark.stack
 

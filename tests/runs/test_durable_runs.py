@@ -19,6 +19,7 @@ from tests.support.runs.durable_run_harness import ECHO, DurableRunFactory, Dura
 from tests.support.runs.item_harness import echo_then, fail_with
 from tests.support.runs.run_harness import build_outcome
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import new_file_id
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import TenantPolicy
@@ -29,7 +30,6 @@ from toolcrew.orchestrator.runs.batches import Batches
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.store import run_log, run_queue, run_store, stored_runs
-from toolcrew.store.archives.files import new_file_id
 from toolcrew.store.audit import Actor, Audit
 from toolcrew.store.batches import NO_BATCH, BatchItem, ItemEnvironment, RunBody
 from toolcrew.store.run_log import MAX_TRANSCRIPT_BYTES

@@ -1,5 +1,5 @@
 """Checkpoints: archives of a tenant's sessions in a store, by random ids that only their tenant can use. The same store
-also has the tenant's uploads and artifacts (store/archives/files.py).
+also has the tenant's uploads and artifacts (contract/file_ids.py).
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.file_ids import KEEP_S, file_created_at, is_file_id
 from toolcrew.store.archives.base import ArchiveStore, NotStored
-from toolcrew.store.archives.files import KEEP_S, file_created_at, is_file_id
 from toolcrew.workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
 from toolcrew.workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
 from toolcrew.workers.sandboxd.budgets import MemoryBudget

@@ -1,4 +1,4 @@
-"""Files of a tenant in the store: uploads and artifacts by their ids, and locations that a workspace may name."""
+"""Ids of the files of a tenant: uploads and artifacts, and locations that a workspace may name."""
 
 import re
 import secrets
