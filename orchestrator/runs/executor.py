@@ -76,17 +76,15 @@ time, so that its result covers the whole log.
 """
 
 
-Guard = Callable[
-    [RunClaim, BatchDefaults, OnEvent, Callable[[OnEvent], Awaitable[ItemOutcome]]], Awaitable[ItemOutcome | Failure]
-]
-"""Awaits the last argument, which executes the item and reports to the given listener, and returns its outcome.
-Returns a failure instead for an item that this process must not execute, or not any longer.
+Execute = Callable[[OnEvent], Awaitable[ItemOutcome]]
+"""Executes one item, reports its events to the given listener, and returns its outcome."""
+Guard = Callable[[RunClaim, BatchDefaults, OnEvent, Execute], Awaitable[ItemOutcome | Failure]]
+"""Executes an item with the last argument. Returns a failure instead for an item that this process must not execute, or
+not any longer.
 """
 
 
-async def allow_all(
-    _claim: RunClaim, _defaults: BatchDefaults, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
-) -> ItemOutcome | Failure:
+async def allow_all(_claim: RunClaim, _: BatchDefaults, on_event: OnEvent, execute: Execute) -> ItemOutcome | Failure:
     """Execute every item: the guard of a process that executes only runs of its own user."""
     return await execute(on_event)
 
@@ -98,10 +96,10 @@ class RunExecutor:
     `work` returns an outcome, or raises RunDeferred when the run has to wait. The caller cancels `work` when this
     process no longer owns the run.
 
-    `traces` None: write no traces. `publisher`: publishes the events of durable runs; None: publish none. `on_event`:
-    also receives every published event. `approver`: decides about the calls of every run; None: the defaults of the
-    batch choose between the client's approver and people. `sent_calls`: records the running calls of runs in sessions
-    that existed before them. `priority`: priority of the items' calls.
+    `traces` None: write no traces. `publisher`: publishes the events of durable runs; None: publish none. `listeners`:
+    return further listeners for the events of a run's agent. `approver`: decides about the calls of every run; None:
+    the defaults of the batch choose between the client's approver and people. `sent_calls`: the running calls of runs
+    in sessions that existed before them. `priority`: priority of the items' calls.
 
     The gate makes runs wait while their endpoint is down; the slots limit the runs of this process. The code that
     claims runs checks both first.
@@ -112,7 +110,7 @@ class RunExecutor:
     models: Models
     traces: Traces | None = None
     publisher: RunEventPublisher | None = None
-    on_event: OnEvent = lambda _: None
+    listeners: Sequence[Callable[[RunClaim], OnEvent]] = ()
     guard: Guard = allow_all
     approver: Approver | None = None
     sent_calls: SentCalls | None = None
@@ -422,13 +420,12 @@ class RunExecutor:
     @asynccontextmanager
     async def _listen(self, claim: RunClaim, on_event: OnEvent) -> AsyncIterator[OnEvent]:
         """Yield the listener for a run's events. Publish the events of a durable run."""
-        if self.sent_calls is not None:
-            on_event = pass_to(on_event, self.sent_calls.watch(claim))
+        on_event = pass_to(on_event, *(listen(claim) for listen in self.listeners))
         if claim.record.batch != NO_BATCH or self.publisher is None:
             yield on_event
             return
         async with self.publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
-            yield pass_to(on_event, self.on_event, buffer.on_event)
+            yield pass_to(on_event, buffer.on_event)
 
     async def _send_single_call(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent

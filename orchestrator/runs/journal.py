@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
@@ -37,68 +37,9 @@ from toolcrew.store.usage import ReplySpending
 E = TypeVar("E", bound=RunEvent)
 
 
-class RunJournal(Protocol):
-    """Journal of a run: what the run may use again, and what it writes down."""
-
-    is_durable: bool
-    """True if another process can continue the run from the journal."""
-
-    @property
-    def is_catching_up(self) -> bool:
-        """Return whether the current reply comes from the journal. An earlier process may have sent the calls of such a
-        reply.
-        """
-        ...
-
-    def next_reply(self) -> tuple[Chunk, ...] | None:
-        """Return the next reply of the journal; None if there are no more replies and the model must be asked."""
-        ...
-
-    def check_session(self) -> None:
-        """Raise SandboxUnavailable if a call found that the run's session no longer exists. Later replies of the model
-        would rely on lost files.
-        """
-        ...
-
-    async def record_reply(self, chunks: list[Chunk], spending: ReplySpending) -> tuple[Chunk, ...] | None:
-        """Log a complete reply of the model, and count `spending` in the same step. Return the logged reply if it is
-        not read in the same way as these chunks; None otherwise.
-        """
-        ...
-
-    def review_of(self, call: str) -> ToolCall | ToolResult | None:
-        """Return the logged decision about a call: the approved call, or the result that refuses the call. None if
-        there is no decision. `call`: the id of the call.
-        """
-        ...
-
-    async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
-        """Log the decision about a call: the approved call, or the result that refuses the call."""
-        ...
-
-    def result_of(self, call: str) -> ToolResult | None:
-        """Return the logged result of a call; None if the call has not finished."""
-        ...
-
-    async def record_result(self, result: ToolResult) -> None:
-        """Log the result of a call."""
-        ...
-
-    def sent_since(self, call: str) -> float | None:
-        """Return the earliest time at which an earlier process may have sent the call, in Unix seconds.
-
-        Returns None if no earlier process can have sent the call.
-        """
-        ...
-
-    def now(self) -> float:
-        """Return the current time in Unix seconds, from the same clock as `sent_since`."""
-        ...
-
-
 class MemoryJournal:
-    """Journal of a run that ends with its process. It keeps nothing, because nothing is replayed. `count`: adds to the
-    usage of the run's tenant.
+    """Journal of a run that ends with its process: a Journal that keeps nothing, because nothing is replayed. `count`:
+    adds to the usage of the run's tenant.
     """
 
     is_durable = is_catching_up = False
@@ -146,6 +87,7 @@ class Journal:
     """
 
     is_durable = True
+    """Whether another process can continue the run from the journal."""
 
     def __init__(
         self, run_log: RunLog, on_taken: Callable[[], object], clock: Callable[[], float] | None = None
@@ -191,7 +133,9 @@ class Journal:
         return self._log.has_grown
 
     def check_session(self) -> None:
-        """Raise SandboxUnavailable if a call found that the run's session no longer exists."""
+        """Raise SandboxUnavailable if a call found that the run's session no longer exists. Later replies of the model
+        would rely on lost files.
+        """
         results = (event.result for event in self._log.entries if isinstance(event, CallFinished))
         if any(result.error_code is ErrorCode.SESSION_NOT_FOUND for result in results):
             raise SandboxUnavailable(
@@ -289,12 +233,15 @@ class Journal:
         return event
 
     async def record_reply(self, chunks: list[Chunk], spending: ReplySpending) -> tuple[Chunk, ...] | None:
-        """Log a complete reply, as `RunJournal.record_reply` describes."""
+        """Log a complete reply of the model, and count `spending` in the same step. Return the logged reply if it is
+        not read in the same way as these chunks; None otherwise.
+        """
         reply, is_changed = build_logged_reply(chunks)
         await self.record(ModelReplied, spending, chunks=reply)
         return reply if is_changed else None
 
     async def record_result(self, result: ToolResult) -> None:
+        """Log the result of a call."""
         await self.record(CallFinished, result=result)
 
     async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
@@ -342,6 +289,9 @@ class Journal:
     def _wall_s(self) -> float:
         """Return the working time of the run, in seconds, including the time of earlier processes."""
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
+
+
+RunJournal = Journal | MemoryJournal
 
 
 def build_logged_reply(chunks: list[Chunk]) -> tuple[tuple[Chunk, ...], bool]:

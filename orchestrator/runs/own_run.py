@@ -67,7 +67,7 @@ class OwnRuns:
                 models,
                 self._traces,
                 publisher,
-                on_event,
+                (lambda _: on_event,),
                 # This program may ask at the terminal.
                 approver=self._builder.reviewer.approver,
                 priority="interactive",

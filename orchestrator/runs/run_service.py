@@ -3,7 +3,7 @@ process of the API.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from toolcrew.orchestrator.models.choice import LOCAL
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.batch_runs import until_first
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
-from toolcrew.orchestrator.runs.executor import RunExecutor
+from toolcrew.orchestrator.runs.executor import Execute, RunExecutor
 from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.outcomes import judge_error
 from toolcrew.orchestrator.runs.run_gate import RunDeferred
@@ -75,8 +75,11 @@ def build_service_executor(
     publisher: RunEventPublisher | None,
 ) -> RunExecutor:
     """Return an executor of items of any tenant."""
-    guard = ServiceGuard(models)
-    return RunExecutor(pool, builder, models, traces, publisher, guard=guard, sent_calls=SentCalls())
+    sent_calls = SentCalls()
+    listeners = (sent_calls.watch,)
+    return RunExecutor(
+        pool, builder, models, traces, publisher, listeners, guard=ServiceGuard(models), sent_calls=sent_calls
+    )
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,7 @@ class ServiceGuard:
     models: Models
 
     async def __call__(
-        self,
-        claim: RunClaim,
-        defaults: BatchDefaults,
-        on_event: OnEvent,
-        execute: Callable[[OnEvent], Awaitable[ItemOutcome]],
+        self, claim: RunClaim, defaults: BatchDefaults, on_event: OnEvent, execute: Execute
     ) -> ItemOutcome | Failure:
         """Execute the item, or refuse it, and log its start and end."""
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
@@ -158,11 +157,7 @@ class ServiceGuard:
         return outcome
 
     async def _check_item(
-        self,
-        claim: RunClaim,
-        defaults: BatchDefaults,
-        on_event: OnEvent,
-        execute: Callable[[OnEvent], Awaitable[ItemOutcome]],
+        self, claim: RunClaim, defaults: BatchDefaults, on_event: OnEvent, execute: Execute
     ) -> ItemOutcome | Failure:
         """Refuse items that a service must not execute. Execute all other items."""
         work = claim.record.item.work
@@ -181,9 +176,7 @@ class ServiceGuard:
             return judge_error(error)
 
 
-async def _execute_while_served(
-    claim: RunClaim, on_event: OnEvent, execute: Callable[[OnEvent], Awaitable[ItemOutcome]]
-) -> ItemOutcome | Failure:
+async def _execute_while_served(claim: RunClaim, on_event: OnEvent, execute: Execute) -> ItemOutcome | Failure:
     """Execute the item, but end it when its tenant is removed.
 
     Without this check, each call would fail and the model would be asked about the failures until a limit is reached.
