@@ -24,13 +24,13 @@ from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
 from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.api_keys import ApiKeys
-from toolcrew.store.batches import RunBody
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_events import run_events_key
 from toolcrew.store.tenants import RedisTenants

@@ -21,6 +21,7 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.batches.progress import BatchProgress
 from toolcrew.orchestrator.batches.row_files import RowFiles
@@ -31,14 +32,7 @@ from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.run_slots import RunSlots
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.store.batches import (
-    BatchDefaults,
-    BatchItem,
-    BatchRecord,
-    BatchState,
-    ItemOutcome,
-    RunBody,
-)
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_events import BatchEventReader
 from toolcrew.store.run_queue import RunClaim, RunQueue

@@ -35,6 +35,7 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.image_names import ImageNameText, ImagePatternText
 from toolcrew.contract.invalid_input import explain_error
 from toolcrew.contract.masking import SECRET_NAME, Masker, secrets_of_settings
+from toolcrew.contract.run_spec import DialectName
 from toolcrew.contract.tenant_classes import TenantClass
 
 PREFIX = "TOOLCREW_"
@@ -221,7 +222,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """The name of the model at `OPENAI_BASE_URL`, or of a model endpoint (docs/agents.md). Without that URL, `local`
     and `scripted` name models that toolcrew ships. A batch team changes it for each experiment.
     """
-    dialect: Literal["native", "tags", "json", "auto"] | None = None
+    dialect: DialectName | None = None
     """The format in which the model writes tool calls; `auto`: the best format that the model can write
     (docs/agents.md). Without a value: `auto` for small models, `native` for others. A batch team changes it for a model
     without native tool calls.

@@ -15,7 +15,7 @@ from tests.support.api.page_harness import Visitors, World, open_browser  # noqa
 from tests.support.runs.batch_events import Attempt  # noqa: E402
 from tests.support.stack.stack import open_redis_server  # noqa: E402
 from toolcrew.contract.run_events import FailureKind  # noqa: E402
-from toolcrew.store.batches import RunBody  # noqa: E402
+from toolcrew.contract.run_spec import RunBody  # noqa: E402
 from toolcrew.store.connection import open_redis  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"

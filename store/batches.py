@@ -7,7 +7,7 @@ and which files are written.
 import json
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -15,7 +15,8 @@ from toolcrew.contract.calls import CallUsage, Record
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import tenant_key
 from toolcrew.contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
+from toolcrew.contract.run_spec import ItemEnvironment, ModelChoice, RunBody, RunLimits
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.webhooks import parse_delivery
@@ -67,56 +68,6 @@ MAX_ID_CHARS = 256
 MAX_ITEMS = 50_000
 MAX_INPUT_BYTES = 200 * 1024 * 1024
 RUNS_URL, CALLS_URL, CHAT_URL = "/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"
-
-
-MaxIterations = Annotated[int, Field(ge=1, le=10_000)]
-MaxWallS = Annotated[float, Field(gt=0, le=30 * 86_400)]
-MaxTokens = Annotated[int, Field(ge=1, le=2**53)]
-MaxCost = Annotated[float, Field(gt=0, le=1e12)]
-
-
-class RunLimits(Record):
-    """The limits of an item's run. None: the limit of the batch applies, or else the default of ReActOptions.
-    `enable_tool_action_parsing` False: tags in the text of replies are no calls.
-    """
-
-    max_iterations: int | None = Field(default=None, ge=1)
-    tool_timeout_s: float | None = Field(default=None, gt=0)
-    max_wall_s: float | None = Field(default=None, gt=0)
-    max_tokens: int | None = Field(default=None, gt=0)
-    max_cost: float | None = Field(default=None, gt=0)
-    enable_tool_action_parsing: bool | None = Field(default=None, exclude_if=lambda reads: reads is None)
-
-
-class ItemEnvironment(SessionSpec):
-    """The environment of an item: its own session, or an open session. `artifacts`: patterns below /workspace of files
-    to copy out at the end. `session`: an open session of the tenant, which stays open; the options of a new session are
-    then not used.
-    """
-
-    artifacts: tuple[str, ...] = ()
-    session: str | None = Field(default=None, exclude_if=lambda session: session is None)
-
-
-class RunBody(Record):
-    """An agent run. `history`: messages before the instruction, in the OpenAI format. `tools` None: all tools that
-    suit the model. `keep_states`: keep the state of the session before each request to the model, so that the run can
-    be forked there.
-    """
-
-    instruction: str = Field(min_length=1)
-    history: tuple[dict[str, JsonValue], ...] = ()
-    model: str | None = None
-    dialect: Literal["native", "tags", "json", "auto"] | None = None
-    profile: Literal["small", "standard", "auto"] | None = Field(
-        default=None, exclude_if=lambda profile: profile is None
-    )
-    tools: tuple[str, ...] | None = None
-    limits: RunLimits = RunLimits()
-    sampling: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields that are added unchanged to every request to the model (`ModelRequest.extra`)."""
-    keep_states: bool = Field(default=False, exclude_if=lambda keeps: not keeps)
-
 
 ARTIFACTS_FOLDER = "/output/artifacts"
 """The folder of the artifacts in a grader's sandbox."""
@@ -214,14 +165,11 @@ class BatchState(StrEnum):
     COMPLETED = "completed"
 
 
-class BatchDefaults(Record):
+class BatchDefaults(ModelChoice):
     """Values for the lines of a batch that do not set them. `retries`: how often an item is restarted after an
     infrastructure failure.
     """
 
-    model: str | None = None
-    dialect: str | None = None
-    profile: str | None = Field(default=None, exclude_if=lambda profile: profile is None)
     limits: RunLimits = RunLimits()
     prompt_price: float | None = Field(default=None, ge=0)
     completion_price: float | None = Field(default=None, ge=0)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StepStarted as StepStarted,
         parse_event as parse_event,
     )
+    from toolcrew.contract.run_spec import RunBody as RunBody
     from toolcrew.contract.session_spec import SandboxOptions as SandboxOptions
     from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig as ToolcrewSandboxConfig
     from toolcrew.orchestrator.adapters.langchain import as_langchain_tools as as_langchain_tools
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     )
     from toolcrew.contract.settings import load_settings as load_settings
     from toolcrew.orchestrator.traces.reading import load_trace as load_trace
-    from toolcrew.store.batches import RunBody as RunBody
     from toolcrew.workers.custom.testing import LocalWorker as LocalWorker
     from toolcrew.workers.seed_names import (
         BashTool as BashTool,
@@ -121,10 +121,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "workers.custom.testing": ("LocalWorker",),
     # Runs and their events.
     "contract.run_events": ("CallFinished", "CallStarted", "RunEvent", "StepStarted", "parse_event"),
+    "contract.run_spec": ("RunBody",),
     "orchestrator.loop.agent": ("Agent", "ReActStrategy", "RunResult"),
     "orchestrator.loop.limits": ("ReActOptions",),
     "orchestrator.traces.reading": ("load_trace",),
-    "store.batches": ("RunBody",),
     # Batches.
     "orchestrator.batches.displays": ("JsonLines",),
     "orchestrator.batches.lines": ("load_lines",),

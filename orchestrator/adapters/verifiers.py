@@ -19,6 +19,7 @@ from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ConfigError, ModelUnavailable, OperatorError, ToolFailure
 from toolcrew.contract.file_ids import is_stored
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, Grade, RunEvent
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.lines import load_lines
@@ -38,7 +39,7 @@ from toolcrew.orchestrator.runs.grading import (
 )
 from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.batches import BatchItem, Grader, RunBody
+from toolcrew.store.batches import BatchItem, Grader
 
 __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]
 

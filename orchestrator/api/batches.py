@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +16,7 @@ from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import TenantStore, is_file_id
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.run_spec import CommonLimits, ModelChoice, RunLimits
 from toolcrew.contract.session_spec import SandboxOptions, pick_options
 from toolcrew.contract.strict_json import InvalidJson, parse_object
 from toolcrew.contract.webhooks import MAX_URL_CHARS, Webhook
@@ -26,12 +27,11 @@ from toolcrew.orchestrator.api.piece_responses import PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from toolcrew.orchestrator.batches.rows import build_row, build_row_line
-from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
 from toolcrew.store.audit import entry_text
-from toolcrew.store.batches import BatchDefaults, MaxIterations, MaxTokens, MaxWallS, RunLimits
+from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.idempotency import KEEP_S
 from toolcrew.store.tenant_threads import in_tenant_thread
 
@@ -75,8 +75,10 @@ class SubmittedBatch(BatchStatus):
     warnings: list[str]
 
 
-class BatchOptions(SandboxOptions):
-    """Options that apply to all lines. The sizes and `user` apply only to lines that do not set them."""
+class BatchOptions(ModelChoice, SandboxOptions, CommonLimits):
+    """Options that apply to all lines. The model, the sizes, `user` and the limits apply only to lines that do not set
+    them.
+    """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -86,20 +88,6 @@ class BatchOptions(SandboxOptions):
     """The name that lists of batches show."""
     concurrency: int | None = Field(default=None, ge=1, le=10_000)
     """Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new batch."""
-    model: str | None = Field(default=None, max_length=256)
-    """The model for lines that name no model."""
-    dialect: Literal["native", "tags", "json", "auto"] | None = None
-    """The format of tool calls, for lines that name no format."""
-    profile: ProfileName | None = None
-    """The tools and texts for the model. Default: `auto`."""
-    max_iterations: MaxIterations | None = None
-    """Limit of model replies per item, for lines that set none."""
-    max_wall_s: MaxWallS | None = None
-    """Seconds that an item may run, without its setup."""
-    max_tokens: MaxTokens | None = None
-    """Prompt and completion tokens that an item may use."""
-    enable_tool_action_parsing: bool | None = None
-    """False: tags in the text of replies are no calls, for lines that do not set it."""
     retries: int = Field(default=2, ge=0, le=20)
     """New attempts of an item after infrastructure failures."""
     webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)

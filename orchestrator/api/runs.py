@@ -4,15 +4,23 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Identifier, pick_fields
+from toolcrew.contract.calls import Identifier, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import is_file_id
 from toolcrew.contract.json_limits import is_deeper
+from toolcrew.contract.run_spec import (
+    CommonLimits,
+    ItemEnvironment,
+    ModelChoice,
+    RunBody,
+    RunLimits,
+    ToolTimeoutS,
+)
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import SessionOptions, WorkspaceName
 from toolcrew.contract.webhooks import Webhook
@@ -25,11 +33,9 @@ from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS
 from toolcrew.orchestrator.batches.lines import MAX_DEPTH
-from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import RunView, view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
-from toolcrew.store.batches import ItemEnvironment, MaxIterations, MaxTokens, MaxWallS, RunBody, RunLimits
 from toolcrew.store.run_events import parse_id
 from toolcrew.store.run_records import DurableRunState
 from toolcrew.store.tenant_threads import in_tenant_thread
@@ -47,13 +53,11 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-class NewRun(SessionOptions):
+class NewRun(ModelChoice, SessionOptions, CommonLimits):
     """A new run. `history`: earlier messages, in the format of OpenAI's chat API.
 
-    `model`, `dialect` (format of tool calls) and `profile` (texts for small or standard models) null: the values of the
-    orchestrator. `max_iterations`: model replies. `tool_timeout_s`: seconds per call. `max_wall_s`: seconds of the run
-    without its setup. `max_tokens`: prompt and completion tokens. `enable_tool_action_parsing` false: tags in the text
-    of replies are no calls. `priority`: runs with a higher priority start first.
+    `model`, `dialect` and `profile` null: the values of the orchestrator. `tool_timeout_s`: seconds per call.
+    `priority`: runs with a higher priority start first.
 
     `session`: an open session for the run. Without `session`, the run opens its own session with `image`,
     `network`, sizes, user and `tool_config` as in POST /v1/sessions, and the files of `workspace` or `restore`.
@@ -66,18 +70,11 @@ class NewRun(SessionOptions):
 
     instruction: str = Field(min_length=1, max_length=1024 * 1024)
     history: list[dict[str, Any]] = Field(default_factory=list, max_length=1000)
-    model: str | None = Field(default=None, min_length=1, max_length=256)
-    dialect: Literal["native", "tags", "json", "auto"] | None = None
-    profile: ProfileName | None = None
     tools: list[str] | None = Field(default=None, max_length=200)
     session: Identifier | None = None
     workspace: WorkspaceName | None = None
     artifacts: list[str] = Field(default_factory=list, max_length=MAX_PATTERNS)
-    max_iterations: MaxIterations | None = None
-    tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
-    max_wall_s: MaxWallS | None = None
-    max_tokens: MaxTokens | None = None
-    enable_tool_action_parsing: bool | None = None
+    tool_timeout_s: ToolTimeoutS | None = None
     keep_states: bool = False
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     priority: int = Field(default=0, ge=-100, le=100)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, Identifier, pick_fields
 from toolcrew.contract.image_names import ImageText
+from toolcrew.contract.run_spec import ItemEnvironment, ModelChoice, RunBody, RunLimits
 from toolcrew.contract.session_spec import SandboxOptions, SessionOptions, WorkspaceName, pick_options
-from toolcrew.orchestrator.dialects.profiles import ProfileName
 from toolcrew.store.batches import (
     ARTIFACTS_FOLDER,
     CALLS_URL,
@@ -21,13 +21,6 @@ from toolcrew.store.batches import (
     BatchItem,
     CallBody,
     Grader,
-    ItemEnvironment,
-    MaxCost,
-    MaxIterations,
-    MaxTokens,
-    MaxWallS,
-    RunBody,
-    RunLimits,
 )
 
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -68,15 +61,8 @@ class OpenAILine(Shape):
     body: dict[str, Json]
 
 
-class LimitFields(Shape):
-    """Fields of a line that limit a run: steps, time, tokens, cost, and whether tags in replies are calls."""
-
-    max_iterations: MaxIterations | None = None
-    tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
-    max_wall_s: MaxWallS | None = None
-    max_tokens: MaxTokens | None = None
-    max_cost: MaxCost | None = None
-    enable_tool_action_parsing: bool | None = None
+class LimitFields(RunLimits, Shape):
+    """Field `limits` of a line."""
 
 
 class GraderFields(SandboxOptions, Shape):
@@ -149,15 +135,12 @@ class EnvironmentFields(SessionOptions, Shape):
         return pick_fields(ItemEnvironment, self)
 
 
-class RunFields(EnvironmentFields):
+class RunFields(EnvironmentFields, ModelChoice):
     """Fields of an agent run in a line."""
 
     instruction: _Text | None = None
     input: _Text | None = None
     history: list[dict[str, Json]] = []
-    model: _Model | None = None
-    dialect: Literal["native", "tags", "json", "auto"] | None = None
-    profile: ProfileName | None = None
     tools: list[_Name] | None = None
     limits: LimitFields = LimitFields()
     sampling: dict[str, Json] = {}
@@ -341,7 +324,7 @@ def name_samples(custom_id: Any, samples: object) -> list[Any]:
 
 def _limits(fields: LimitFields) -> RunLimits:
     """Return the limits of an item. All items without limits share one record, because a batch has many items."""
-    return RunLimits(**fields.model_dump()) if fields.model_fields_set else _NO_LIMITS
+    return pick_fields(RunLimits, fields) if fields.model_fields_set else _NO_LIMITS
 
 
 def _find_message_errors(message: dict[str, Json], path: tuple[str | int, ...]) -> Iterator[InvalidField]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
-from toolcrew.store.batches import BatchDefaults, BatchItem, RunBody
+from toolcrew.store.batches import BatchDefaults, BatchItem
 
 
 def find_models(file: BatchFile, defaults: BatchDefaults) -> dict[str, int | None]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.run_events import ModelAsked, ReplyTokens
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.traces.reading import Trace
-from toolcrew.store.batches import ItemOutcome, RunBody
+from toolcrew.store.batches import ItemOutcome
 
 _JSON_COLUMNS = ("prompt", "tools", "sampling", "completion", "scores")
 """Columns that Parquet files have as JSON texts: their shape differs from row to row."""

@@ -16,6 +16,7 @@ from toolcrew.contract.errors import ConfigError, ToolcrewError
 from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.run_spec import RunLimits
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.detached import check_detached
@@ -24,7 +25,6 @@ from toolcrew.orchestrator.batches.model_check import check_models
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from toolcrew.orchestrator.cli.batches_options import (
-    LimitOptions,
     build_defaults,
     build_model_test,
     check_lines,
@@ -44,6 +44,7 @@ from toolcrew.orchestrator.cli.batches_views import (
     batches_show,
 )
 from toolcrew.orchestrator.cli.clients import open_client, open_pool_client
+from toolcrew.orchestrator.cli.limit_options import with_limits
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
 from toolcrew.orchestrator.cli.session_options import Options
 from toolcrew.orchestrator.runs.batch_runs import RowPaths
@@ -71,8 +72,10 @@ Concurrency = Annotated[
 
 
 @batches_app.command("submit")
+@with_limits
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines: {id, instruction, workspace}, or OpenAI's batch lines.")],
+    *,
     output: Annotated[
         Path | None,
         typer.Option("--output", help="The file for rows of successful items. Required without --detach."),
@@ -95,27 +98,7 @@ def submit(
         Path | None, typer.Option("--artifacts", help="The folder for the artifacts that lines ask for.")
     ] = None,
     options: Options = None,
-    max_iterations: Annotated[
-        int | None,
-        typer.Option("--max-iterations", min=1, help="Limit of model replies per item, for lines that set none."),
-    ] = None,
-    max_wall: Annotated[
-        float | None, typer.Option("--max-wall", help="Limit of the seconds that an item runs, without its setup.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Limit of the prompt and completion tokens of an item.")
-    ] = None,
-    max_cost: Annotated[
-        float | None,
-        typer.Option("--max-cost", help="Largest cost of an item. Needs --prices, or prices of its model endpoint."),
-    ] = None,
-    enable_tool_action_parsing: Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-tool-action-parsing/--no-enable-tool-action-parsing",
-            help="Read tags in the text of replies as calls, for lines that do not set it.",
-        ),
-    ] = None,
+    limits: RunLimits,
     prices: Annotated[
         str | None, typer.Option("--prices", help="IN/OUT: the prices of a million prompt and completion tokens.")
     ] = None,
@@ -155,9 +138,9 @@ def submit(
     if output is None and errors is not None:
         raise typer.BadParameter("--errors needs --output: give both")
     receiver = parse_webhook(webhook, webhook_secret, is_detached=detach)
-    limits = LimitOptions(max_iterations, max_wall, max_tokens, max_cost, prices, enable_tool_action_parsing)
     defaults = build_defaults(
         limits,
+        prices=prices,
         model=model,
         dialect=dialect,
         profile=profile,

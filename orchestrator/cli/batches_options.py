@@ -3,9 +3,8 @@
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import cast
 
 import typer
 from pydantic import ValidationError
@@ -13,32 +12,19 @@ from pydantic import ValidationError
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.run_spec import DIALECT_NAMES, PROFILE_NAMES, DialectName, ProfileName, RunBody, RunLimits
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.batches.lines import BatchFile
-from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, LOCAL, find_shipped, serves_model
-from toolcrew.store.batches import BatchDefaults, BatchItem, RunBody, RunLimits
-
-DIALECTS = tuple(name for kind in get_args(RunBody.model_fields["dialect"].annotation) for name in get_args(kind))
-
-
-@dataclass(frozen=True)
-class LimitOptions:
-    """The options of `submit` that limit items, as the user typed them."""
-
-    max_iterations: int | None = None
-    max_wall: float | None = None
-    max_tokens: int | None = None
-    max_cost: float | None = None
-    prices: str | None = None
-    enable_tool_action_parsing: bool | None = None
+from toolcrew.store.batches import BatchDefaults, BatchItem
 
 
 def build_defaults(
-    limits: LimitOptions,
+    limits: RunLimits,
     *,
+    prices: str | None,
     model: str | None,
     dialect: str | None,
     profile: str | None,
@@ -48,19 +34,13 @@ def build_defaults(
     asks_people: bool = False,
 ) -> BatchDefaults:
     """Return the defaults for lines of a batch. Raises BadParameter."""
-    prompt, completion = parse_prices(limits.prices)
+    prompt, completion = parse_prices(prices)
     check_format(dialect, profile)
     return BatchDefaults(
         model=model,
-        dialect=dialect,
-        profile=profile,
-        limits=RunLimits(
-            max_iterations=limits.max_iterations,
-            max_wall_s=_check_positive("--max-wall", limits.max_wall),
-            max_tokens=limits.max_tokens,
-            max_cost=_check_positive("--max-cost", limits.max_cost),
-            enable_tool_action_parsing=limits.enable_tool_action_parsing,
-        ),
+        dialect=cast(DialectName | None, dialect),
+        profile=cast(ProfileName | None, profile),
+        limits=limits,
         prompt_price=prompt,
         completion_price=completion,
         retries=retries,
@@ -72,8 +52,10 @@ def build_defaults(
 
 def check_format(dialect: str | None, profile: str | None) -> None:
     """Raise BadParameter for an unknown dialect or profile."""
-    if dialect is not None and dialect not in DIALECTS:
-        raise typer.BadParameter(f"--dialect {dialect} is unknown: use {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}")
+    if dialect is not None and dialect not in DIALECT_NAMES:
+        raise typer.BadParameter(
+            f"--dialect {dialect} is unknown: use {', '.join(DIALECT_NAMES[:-1])} or {DIALECT_NAMES[-1]}"
+        )
     if profile not in (None, *PROFILE_NAMES):
         raise typer.BadParameter(f"--profile {profile} is unknown: use one of {', '.join(PROFILE_NAMES)}")
 
@@ -167,12 +149,6 @@ def parse_kinds(text: str) -> list[FailureKind]:
         raise typer.BadParameter(
             f"--retry: unknown kind of failure. Give one or more of {', '.join(FailureKind)}, with commas, or all"
         ) from None
-
-
-def _check_positive(flag: str, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{flag} is {value:g}: give a number above 0")
-    return value
 
 
 def _format_subject(items: list[BatchItem]) -> str:

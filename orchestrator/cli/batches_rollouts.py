@@ -8,13 +8,14 @@ import typer
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.plurals import count
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from toolcrew.orchestrator.cli.batches_views import BatchId
 from toolcrew.orchestrator.cli.clients import open_pool_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command
 from toolcrew.orchestrator.traces.reading import find_attempts, load_trace
-from toolcrew.store.batches import BatchItem, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchItem, ItemOutcome
 
 
 @as_command

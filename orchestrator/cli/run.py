@@ -12,11 +12,13 @@ from rich.console import Console
 
 from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent
+from toolcrew.contract.run_spec import RunBody, RunLimits
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format
 from toolcrew.orchestrator.cli.clients import open_client, show_waiting
+from toolcrew.orchestrator.cli.limit_options import with_common_limits
 from toolcrew.orchestrator.cli.run_files import RunFiles
 from toolcrew.orchestrator.cli.runner import (
     EXIT_ERROR,
@@ -32,7 +34,6 @@ from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
 from toolcrew.orchestrator.loop.limits import StopReason
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
-from toolcrew.store.batches import RunBody, RunLimits
 from toolcrew.store.run_records import DurableRun, RunEnd
 
 
@@ -104,6 +105,7 @@ def check_store() -> None:
 
 
 @with_session_options
+@with_common_limits
 def run(
     text: Annotated[str, typer.Argument(help="The instruction.")],
     *,
@@ -129,16 +131,7 @@ def run(
         str | None,
         typer.Option("--profile", help="The tools and texts for the model: small, standard, or auto (default)."),
     ] = None,
-    max_iterations: Annotated[
-        int, typer.Option("--max-iterations", min=1, help="Largest number of model replies.")
-    ] = 5,
-    enable_tool_action_parsing: Annotated[
-        bool,
-        typer.Option(
-            "--enable-tool-action-parsing/--no-enable-tool-action-parsing",
-            help="Read tags in the text of replies as calls.",
-        ),
-    ] = True,
+    limits: RunLimits,
     keep_states: Annotated[
         bool,
         typer.Option("--keep-states", help="Keep the session's state after each step, so that the run can be forked."),
@@ -176,9 +169,7 @@ def run(
         model=model or load_settings().model,
         dialect=cast(Any, dialect),
         profile=cast(Any, profile),
-        limits=RunLimits(
-            max_iterations=max_iterations, enable_tool_action_parsing=None if enable_tool_action_parsing else False
-        ),
+        limits=limits,
         keep_states=keep_states,
     )
     ttl_s = MAX_TTL_S if keep_states else DEFAULT_TTL_S

@@ -3,11 +3,8 @@ SessionSpec.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -16,6 +13,7 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionOptions, SessionSpec
 from toolcrew.contract.tool_configs import parse_tool_config
+from toolcrew.orchestrator.cli.field_options import build_option, build_parameter, flag_of, refuse, replace_parameter
 from toolcrew.orchestrator.dispatch.workspace_sources import name_path
 
 
@@ -71,67 +69,43 @@ _CONFIG_HELP = 'write {"TOOL": {...}} as JSON, or @FILE'
 
 
 _FIELDS = ("workspace", *(name for name in SessionOptions.model_fields if name not in SandboxOptions.model_fields))
-_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "workspace": (Path, {}),
-    "tool_config": (dict, {"parser": read_config, "metavar": "JSON|@FILE"}),
-}
-"""Type and settings of an option that differ from those of its field."""
 
 
 def _list_flags() -> str:
-    *flags, last = (f"--{name.replace('_', '-')}" for name in (*_FIELDS[:-1], "sandbox", _FIELDS[-1]))
+    *flags, last = map(flag_of, (*_FIELDS[:-1], "sandbox", _FIELDS[-1]))
     return f"{', '.join(flags)} and {last}"
 
 
 OPTION_NAMES = _list_flags()
 
 
-def with_session_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `spec` of a command, a SessionSpec, by one option for each field that a user may set."""
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        spec = _build_spec({name: values.pop(name) for name in _FIELDS}, values.pop("options"))
-        command(**values, spec=spec)
-
-    own = [
-        parameter.replace(kind=Parameter.KEYWORD_ONLY)
-        for parameter in signature(command, eval_str=True).parameters.values()
-    ]
-    at = next(index for index, parameter in enumerate(own) if parameter.name == "spec")
-    options = [*map(_build_parameter, _FIELDS), _keyword("options", Options)]
-    run.__signature__ = Signature([*own[:at], *options, *own[at + 1 :]])  # type: ignore[attr-defined]
-    return run
-
-
-def _build_parameter(name: str) -> Parameter:
-    """Return the parameter of a command for a field of SessionSpec."""
-    field = SessionSpec.model_fields[name]
-    kind, settings = _KINDS.get(name, (_plain_type(field.annotation), {}))
-    text = f"{field.description}"
-    if name == "tool_config":
-        text = f"{text.rstrip('.')}: {_CONFIG_HELP}."
-    return _keyword(name, Annotated[kind | None, typer.Option(f"--{name.replace('_', '-')}", help=text, **settings)])
-
-
-def _keyword(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _plain_type(annotation: Any) -> Any:
-    """Return the type of an optional field without its rules, which `_build_spec` checks."""
-    kind = next(part for part in get_args(annotation) if part is not type(None))
-    return kind.__origin__ if get_origin(kind) is Annotated else kind
-
-
-def _build_spec(fields: Mapping[str, Any], options: SandboxOptions | None) -> SessionSpec:
+def _build_spec(fields: dict[str, Any]) -> SessionSpec:
     """Return the session that the options describe. Raises BadParameter."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    if "workspace" in given:
-        given["workspace"] = name_path(given["workspace"])
+    options = fields.pop("options", DEFAULT_OPTIONS)
+    if "workspace" in fields:
+        fields["workspace"] = name_path(fields["workspace"])
     try:
-        spec = SessionSpec(**given)
+        return SessionSpec(**fields).with_defaults(options)
     except ValidationError as error:
-        part = find_invalid(error)
-        raise typer.BadParameter(f"--{str(part.path[0]).replace('_', '-')} {part.reason}") from None
-    return spec.with_defaults(options or DEFAULT_OPTIONS)
+        raise refuse(error) from None
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "workspace": {"kind": Path},
+    "tool_config": {
+        "kind": dict,
+        "parser": read_config,
+        "metavar": "JSON|@FILE",
+        "help": f"What tools read as their configuration: {_CONFIG_HELP}.",
+    },
+}
+"""Settings of an option that differ from those of its field."""
+with_session_options = replace_parameter(
+    "spec",
+    [
+        *(build_option(SessionSpec, name, **_SETTINGS.get(name, {})) for name in _FIELDS),
+        build_parameter("options", Options),
+    ],
+    _build_spec,
+)
+"""Replace the parameter `spec` of a command, a SessionSpec, by one option for each field that a user may set."""

@@ -7,9 +7,6 @@ from typing import Any, Literal
 
 from toolcrew.contract.specs import ToolSpec
 
-ProfileName = Literal["small", "standard", "auto"]
-PROFILE_NAMES: tuple[ProfileName, ...] = ("small", "standard", "auto")
-
 SHELL_TOOL = "bash_tool"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 

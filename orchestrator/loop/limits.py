@@ -2,11 +2,15 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S
 from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_spec import MaxIterations, RunLimits, ToolTimeoutS
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.orchestrator.models.capabilities import Capabilities
@@ -41,8 +45,7 @@ class StopReason(StrEnum):
         )
 
 
-@dataclass(frozen=True)
-class ReActOptions:
+class ReActOptions(RunLimits):
     """Limits of a run. None: no limit.
 
     `tool_timeout_s`: the limit of a call for which neither the call nor its tool sets one; `run_call`
@@ -55,29 +58,19 @@ class ReActOptions:
     """
 
     enable_tool_action_parsing: bool = True
-    max_iterations: int = 5
-    tool_timeout_s: float = DEFAULT_TIMEOUT_S
-    max_wall_s: float | None = None
-    max_tokens: int | None = None
-    max_cost: float | None = None
+    max_iterations: MaxIterations = 5
+    tool_timeout_s: ToolTimeoutS = DEFAULT_TIMEOUT_S
     prices: Prices | None = None
-    max_malformed_replies: int = 3
-    max_parallel_calls: int = 8
-    max_interruptions: int = 2
-    context_tokens: int | None = None
+    max_malformed_replies: int = Field(default=3, ge=1)
+    max_parallel_calls: int = Field(default=8, ge=1)
+    max_interruptions: int = Field(default=2, ge=0)
+    context_tokens: int | None = Field(default=None, gt=0)
 
-    def __post_init__(self) -> None:
-        for name in ("max_iterations", "max_malformed_replies", "max_parallel_calls"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: use at least 1")
-        for name in ("tool_timeout_s", "max_wall_s", "max_tokens", "max_cost", "context_tokens"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value:g}")
-        if self.max_interruptions < 0:
-            raise ValueError(f"max_interruptions is {self.max_interruptions}: use at least 0")
+    @model_validator(mode="after")
+    def _can_count_cost(self) -> Self:
         if self.max_cost is not None and self.prices is None:
             raise ValueError("max_cost needs prices. Set ReActOptions(prices=Prices(...)).")
+        return self
 
 
 @dataclass
@@ -152,4 +145,5 @@ def with_window(
     The window comes from the options, otherwise from the settings, otherwise from the server's report.
     """
     server_limit = capabilities.context_window if capabilities is not None else None
-    return replace(options, context_tokens=options.context_tokens or settings.model_context_tokens or server_limit)
+    tokens = options.context_tokens or settings.model_context_tokens or server_limit
+    return options.model_copy(update={"context_tokens": tokens})

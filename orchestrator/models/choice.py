@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.model_endpoints import Prices
+from toolcrew.contract.run_spec import PROFILE_NAMES
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dialects.base import Dialect
 from toolcrew.orchestrator.dialects.json_decision import JsonDecisionDialect
 from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.orchestrator.dialects.native import NativeDialect
-from toolcrew.orchestrator.dialects.profiles import PROFILE_NAMES, SMALL, STANDARD, ModelProfile
+from toolcrew.orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
 from toolcrew.orchestrator.dialects.tags import TagsDialect
 from toolcrew.orchestrator.models.capabilities import (
     Capabilities,

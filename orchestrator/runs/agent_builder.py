@@ -64,10 +64,11 @@ class AgentBuilder:
         capabilities = await find_needed_capabilities(chosen_model, name, self._capabilities)
         options = config.options
         if chosen_model.endpoint is not None:
-            options = replace(
-                options,
-                prices=options.prices or chosen_model.prices,
-                context_tokens=options.context_tokens or chosen_model.context_tokens,
+            options = options.model_copy(
+                update={
+                    "prices": options.prices or chosen_model.prices,
+                    "context_tokens": options.context_tokens or chosen_model.context_tokens,
+                }
             )
         options = with_window(options, self._settings, capabilities)
         specs: list[ToolSpec] = []

@@ -19,6 +19,7 @@ from toolcrew.contract.file_ids import TenantStore
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import CallFinished, ModelReplied, RunEvent
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.webhooks import Webhook
@@ -40,16 +41,7 @@ from toolcrew.orchestrator.runs.run_forks import (
 from toolcrew.orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
 from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
 from toolcrew.store.audit import Actor, build_entry, entry_text
-from toolcrew.store.batches import (
-    NO_BATCH,
-    RUN_DEFAULTS,
-    RUNS_URL,
-    BatchItem,
-    ForkPoint,
-    ForkSource,
-    ItemEnvironment,
-    RunBody,
-)
+from toolcrew.store.batches import NO_BATCH, RUN_DEFAULTS, RUNS_URL, BatchItem, ForkPoint, ForkSource
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
 from toolcrew.store.run_events import RunEventHub, not_found

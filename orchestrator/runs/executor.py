@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from toolcrew.contract.calls import ToolResult, pick_fields
 from toolcrew.contract.errors import (
     ConfigError,
@@ -15,6 +17,7 @@ from toolcrew.contract.errors import (
     ModelDenied,
     ModelRefused,
 )
+from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.model_endpoints import Prices
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import (
@@ -27,6 +30,7 @@ from toolcrew.contract.run_events import (
     Warned,
     pass_to,
 )
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody, RunLimits
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.orchestrator.admission import until_admitted
 from toolcrew.orchestrator.approvals import Approver
@@ -55,17 +59,7 @@ from toolcrew.orchestrator.runs.run_slots import RunSlots, SlotReleasingApprover
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
-from toolcrew.store.batches import (
-    CHAT_URL,
-    NO_BATCH,
-    BatchDefaults,
-    BatchItem,
-    CallBody,
-    ItemEnvironment,
-    ItemOutcome,
-    RunBody,
-    RunLimits,
-)
+from toolcrew.store.batches import CHAT_URL, NO_BATCH, BatchDefaults, BatchItem, CallBody, ItemOutcome
 from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.slots import Priority
 from toolcrew.store.tasks import is_being_cancelled, retry_until_available
@@ -304,10 +298,9 @@ class RunExecutor:
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
             remaining_s = options.max_wall_s - journal.spent_wall_s
-            options, is_over = (
-                replace(options, max_wall_s=max(LEAST_WALL_S, remaining_s) if journal.is_resumed else remaining_s),
-                remaining_s <= 0,
-            )
+            is_over = remaining_s <= 0
+            wall_s = max(LEAST_WALL_S, remaining_s) if journal.is_resumed else remaining_s
+            options = options.model_copy(update={"max_wall_s": wall_s})
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
         journal.bill(session.id if session is not None else None)
@@ -484,9 +477,9 @@ def _options(limits: RunLimits, defaults: BatchDefaults, prices: Prices | None) 
     """Return the run's limits. Values of the item come first, then values of the batch, then the defaults. `prices`:
     prices of the model's endpoint. Raises ConfigError: the limits contradict each other.
     """
-    fields = {**defaults.limits.model_dump(exclude_none=True), **limits.model_dump(exclude_none=True)}
-    fields["prices"] = _prices_of(defaults) or prices
+    fields = limits.with_defaults(defaults.limits).model_dump()
     try:
-        return ReActOptions(**fields)
-    except ValueError as error:
-        raise ConfigError(f"the limits of the item are invalid ({error}): correct the line") from error
+        return ReActOptions(**fields, prices=_prices_of(defaults) or prices)
+    except ValidationError as error:
+        reason = describe_invalid(error)
+        raise ConfigError(f"the limits of the item are invalid ({reason}): correct the line") from error

@@ -8,6 +8,7 @@ is never queued, and a failure ends the run instead of delaying it.
 import secrets
 
 from toolcrew.contract.run_events import OnEvent
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
@@ -18,7 +19,7 @@ from toolcrew.orchestrator.runs.models import Models
 from toolcrew.orchestrator.runs.run_gate import RunGate
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.traces.recorder import Traces
-from toolcrew.store.batches import BatchDefaults, ItemEnvironment, RunBody
+from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.run_records import DurableRun
 
 _DEFAULTS = BatchDefaults(retries=0)

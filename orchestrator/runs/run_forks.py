@@ -20,9 +20,10 @@ from typing import Any
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEvent, StateKept
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
-from toolcrew.store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
+from toolcrew.store.batches import BatchDefaults, ForkSource
 from toolcrew.store.run_log import RunLog
 from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.run_records import DurableRun, RunRecord
@@ -194,12 +195,11 @@ def plan_fork(run: str, record: RunRecord, shared: SharedSteps, step: int, defau
             "step"
         )
     # The settings are copied now, because the defaults of the batch may change before the fork is claimed.
-    limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}
     own: dict[str, Any] = {
         "model": body.model or defaults.model,
         "dialect": body.dialect or defaults.dialect,
         "profile": body.profile or defaults.profile,
-        "limits": RunLimits(**limits),
+        "limits": body.limits.with_defaults(defaults.limits),
     }
     state = states[step].session
     return ForkPlan(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from toolcrew.contract.errors import ErrorCode, ModelDenied
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
@@ -27,7 +28,7 @@ from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
 from toolcrew.orchestrator.runs.webhooks import WebhookSender
 from toolcrew.orchestrator.traces.recorder import Traces
-from toolcrew.store.batches import BatchDefaults, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchDefaults, ItemOutcome
 from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger

@@ -19,13 +19,14 @@ from toolcrew.contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.names import api_keys_key, catalog_key, run_key, switches_key, tenants_key
 from toolcrew.contract.registry import Switch
 from toolcrew.contract.run_events import CallFinished, ModelReplied
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.store.api_keys import ApiKeys, LoginStore
-from toolcrew.store.batches import BatchDefaults, RowLocation, RunBody, batch_key, seal_defaults, seal_item
+from toolcrew.store.batches import BatchDefaults, RowLocation, batch_key, seal_defaults, seal_item
 from toolcrew.store.call_event_streams import call_event_keys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.idempotency import IdempotencyStore

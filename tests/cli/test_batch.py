@@ -67,7 +67,7 @@ def build_row(number: int, batch: str, kind: str | None = None) -> str:
         ((), "give --output OUT.jsonl, or --detach"),
         (("--detach", "--errors", "e.jsonl"), "--errors needs --output"),
         (("--output", "o.jsonl", "--prices", "cheap"), "--prices is not IN/OUT"),
-        (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is 0: give a number above 0"),
+        (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall must be greater than 0"),
         (("--detach", "--webhook", "https://example.org/ended"), "--webhook-secret"),
         (("--output", "o.jsonl", "--webhook", "https://example.org/", "--webhook-secret", "s"), "needs --detach"),
         (("--output", "o.jsonl", "--dialect", "latin"), "--dialect latin is unknown: use native, tags, json or auto"),

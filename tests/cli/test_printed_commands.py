@@ -22,6 +22,7 @@ from tests.support.stack.stack import ROOT
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.names import catalog_names_key
 from toolcrew.contract.run_events import BatchNotice, FailureKind
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.session_locations import seal_start
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.specs import Catalog
@@ -32,7 +33,6 @@ from toolcrew.orchestrator.batches.report import build_report
 from toolcrew.orchestrator.command import app, import_all
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.terminal.commands import build_command
-from toolcrew.store.batches import RunBody
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.tenants import RedisTenants
 

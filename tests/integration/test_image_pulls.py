@@ -104,7 +104,7 @@ def test_an_image_that_does_not_exist_is_refused_with_what_to_do(daemons: Daemon
     with daemon.client() as client:
         for name in ("tool:v2", "nothing:v1"):
             with pytest.raises(ToolFailure, match=r"has no such image \(.*\); check the name") as refused:
-                client.open("acme", "s", f"{registry.repository}/{name}")
+                client.open("acme", "s", SessionSpec(image=f"{registry.repository}/{name}"))
             assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
     status = daemon.status()
     assert (status["sessions"], status["room"]["taken"], status["image_cache"]["bytes"]) == (0, 0, 0)
@@ -117,7 +117,7 @@ def test_a_registry_that_does_not_answer_is_named(daemons: Daemons, registry: Im
         daemon.client() as client,
         pytest.raises(SandboxUnavailable, match=f"cannot reach the registry {address} .*check the engine's network"),
     ):
-        client.open("acme", "s", f"{address}/tool:v1")
+        client.open("acme", "s", SessionSpec(image=f"{address}/tool:v1"))
 
 
 @pytest.mark.parametrize("name", ["other/tool:v1", "{repository}-2/tool:v1", "localhost:{port}/{team}/tool:v1"])
@@ -186,7 +186,7 @@ def test_the_least_recently_used_images_are_removed_and_images_in_use_stay(
             client.close(client.open("acme", f"s{at}", SessionSpec(image=images[at])))
         wait_until(lambda: not is_in_engine(engine, images[1]), SOON_S, "the oldest unused image is removed")
         assert is_in_engine(engine, images[0])
-        client.close(client.open("acme", "own", own))
+        client.close(client.open("acme", "own", SessionSpec(image=own)))
         client.close(client.open("acme", "s3", SessionSpec(image=images[3])))
         wait_until(lambda: not is_in_engine(engine, images[2]), SOON_S, "the next image is removed")
         assert run_script(client, "acme:s0", "[ -s /mark ] && echo there") == "there\n"
@@ -208,7 +208,7 @@ def test_the_image_of_an_evicted_session_stays_across_a_restart(
     assert daemon.containers() == {}
     daemon.start()
     with daemon.client() as client:
-        client.close(client.open("acme", "t", other))
+        client.close(client.open("acme", "t", SessionSpec(image=other)))
         wait_until(lambda: "image_cache_above_budget" in daemon.log(), SOON_S, "the budget is checked")
         assert is_in_engine(engine, image)
         assert run_script(client, name, READ) == "one\n"
@@ -323,7 +323,7 @@ def test_only_the_class_with_a_login_pulls_a_private_image_and_its_password_stay
             )
             password.unlink()
             with pytest.raises(SandboxUnavailable, match=r"password file .* cannot be read"):
-                client.open("acme", "t", other, policy=SandboxPolicy(tenant_class="builders"))
+                client.open("acme", "t", SessionSpec(image=other), policy=SandboxPolicy(tenant_class="builders"))
         shown = "".join([*refusals, daemon.log(), json.dumps(daemon.status())])
         shown += "".join(path.read_text() for path in daemon.state.rglob("*.json"))
         assert PASSWORD not in shown

@@ -13,9 +13,10 @@ from tests.support.runs.batch_events import Attempt
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.names import control_queue
 from toolcrew.contract.run_events import Failure, FailureKind, ModelReplied
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.store.approvals import AlreadyAnswered, ApprovalQuestion
 from toolcrew.store.audit import LOCAL, Actor, Audit
-from toolcrew.store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchState, ForkSource, ItemOutcome
 from toolcrew.store.run_log import RunLog
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

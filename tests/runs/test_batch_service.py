@@ -19,6 +19,7 @@ from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent, SessionOpening
+from toolcrew.contract.run_spec import ItemEnvironment
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.detached import check_detached
@@ -30,7 +31,7 @@ from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import MAX_IDLE_MODELS, Models
 from toolcrew.orchestrator.runs.run_service import ServiceGuard, build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
+from toolcrew.store.batches import BatchDefaults, ItemOutcome
 from toolcrew.store.run_log import RunLog
 from toolcrew.store.run_queue import RunClaim
 

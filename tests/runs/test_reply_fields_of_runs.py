@@ -12,8 +12,8 @@ from tests.support.runs.durable_run_harness import DurableRunFactory
 from tests.support.runs.item_harness import HarnessFactory, build_run
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.models.openai import OpenAIModel
-from toolcrew.store.batches import RunBody
 
 SIGNED = {"extra_content": {"google": {"thought_signature": "S1"}}}
 THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "need it"}]}

@@ -23,10 +23,11 @@ from toolcrew.contract.run_events import (
     StateForking,
     StateKept,
 )
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.runs.run_forks import copy_steps
-from toolcrew.store.batches import BatchDefaults, RunBody
+from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.run_log import RunAttempt, RunLog
 from toolcrew.store.run_records import DurableRunState
 

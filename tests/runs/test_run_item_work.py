@@ -24,11 +24,12 @@ from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ModelRefused, SandboxUnavailable
 from toolcrew.contract.run_events import FailureKind
+from toolcrew.contract.run_spec import RunLimits
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.models.scripted import ScriptedModel
 from toolcrew.orchestrator.runs import executor
 from toolcrew.orchestrator.runs.item_artifacts import NOT_COPIED
-from toolcrew.store.batches import BatchDefaults, RunLimits
+from toolcrew.store.batches import BatchDefaults
 
 
 async def test_single_call_runs_in_its_own_session(make: HarnessFactory) -> None:

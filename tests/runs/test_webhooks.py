@@ -19,11 +19,12 @@ from tests.support.records.builders import KEY
 from tests.support.runs.run_harness import build_item
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.webhooks import Webhook, WebhookDelivery, sign
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.webhooks import PAUSES_S, WebhookSender
-from toolcrew.store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchDefaults, BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.store.webhooks import DueNotices

@@ -14,9 +14,9 @@ from tests.support.redis.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.support.runs.run_harness import RunHarness, build_outcome
 from tests.support.sandboxd.fake_hosts import build_report
 from toolcrew.contract.names import host_key, hosts_key, tenants_key
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
-from toolcrew.store.batches import RunBody
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.tenants import RedisTenants

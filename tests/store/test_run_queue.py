@@ -15,11 +15,12 @@ from tests.support.records.builders import KEY
 from tests.support.runs.run_harness import RunHarness, build_item, build_outcome
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.run_events import BatchNotice, FailureKind, RunEvent
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.batches.row_files import RowFiles
 from toolcrew.orchestrator.runs.follower import Follower
 from toolcrew.store import batch_store
 from toolcrew.store.batch_store import STEP_CHARS
-from toolcrew.store.batches import RUN_TTL_S, BatchState, RunBody
+from toolcrew.store.batches import RUN_TTL_S, BatchState
 from toolcrew.store.run_events import BatchEventReader
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import RunState

@@ -24,6 +24,7 @@ from tests.support.stack.log_lines import read_log
 from tests.support.stack.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
 from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.run_events import CallFinished, FailureKind, RunClaimed
+from toolcrew.contract.run_spec import ItemEnvironment, RunLimits
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
@@ -31,16 +32,7 @@ from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.api_keys import ApiKeys
-from toolcrew.store.batches import (
-    BatchDefaults,
-    BatchItem,
-    BatchRecord,
-    BatchState,
-    CallBody,
-    ItemEnvironment,
-    ItemOutcome,
-    RunLimits,
-)
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, ItemOutcome
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import DurableRun, DurableRunState

@@ -10,8 +10,8 @@ import pytest
 from tests.e2e.batches.test_durable_runs import serving, wait_ended
 from tests.model_server.running import ModelServer, running_model_server
 from tests.support.stack.stack import Stack
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.batches import RunBody
 from toolcrew.store.run_records import DurableRun
 
 pytestmark = pytest.mark.stack

@@ -29,6 +29,7 @@ from toolcrew.contract.run_events import (
     StepStarted,
     TextArrived,
 )
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
 from toolcrew.contract.tenancy import Budgets
@@ -38,7 +39,7 @@ from toolcrew.orchestrator.runs.event_publisher import RunEventBuffer, RunEventP
 from toolcrew.store.api_keys import ApiKeys, NewKey
 from toolcrew.store.approvals import ApprovalQuestion, ApprovalQueue
 from toolcrew.store.audit import Actor
-from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.tenants import RedisTenants

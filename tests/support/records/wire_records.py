@@ -13,11 +13,12 @@ from toolcrew.contract.envelope import encode_call, encode_result
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.registry import Switch, seal_switch
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.session_locations import LocationState, SessionLocation
 from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.contract.specs import Catalog, ToolSpec, seal_catalog
 from toolcrew.contract.tenancy import TenantPolicy, seal_policy
-from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, RunBody, seal_item
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, seal_item
 from toolcrew.store.call_records import CallRecord, CallState
 
 KEYS = SigningKeys.of("a secret of the wire fixtures")

@@ -16,11 +16,11 @@ from tests.support.records.builders import KEY
 from tests.support.runs.item_harness import ItemHarness
 from tests.support.sandboxd.fake_hosts import MemorySessionStore
 from tests.support.stack.waiting import SOON_S
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.run_service import build_service_executor
 from toolcrew.orchestrator.runs.runner import Runner
-from toolcrew.store.batches import ItemEnvironment, RunBody
 from toolcrew.store.run_events import EventBatch, RunEventStore
 from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.run_records import DurableRun

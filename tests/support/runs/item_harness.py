@@ -18,6 +18,7 @@ from tests.support.runs.run_harness import RunHarness, build_item
 from tests.support.sandboxd.fake_hosts import MemorySessionStore, StaticHosts, build_report
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
@@ -32,7 +33,7 @@ from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
 from toolcrew.orchestrator.runs.executor import RunExecutor
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.models import Models
-from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome
 from toolcrew.store.call_reader import CallReader
 from toolcrew.store.calls import CallStore
 from toolcrew.store.run_log import RunLog

@@ -8,8 +8,9 @@ import redis.asyncio
 
 from tests.support.records.builders import KEY
 from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.runs.run_slots import RunSlot
-from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
+from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.run_queue import RunClaim, RunQueue
 
 

@@ -15,21 +15,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.contract.run_spec import ItemEnvironment, RunBody, RunLimits
 from toolcrew.orchestrator.batches import lines as lines_module
 from toolcrew.orchestrator.batches.line_shapes import GraderFields, ShortCall, ShortRun
 from toolcrew.orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
 from toolcrew.orchestrator.batches.rows import parse_row
-from toolcrew.store.batches import (
-    CALLS_URL,
-    CHAT_URL,
-    MAX_INPUT_BYTES,
-    RUNS_URL,
-    BatchItem,
-    CallBody,
-    ItemEnvironment,
-    RunBody,
-    RunLimits,
-)
+from toolcrew.store.batches import CALLS_URL, CHAT_URL, MAX_INPUT_BYTES, RUNS_URL, BatchItem, CallBody
 
 slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)

@@ -9,6 +9,7 @@ import pytest
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.masking import Masker
 from toolcrew.contract.run_events import Grade, ModelAnswered, RunStarted
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.batches.lines import BadBatch, load_lines
 from toolcrew.orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from toolcrew.orchestrator.dialects.model import ModelRequest
@@ -19,7 +20,7 @@ from toolcrew.orchestrator.runs.chunks import join_chunks
 from toolcrew.orchestrator.traces.export_atif import build_atif
 from toolcrew.orchestrator.traces.reading import Trace, load_trace
 from toolcrew.orchestrator.traces.recorder import open_trace, trace_path
-from toolcrew.store.batches import ItemOutcome, RunBody
+from toolcrew.store.batches import ItemOutcome
 
 VLLM: list[dict[str, Any]] = [
     {"prompt_token_ids": [1, 2, 3], "choices": [{"delta": {"role": "assistant", "content": ""}}]},

@@ -14,6 +14,7 @@ from tests.support.records.builders import build_spec
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ModelRefused
 from toolcrew.contract.run_events import ModelReplied
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.dialects.native import NativeDialect
 from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler
@@ -24,7 +25,7 @@ from toolcrew.orchestrator.runs.chunks import join_chunks
 from toolcrew.orchestrator.runs.durable_runs import build_transcript
 from toolcrew.orchestrator.sdk.tool_agent import CustomAgent, ToolAgent
 from toolcrew.orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
-from toolcrew.store.batches import RUNS_URL, BatchItem, RunBody
+from toolcrew.store.batches import RUNS_URL, BatchItem
 from toolcrew.store.run_records import RunRecord
 
 CALL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "echo", "arguments": '{"text": "a"}'}}
