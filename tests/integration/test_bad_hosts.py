@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from docker import APIClient
+from structlog.testing import capture_logs
 
 from tests.support.sandboxd.containers import IMAGE, open_engine
 from tests.support.sandboxd.engine_stubs import answers_nothing, refuses, stub_engine
@@ -96,6 +97,27 @@ class EngineWithoutSeccomp(Engine):
 async def test_a_kernel_without_seccomp_starts_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not be isolated"):
         await open_on(build_settings(tmp_path), EngineWithoutSeccomp())
+
+
+class EngineWithOtherDriver(Engine):
+    async def facts(self) -> EngineFacts:
+        return replace(await super().facts(), storage_driver="zfs")
+
+
+async def test_the_log_and_the_check_say_why_the_engine_starts_the_sandboxes(api: APIClient, tmp_path: Path) -> None:
+    settings = build_settings(tmp_path, sandbox_start="auto")
+    with capture_logs() as lines:
+        await open_on(settings, EngineWithOtherDriver())
+    reasons = [line["reason"] for line in lines if line["event"] == "oci_start_not_used"]
+    assert [("driver zfs" in reason) for reason in reasons] == [True]
+    engine = EngineWithOtherDriver()
+    try:
+        rows = build_rows(await examine(settings, Plans(settings), engine))
+    finally:
+        engine.close()
+    assert [
+        row.state for row in rows if row.name == "sandboxes start without the engine" and reasons[0] in row.why
+    ] == ["broken"]
 
 
 async def test_sandboxd_does_not_start_with_an_engine_that_hangs_or_refuses(

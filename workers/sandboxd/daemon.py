@@ -102,7 +102,12 @@ class HostSetup:
     skills: SkillVolume
     oci: OciRuntime | None
     """The runtime that starts sandboxes without the engine. None: this host lacks something for it."""
-    starts_by_oci: bool
+    engine_start: str | None
+    """Why the engine starts the sandboxes. None: sandboxd starts them itself."""
+
+    @property
+    def starts_by_oci(self) -> bool:
+        return self.engine_start is None
 
 
 class Daemon:
@@ -251,11 +256,10 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         stack.push_async_callback(skills.close)
         await skills.open()
 
-        oci = _open_oci(settings, engine, facts)
+        oci, engine_start = _open_oci(settings, engine, facts)
         if oci is not None:
             stack.push_async_callback(oci.close)
-        starts_by_oci = oci is not None and settings.sandbox_start != "engine"
-        setup = HostSetup(settings, engine, facts, plans, profile, lease, skills, oci, starts_by_oci)
+        setup = HostSetup(settings, engine, facts, plans, profile, lease, skills, oci, engine_start)
         daemon = Daemon(setup, choice)
         stack.push_async_callback(daemon.close)
         await daemon.reaper.sweep()
@@ -270,6 +274,8 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
                 "kind image: run sandboxd as root where crun or runc is installed, or change the class"
             )
         await _prove_others(daemon)
+        if daemon.setup.engine_start is not None and settings.sandbox_start == "auto":
+            log.warning("oci_start_not_used", reason=daemon.setup.engine_start)
         if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
             log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
         log.info("sessions_adopted", sessions=daemon.sessions.adopt())
@@ -297,14 +303,15 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
 
 
-def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> OciRuntime | None:
-    """Return the runtime that starts sandboxes without the engine, or None where this is impossible. Raises
-    SandboxUnavailable when the settings require this runtime.
+def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> tuple[OciRuntime | None, str | None]:
+    """Return the runtime that starts sandboxes without the engine, or None where this is impossible; and why the engine
+    starts new sandboxes, or None where it does not. Raises SandboxUnavailable when the settings require the runtime.
     """
     obstacle, program = find_obstacle(facts), find_program()
     if obstacle is None and program is not None:
         try:
-            return OciRuntime(engine, program, Path(facts.data_root))
+            oci = OciRuntime(engine, program, Path(facts.data_root))
+            return oci, "TOOLCREW_SANDBOX_START is engine" if settings.sandbox_start == "engine" else None
         except (SandboxUnavailable, OSError) as error:
             obstacle = str(error)
     if settings.sandbox_start == "oci":
@@ -312,7 +319,7 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
             f"this host cannot start sandboxes with an OCI runtime: {obstacle}; change that, or set "
             "TOOLCREW_SANDBOX_START=engine"
         )
-    return None
+    return None, obstacle
 
 
 def _free_for_images(setup: HostSetup) -> int:
@@ -363,8 +370,7 @@ async def _prove(daemon: Daemon) -> Daemon:
             return daemon
         if setup.settings.sandbox_start == "oci":
             raise SandboxUnavailable(fault)
-        log.warning("oci_start_not_used", reason=fault)
-        setup = replace(setup, starts_by_oci=False)
+        setup = replace(setup, engine_start=fault)
         daemon = Daemon(setup, daemon.choice)
     fault = await _try_sandbox(daemon, setup.plans.standard())
     if fault is None:

@@ -113,7 +113,7 @@ class Evidence:
 
     `images`: name -> content id; the id is None if the engine does not have the image. `egress_problem`: why the proxy
     cannot be used; None if the proxy answers or is not used. `own_runtime`: the program and version with which sandboxd
-    starts sandboxes itself, such as `crun 1.8.1`; None if the engine starts them.
+    starts sandboxes itself, such as `crun 1.8.1`; None if the engine starts them. `engine_start`: why the engine does.
     """
 
     settings: SandboxdSettings
@@ -123,6 +123,7 @@ class Evidence:
     images: Mapping[str, str | None] = field(default_factory=dict)
     workspaces: WorkspaceFacts | None = None
     own_runtime: str | None = None
+    engine_start: str | None = None
     egress_problem: str | None = None
     problem: str | None = None
 
@@ -159,10 +160,23 @@ def _judge_profile(evidence: Evidence) -> HostGuarantee:
             "fix this problem and check again; until then sandboxd does not start",
             is_needed=True,
         )
-    runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
+    runtimes = evidence.own_runtime or _list(plan.runtime for plan in evidence.plans.proofs())
     return HostGuarantee(
         name, "holds", f"a sandbox was started, inspected and removed, under {runtimes}", is_needed=True
     )
+
+
+def _judge_start(evidence: Evidence) -> HostGuarantee:
+    name = "sandboxes start without the engine"
+    if evidence.own_runtime is not None:
+        return HostGuarantee(name, "holds", f"sandboxd starts them with {evidence.own_runtime}")
+    if evidence.engine_start is None:
+        return HostGuarantee(name, "unknown", "no sandbox was started", "fix the rows above, then check again")
+    reason = (
+        f"the engine starts them, because {evidence.engine_start}; starts and forks are slower, and no class can have "
+        "user root"
+    )
+    return HostGuarantee(name, "broken", reason, "change that, or accept it (docs/images.md)")
 
 
 def _judge_filter(evidence: Evidence) -> HostGuarantee:
@@ -327,8 +341,9 @@ def _judge_user_namespace(evidence: Evidence) -> HostGuarantee:
     if features:
         return HostGuarantee(name, "holds", f"the engine has {_list(features)}")
     reason = "no user namespace: uid 1000, and root after a fault of the runtime, have the rights of the host's users"
+    # Not `userns-remap`: with it, sandboxd can never start sandboxes itself, each in a user namespace of its own.
     return HostGuarantee(
-        name, "broken", reason, "set userns-remap in the engine's configuration, or use a rootless engine"
+        name, "broken", reason, "let sandboxd start the sandboxes: see the row 'sandboxes start without the engine'"
     )
 
 
@@ -543,6 +558,7 @@ def _judge_egress(evidence: Evidence) -> HostGuarantee:
 _ROWS: Final[tuple[Callable[[Evidence], HostGuarantee], ...]] = (
     _judge_engine,
     _judge_profile,
+    _judge_start,
     _judge_filter,
     _judge_runtimes,
     _judge_images,

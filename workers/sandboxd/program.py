@@ -33,8 +33,7 @@ async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> E
     try:
         evidence = replace(evidence, facts=await engine.facts())
         evidence = replace(evidence, images=await _find_images(plans, engine))
-        workspaces, own_runtime = await _prove(settings, engine)
-        return replace(evidence, workspaces=workspaces, own_runtime=own_runtime)
+        return await _prove(settings, engine, evidence)
     except OperatorError as error:
         return replace(evidence, problem=str(error))
     except OSError as error:
@@ -50,9 +49,9 @@ async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]
     return {image: await engine.image_id(image) for image in sorted(plans.local_images())}
 
 
-async def _prove(settings: SandboxdSettings, engine: Engine) -> tuple[WorkspaceFacts, str | None]:
-    """Run the test sandbox of sandboxd's start. Return the workspaces, and the program with which sandboxd starts
-    sandboxes itself. Raises SandboxUnavailable with the guarantee that does not hold.
+async def _prove(settings: SandboxdSettings, engine: Engine, evidence: Evidence) -> Evidence:
+    """Run the test sandbox of sandboxd's start. Add the workspaces and the way in which sandboxes are started to the
+    evidence. Raises SandboxUnavailable with the guarantee that does not hold.
     """
     # Use a separate name and folder, so that no running sandboxd removes this sandbox as a leftover, and this check
     # removes none of theirs. The folder is on the disk that is examined.
@@ -65,8 +64,12 @@ async def _prove(settings: SandboxdSettings, engine: Engine) -> tuple[WorkspaceF
         async with open_daemon(settings.model_copy(update=overrides), engine) as daemon:
             workspaces = daemon.choice.workspaces
             setup = daemon.setup
-            program = setup.oci.version if setup.oci is not None and setup.starts_by_oci else None
-            return WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note), program
+            return replace(
+                evidence,
+                workspaces=WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note),
+                own_runtime=setup.oci.version if setup.oci is not None and setup.starts_by_oci else None,
+                engine_start=setup.engine_start,
+            )
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
         if not was_there:

@@ -46,7 +46,11 @@ GOOD_HOST = HostFacts(
 
 
 def build_evidence(
-    *, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any
+    *,
+    facts: dict[str, Any] | None = None,
+    host: dict[str, Any] | None = None,
+    engine_start: str | None = "TOOLCREW_SANDBOX_START is engine",
+    **settings: Any,
 ) -> Evidence:
     """Return the evidence of a good host, with the given fields replaced."""
     sandboxd_settings = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
@@ -57,6 +61,7 @@ def build_evidence(
         facts=replace(GOOD_FACTS, **(facts or {})),
         images={"ours:1": "sha256:" + "a" * 64},
         workspaces=WorkspaceFacts("image", is_hard=True),
+        engine_start=engine_start,
     )
 
 
@@ -73,8 +78,15 @@ def row_of(evidence: Evidence, name: str) -> HostGuarantee:
 def test_all_guarantees_hold_on_a_good_host() -> None:
     rows = build_rows(build_evidence())
 
-    assert [row.name for row in rows if row.state == "broken"] == []
+    assert [row.name for row in rows if row.state == "broken"] == ["sandboxes start without the engine"]
     assert [row.name for row in rows if row.state == "unknown"] == ["no known escape"]
+
+
+def test_the_program_that_starts_sandboxes_is_shown_and_no_advice_rules_it_out() -> None:
+    own = replace(build_evidence(), own_runtime="crun 1.21", engine_start=None)
+    assert row_of(own, "sandboxes start without the engine").why.endswith("crun 1.21")
+    assert row_of(own, "profile holds").why.endswith("under crun 1.21")
+    assert not [row for row in build_rows(build_evidence(**UNGUARDED)) if "userns-remap" in row.remedy]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,12 @@ def test_runc_versions_with_the_security_fixes_are_recognized(version: str, is_f
 @pytest.mark.parametrize(
     ("name", "changes", "state", "fragment"),
     [
+        (
+            "sandboxes start without the engine",
+            {"engine_start": "sandboxd is not root"},
+            "broken",
+            "sandboxd is not root",
+        ),
         ("system calls are filtered", {"facts": {"seccomp": False}}, "broken", "no seccomp"),
         ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "broken", "no runsc"),
         ("mandatory access control on files", UNGUARDED, "broken", "neither AppArmor nor SELinux"),
