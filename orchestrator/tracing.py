@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from toolcrew.contract import run_events as events
@@ -17,10 +17,12 @@ from toolcrew.contract.run_events import RunEvent
 from toolcrew.contract.settings import OrchestratorSettings, build_masker, load_tracing_settings, secrets_of_environment
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
-from toolcrew.orchestrator.dialects.model import Model
 from toolcrew.telemetry import names
 from toolcrew.telemetry.logs import get_logger
 from toolcrew.telemetry.spans import Attributes, Span, Tracer
+
+if TYPE_CHECKING:
+    from toolcrew.orchestrator.dialects.model import Model
 
 log = get_logger(__name__)
 
@@ -201,7 +203,7 @@ class RunSpans:
         except Exception:  # an error in tracing must not end the run
             log.exception("span_lost", run=self._run, kind=type(event).__name__)
 
-    def know_model(self, model: Model) -> None:
+    def know_model(self, model: "Model") -> None:
         """Store the address of the model's server, if there is one."""
         address = urlsplit(str(getattr(model, "address", "")))
         if address.hostname:

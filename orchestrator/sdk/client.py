@@ -39,7 +39,6 @@ from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.audit import Actor, Audit, local_actor
 from toolcrew.store.budgets import BudgetState
 from toolcrew.store.call_reader import CallLife, CallPage
-from toolcrew.store.session_list import SessionList, SessionPage
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tools import build_switch, find_skill
 from toolcrew.store.usage import By, UsageRow, UsageStore, show_amounts
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
     from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
     from toolcrew.orchestrator.traces.recorder import Traces
+    from toolcrew.store.session_list import SessionPage
 
 
 class ToolClient:
@@ -256,6 +256,8 @@ class ToolClient:
         """Return open sessions, the newest first. `tenant` None: all tenants, or with a tenant's key only that
         tenant.
         """
+        from toolcrew.store.session_list import SessionList
+
         scope = await self._scope(tenant)
         return await SessionList(self._pool.redis, self._settings.deployment, self._pool.keys).read(
             scope, cursor, limit
