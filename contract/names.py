@@ -327,3 +327,8 @@ def parse_shown_call(shown: object) -> str | None:
     """
     match = _SHOWN_CALL.fullmatch(shown) if isinstance(shown, str) else None
     return match[1] if match else None
+
+
+def account_key(deployment: str, tenant: str) -> str:
+    """Return the key of the hash with the memory that a tenant uses (store/memory.py)."""
+    return tenant_key(deployment, tenant, "memory")

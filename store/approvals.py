@@ -19,12 +19,12 @@ from toolcrew.contract.calls import Identifier, Record, ToolCall
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.invalid_input import describe_invalid
-from toolcrew.contract.names import audit_key, deployment_key, tenant_key
+from toolcrew.contract.names import account_key, audit_key, deployment_key, tenant_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.audit import AUDIT_LUA, Actor, build_entry, entry_text
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
-from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.memory import MEMORY_LUA, no_memory
 from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 

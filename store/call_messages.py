@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable
 from toolcrew.contract.names import (
+    account_key,
     call_key,
     host_key,
     location_key,
@@ -28,7 +29,6 @@ from toolcrew.contract.names import (
 from toolcrew.store.call_scripts import PUBLISH
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import RedisClient, broker_error, broker_errors
-from toolcrew.store.memory import account_key
 from toolcrew.store.scripts import CLOSED, ReplyMissing, ScriptConnection, Value
 from toolcrew.store.slots import held_slots_key
 from toolcrew.store.tasks import cancel_all

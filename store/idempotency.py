@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolcrew.contract.errors import EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
-from toolcrew.contract.names import deployment_key
+from toolcrew.contract.names import account_key, deployment_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
-from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.memory import MEMORY_LUA, no_memory
 from toolcrew.store.scripts import Script
 
 KEEP_S = 24 * 3600

@@ -32,7 +32,6 @@ that use little can always continue.
 """
 
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
-from toolcrew.contract.names import tenant_key
 
 USABLE_SHARE = 0.85
 """Share of `maxmemory`, 0 to 1, that the records of tenants may use. The rest is for queues, results and leases."""
@@ -142,11 +141,6 @@ class TenantMemoryUsed(OperatorError):
     """Raised when a running run may store no more, because its tenant uses its part of Redis's memory."""
 
     code = ErrorCode.QUOTA_EXCEEDED
-
-
-def account_key(deployment: str, tenant: str) -> str:
-    """Return the key of the hash with the memory that a tenant uses."""
-    return tenant_key(deployment, tenant, "memory")
 
 
 def no_memory(what: str) -> ToolFailure:

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.json_limits import has_more_values_in_text
-from toolcrew.contract.names import run_key, tenant_key
+from toolcrew.contract.names import account_key, run_key, tenant_key
 from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
@@ -42,7 +42,7 @@ from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.batches import RUN_TTL_S
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import broker_errors
-from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, account_key, describe_no_memory
+from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, describe_no_memory
 from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import SessionStore, open_sessions_key
 from toolcrew.store.tenant_threads import in_tenant_thread

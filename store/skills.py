@@ -12,13 +12,20 @@ from pydantic import Field
 
 from toolcrew.contract.calls import Record
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
-from toolcrew.contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
+from toolcrew.contract.names import (
+    account_key,
+    audit_key,
+    installed_skills_key,
+    skill_bundle_key,
+    skill_uses_key,
+    tenants_key,
+)
 from toolcrew.contract.signing import UNSEAL_LUA, SigningKeys, readable
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import REGISTERED_LUA
 from toolcrew.store.audit import AUDIT_LUA, AuditedStore
 from toolcrew.store.connection import SyncRedis, broker_errors
-from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.memory import MEMORY_LUA, no_memory
 from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from toolcrew.contract.calls import Identifier
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import (
+    account_key,
     active_tenants_key,
     api_keys_key,
     audit_key,
@@ -45,7 +46,7 @@ from toolcrew.contract.tenancy import (
 from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from toolcrew.store.budgets import BudgetState, BudgetStore
 from toolcrew.store.connection import SyncRedis, broker_errors
-from toolcrew.store.memory import MEMORY_LUA, account_key
+from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.scripts import Script
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tasks import SharedReads

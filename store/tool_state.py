@@ -23,9 +23,9 @@ from toolcrew.contract.functions.session_state import (
     is_key,
     state_full_error,
 )
-from toolcrew.contract.names import server_sessions_key, session_state_key
+from toolcrew.contract.names import account_key, server_sessions_key, session_state_key
 from toolcrew.store.connection import SyncRedis, broker_errors, connect_once
-from toolcrew.store.memory import MEMORY_LUA, account_key, no_memory
+from toolcrew.store.memory import MEMORY_LUA, no_memory
 from toolcrew.store.scripts import Script
 
 STATE_TTL_S = 24 * 3600

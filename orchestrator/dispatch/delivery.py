@@ -408,7 +408,7 @@ class Delivery:
             except NotSent as refused:
                 if refused.reason != "no_slot":
                     raise
-                # The call was published in the hope that its slot was granted in the same pipeline. It was not.
+                # The call was published before its slot was granted (`is_early` of Admission.slot), and was refused.
                 await slot.wait()
                 result = await self._exchange(request, queue, fence, number)
             # Charge the sum of both durations, which sandboxd measures. The guest reports how the sum is divided, and
