@@ -22,6 +22,9 @@ Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
 SandboxUser = Literal["sandbox", "root"]
 NetworkPolicy = Literal["none", "egress"]
+Hostname = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")]
+"""A label of RFC 1123."""
+DEFAULT_HOSTNAME = "sandbox"
 DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 """Seconds without a call after which a session is closed: the default, and the maximum."""
 TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
@@ -57,6 +60,9 @@ class SandboxOptions(Record):
     pids: Pids | None = Field(default=None, exclude_if=_is_none, description="Processes and threads.")
     user: SandboxUser | None = Field(
         default=None, exclude_if=_is_none, description="User of the programs; `root` is root of the sandbox only."
+    )
+    hostname: Hostname | None = Field(
+        default=None, exclude_if=_is_none, description=f"Host name of the sandbox. Default: {DEFAULT_HOSTNAME}."
     )
     secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(
         default=(),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SandboxOptions, SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
+from toolcrew.orchestrator.api.sessions import NewSession
+from toolcrew.orchestrator.batches.lines import read_lines
+from toolcrew.orchestrator.cli.session_options import parse_options
 
 pytestmark = [
     pytest.mark.stack,
@@ -101,6 +105,23 @@ def test_a_sandbox_has_the_sizes_that_its_session_requests(
         assert flags == b"kept"
         assert 7 * MIB < int(size) * 1024 < 9 * MIB
         assert read_sizes(watch(engine, answer.done["sandbox"]["id"])) == kernel
+
+
+@pytest.mark.parametrize("sandbox_start", ["oci", "engine"])
+def test_a_sandbox_has_the_host_name_that_its_session_requests(daemons: Daemons, sandbox_start: str) -> None:
+    line = read_lines(BytesIO(b'{"id": "a", "tool": "bash_tool", "hostname": "box-1"}'), None, "the body").items[0]
+    api = NewSession.model_validate_json('{"hostname": "box-1"}')
+    for options in (parse_options("hostname=box-1"), api, line.environment):
+        assert options.hostname == "box-1"
+    daemon = start(daemons, sandbox_start, CLASSES, pool_size="1")
+    wait_until(lambda: daemon.status()["pool"]["ready"] == 1, SOON_S, daemon.log)
+    with daemon.client() as client:
+        named = client.open("acme", "named", SessionSpec(hostname="box-1"))
+        assert run_script(client, named, "uname -n") == "box-1\n"
+        assert run_script(client, client.open("acme", "own"), "uname -n") == "sandbox\n"
+        for name in ("-a", "a.b", "a" * 64, "a\n"):
+            with pytest.raises(ToolFailure, match="hostname"):
+                client.open("acme", "wrong", SessionSpec.model_construct(hostname=name))
 
 
 @pytest.mark.parametrize(

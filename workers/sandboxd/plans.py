@@ -16,7 +16,13 @@ from toolcrew.contract.image_names import (
     parse_image_pattern,
 )
 from toolcrew.contract.secrets import build_placeholder
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, NetworkPolicy, SandboxOptions
+from toolcrew.contract.session_spec import (
+    DEFAULT_HOSTNAME,
+    DEFAULT_OPTIONS,
+    LargestOptions,
+    NetworkPolicy,
+    SandboxOptions,
+)
 from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.contract.tenant_classes import EgressRules, TenantClass
@@ -62,6 +68,7 @@ class SandboxPlan:
     cpus: float
     pids: int
     is_root: bool = False
+    hostname: str = DEFAULT_HOSTNAME
     secrets: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Names of the session's secrets with their placeholders (texts that the proxy replaces by the secrets). A sandbox
     of the pool gets the placeholders when a session takes it.
@@ -79,6 +86,7 @@ class SandboxPlan:
             workspace_bytes=self.workspace_bytes,
             pids=self.pids,
             user="root" if self.is_root else "sandbox",
+            hostname=self.options.hostname,
             secrets=tuple(name for name, _ in self.secrets),
         )
 
@@ -216,7 +224,8 @@ class Plans:
     def _largest_options(self, name: str, granted: TenantClass) -> LargestOptions:
         chosen = self._plan(name, granted.image or self._settings.sandbox_image, granted.network)
         largest = self._largest(SandboxPolicy(tenant_class=name), chosen)
-        return LargestOptions(**largest.granted().model_dump(exclude={"secrets"}), timeout_s=largest.timeout_s)
+        sizes = largest.granted().model_dump(exclude={"hostname", "secrets"})
+        return LargestOptions(**sizes, timeout_s=largest.timeout_s)
 
     def egress_classes(self) -> list[str]:
         """Return the classes whose sessions may have network egress."""
@@ -407,6 +416,7 @@ def _with_options(plan: SandboxPlan, options: SandboxOptions) -> SandboxPlan:
         workspace_bytes=options.workspace_bytes or plan.workspace_bytes,
         pids=options.pids or plan.pids,
         is_root=plan.is_root if options.user is None else options.user == "root",
+        hostname=options.hostname or plan.hostname,
     )
 
 
@@ -467,4 +477,5 @@ class Profile:
             skills_volume=self._skills_volume,
             image_facts=image,
             is_root=plan.is_root,
+            hostname=plan.hostname,
         )

@@ -124,7 +124,7 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
             "noNewPrivileges": True,
         },
         "root": {"path": str(root), "readonly": not spec.is_root},
-        "hostname": "sandbox",
+        "hostname": spec.hostname,
         "mounts": _build_mounts(spec, cgroup),
         "linux": linux,
         "annotations": {} if seccomp_bpf is None else {"run.oci.seccomp_bpf_data": seccomp_bpf},

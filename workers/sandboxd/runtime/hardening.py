@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, cast
 
-from toolcrew.contract.session_spec import NetworkPolicy
+from toolcrew.contract.session_spec import DEFAULT_HOSTNAME, NetworkPolicy
 from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceMount
 
 MIB: Final = 1024 * 1024
@@ -160,6 +160,7 @@ class SandboxSpec:
     image_facts: ImageFacts = NO_IMAGE
     is_root: bool = False
     """True if programs run as root of the sandbox's user namespace, over a root file system that they may change."""
+    hostname: str = DEFAULT_HOSTNAME
 
     def __post_init__(self) -> None:
         if not self.image or not self.runtime:
@@ -207,7 +208,7 @@ def build_rules(spec: SandboxSpec, accounts: AccountVolume | None = None) -> tup
         row("Cmd", [], "nothing of the image is appended to the guest's command"),
         row("WorkingDir", "/workspace", "relative paths start where files may be made"),
         row("Env", _environment(spec), "these, over the image's own: no secret of the host"),
-        row("Hostname", "sandbox", "reveals nothing about the host"),
+        row("Hostname", spec.hostname, "reveals nothing about the host"),
         row("Domainname", "", "reveals nothing about the host"),
         row("Labels", dict(spec.labels), "how the reaper finds its containers; anyone with the socket can read them"),
         row("Volumes", {}, "an anonymous volume is host disk without a limit"),
