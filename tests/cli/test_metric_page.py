@@ -12,11 +12,11 @@ import redis
 import redis.asyncio
 
 from tests.conftest import RedisProcess
+from tests.repository.test_metric_files import promtool
 from tests.support.redis.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.support.redis.redis_harness import open_server
 from tests.support.sandboxd.fake_hosts import build_report
 from tests.support.stack.metric_harness import key, nonzero_samples, read_page
-from tests.unit.repository.test_metric_files import promtool
 from toolcrew.contract import metrics
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import (

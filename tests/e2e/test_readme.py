@@ -19,7 +19,7 @@ pytestmark = pytest.mark.stack
 
 FAST = {
     # The two commands do their work elsewhere: in this test run, and in test_the_demo below.
-    "scripts/test": "scripts/test tests/unit/repository/test_locks.py -q",
+    "scripts/test": "scripts/test tests/repository/test_locks.py -q",
     ". .venv/bin/activate": "true",
 }
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 import pytest
 from docker import APIClient
 
+from tests.repository.test_metric_files import promtool
 from tests.support.stack.metric_harness import Key, key, nonzero_samples, read_page
 from tests.support.stack.stack import UP_S, Stack, open_stack
 from tests.support.stack.waiting import wait_until_async
-from tests.unit.repository.test_metric_files import promtool
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.metrics.page import render_metrics
 from toolcrew.orchestrator.sdk.client import ToolClient

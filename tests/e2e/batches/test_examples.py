@@ -17,7 +17,7 @@ from tests.support.stack.stack import Footprint, Stack
 pytestmark = pytest.mark.stack
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE_STEP = 3
-"""Every third question is asked once, because each question needs a sandbox. tests/unit/repository/test_example_batches.py runs
+"""Every third question is asked once, because each question needs a sandbox. tests/repository/test_example_batches.py runs
 the commands of all questions.
 """
 

@@ -1,4 +1,4 @@
-"""Fixtures of unit tests. No test in this folder needs a service: no Redis, no container engine."""
+"""Fixtures: a guest as PID 1 of a real pid namespace."""
 
 from collections.abc import Iterator
 

@@ -24,7 +24,7 @@ from toolcrew.contract.settings import (
 )
 from toolcrew.store.pressure import HostsPressure, QueuePressure
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.29", "1.35")
 """The oldest that has sidecars, and a late one."""

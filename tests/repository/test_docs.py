@@ -16,7 +16,7 @@ import yaml
 from scripts import reference
 from scripts.pages import log_events
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 
 

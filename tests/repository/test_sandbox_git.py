@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-CONFIGURATION = Path(__file__).resolve().parents[3] / "sandbox-images" / "base" / "gitconfig"
+CONFIGURATION = Path(__file__).resolve().parents[2] / "sandbox-images" / "base" / "gitconfig"
 COMMIT = "git init -q code && cd code && git commit -q --allow-empty -m one && git log --format='%an <%ae> %cn'"
 
 

@@ -19,7 +19,7 @@ from tests.model_server.in_process import TRUST_NOBODY
 from tests.model_server.running import ModelServer, running_model_server
 from tests.model_server.script import load_script
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA, REPOSITORY, FIX = (EXAMPLES / name for name in ("data-questions", "repository-questions", "fix-the-test"))
 MAX_STEPS = 5
 """The default limit of a run."""

@@ -17,7 +17,7 @@ from toolcrew.contract.settings import (
     variable_names,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 PROCESSES: dict[str, tuple[type[BaseModel], ...]] = {
     "orchestrator": (OrchestratorSettings, TracingSettings),

@@ -5,7 +5,7 @@ existing tests.
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
     "YAML",
     "tar",

@@ -14,7 +14,7 @@ from toolcrew.contract.metrics import METRICS
 from toolcrew.contract.settings import OTHERS, SETTINGS
 from toolcrew.orchestrator.command import import_all
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 GENERATED = {page for part in NAV if "Reference" in part for entry in part["Reference"] for page in entry.values()}
 OUTSIDE = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]

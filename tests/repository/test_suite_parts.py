@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.stack.waiting import SOON_S, wait_until
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "test_parts.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
 PASSES = "def test_good(): pass\n"
 FAILS = "def test_bad():\n    print('what it said')\n    assert 1 == 2\n"
 DIES = "import os\ndef test_first(): pass\ndef test_deadly(): os.abort()\n"

@@ -13,7 +13,7 @@ from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, has
 from toolcrew.workers.egress.daemon import MAX_CONNECTIONS
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
 WORKERS = ("worker", "web-worker")
 USERS = {
