@@ -37,12 +37,13 @@ def batch_key(deployment: str, tenant: str, batch: str) -> str:
     return tenant_key(deployment, tenant, f"batch.{batch}")
 
 
-def runs_key(deployment: str, tenant: str, part: str) -> str:
-    """Return the key of a part of a tenant's durable runs: `waiting`, `delayed` and `running` as for a batch, `index`
-    (sorted set of all runs, by their start), the sorted sets `succeeded`, `failed` and `cancelled` with parts of
-    `index`, and `sessions` (hash of the sessions that durable runs use).
+def runs_key(deployment: str, tenant: str) -> str:
+    """Return the beginning of the keys of a tenant's durable runs. Keys with a suffix hold their ids: `:waiting`,
+    `:delayed` and `:running` as for a batch, `:index` (sorted set of all runs, by their start), and the sorted sets
+    `:succeeded`, `:failed` and `:cancelled` with parts of `:index`. The key with `:sessions` is the hash of the sessions
+    that durable runs use.
     """
-    return tenant_key(deployment, tenant, f"runs:{part}")
+    return tenant_key(deployment, tenant, "runs")
 
 
 def batches_key(deployment: str, tenant: str) -> str:
