@@ -40,8 +40,8 @@ def batch_key(deployment: str, tenant: str, batch: str) -> str:
 def runs_key(deployment: str, tenant: str) -> str:
     """Return the beginning of the keys of a tenant's durable runs. Keys with a suffix hold their ids: `:waiting`,
     `:delayed` and `:running` as for a batch, `:index` (sorted set of all runs, by their start), and the sorted sets
-    `:succeeded`, `:failed` and `:cancelled` with parts of `:index`. The key with `:sessions` is the hash of the sessions
-    that durable runs use.
+    `:succeeded`, `:failed` and `:cancelled` with parts of `:index`. The key with `:sessions` is the hash of the
+    sessions that durable runs use.
     """
     return tenant_key(deployment, tenant, "runs")
 
