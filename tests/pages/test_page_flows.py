@@ -230,7 +230,7 @@ async def test_a_batch_is_watched_and_cancelled(world: World, visitors: Visitors
         await visit.page.get_by_text("Cancel the batch…").click()
         await visit.page.get_by_role("button", name="Cancel the batch").click()
         await expect(visit.page.get_by_text("The cancellation has started")).to_be_visible()
-    assert (await world.runs.batch("acme", "to-cancel")).state is BatchState.CANCELLED
+    assert (await world.queue.batches.get("acme", "to-cancel")).state is BatchState.CANCELLED
 
 
 async def test_a_call_is_found_by_its_id_and_by_its_celery_task_id(world: World, visitors: Visitors) -> None:
@@ -270,14 +270,14 @@ async def test_calls_are_listed_and_a_waiting_call_is_killed_from_the_list(world
 
 async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visitors: Visitors) -> None:
     await world.submit_batch("acme", "read-batch", attempts=[(name, Attempt()) for name in ("good", "bad", "open")])
-    claims = {claim.record.item.custom_id: claim for claim in await world.runs.claim(100) if "read-batch" in claim.run}
+    claims = {claim.record.item.custom_id: claim for claim in await world.queue.claim(100) if "read-batch" in claim.run}
     for name, failure in (("good", None), ("bad", Failure(kind=FailureKind.MODEL, code="empty", message="no words"))):
         claim = claims[name]
-        log = await RunLog.load(world.redis, DEPLOYMENT, world.runs.keys, claim.attempt)
+        log = await RunLog.load(world.redis, DEPLOYMENT, world.queue.keys, claim.attempt)
         text = {"choices": [{"index": 0, "delta": {"content": f"step of {name}"}, "finish_reason": "stop"}]}
         await log.append(ModelReplied(run=claim.run, at=1.0, chunks=(text,)))
         outcome = ItemOutcome(custom_id=name, run=claim.run, status_code=200, body={"answer": "42"}, failure=failure)
-        assert await world.runs.finish(claim, outcome)
+        assert await world.queue.finish(claim, outcome)
     async with visitors.visit("acme") as visit:
         page = visit.page
         await page.goto("/batches/read-batch")

@@ -74,7 +74,7 @@ class World:
         self.redis = client
         self.settings = settings
         self.approvals = ApprovalQueue(client, DEPLOYMENT, settings.broker().signing_keys())
-        self.runs = RunQueue(client, DEPLOYMENT, settings.broker().signing_keys())
+        self.queue = RunQueue(client, DEPLOYMENT, settings.broker().signing_keys())
         self.tenants = RedisTenants(client, DEPLOYMENT, settings.broker().signing_keys())
         self.durable_runs = DurableRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())
@@ -173,12 +173,12 @@ class World:
             is_detached=True,
             name=name,
         )
-        await self.runs.create(tenant, batch, record)
+        await self.queue.batches.create(tenant, batch, record)
         items = [
             BatchItem(custom_id=item, line=line, url="/v1/agent/runs", work=RunBody(instruction=f"do {item}"))
             for line, (item, _) in enumerate(attempts, 1)
         ]
-        await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
+        await self.queue.batches.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
         writer = RunEventPublisher(self.redis, DEPLOYMENT)
         for item, attempt in attempts:
             for event in build_item_events(item, attempt, at=time.time() - 60):
@@ -196,7 +196,7 @@ class World:
     async def open_run(self, instruction: str, tenant: str = "acme") -> AsyncIterator["OpenRun"]:
         """Yield a run that the test executes directly. The run ends on exit."""
         run = await self.durable_runs.start(tenant, RunBody(instruction=instruction))
-        claim = next(claim for claim in await self.runs.claim(100) if claim.run == run.id)
+        claim = next(claim for claim in await self.queue.claim(100) if claim.run == run.id)
         async with RunEventPublisher(self.redis, DEPLOYMENT).open(tenant, run.id, claim.token, 1) as events:
             yield OpenRun(run.id, events)
         body = {
@@ -208,7 +208,7 @@ class World:
             "clocks": {"queued_s": 0.01, "sandbox_s": 0.1, "run_s": 30.0, "transfer_s": 0.0},
         }
         outcome = ItemOutcome(custom_id=claim.record.item.custom_id, run=run.id, status_code=200, body=body)
-        assert await self.runs.finish(claim, outcome)
+        assert await self.queue.finish(claim, outcome)
 
     async def add_ended_run(self, instruction: str, tenant: str = "acme") -> str:
         """Add a run that ended after one step, whose call was killed at its limit."""
