@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         ToolcrewError as ToolcrewError,
         ToolFailure as ToolFailure,
     )
-    from toolcrew.contract.functions.call_context import CallContext as CallContext
+    from toolcrew.contract.functions.call_context import CallContext as CallContext, ModelAdapter as ModelAdapter
     from toolcrew.contract.functions.function_tools import tool as tool
     from toolcrew.contract.registry import ToolRegistry as ToolRegistry
     from toolcrew.contract.run_events import (
@@ -112,7 +112,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "orchestrator.dispatch.sessions": ("Checkpoint", "Session"),
     "orchestrator.sdk.client": ("ToolClient",),
     # Tools of your own.
-    "contract.functions.call_context": ("CallContext",),
+    "contract.functions.call_context": ("CallContext", "ModelAdapter"),
     "contract.functions.function_tools": ("tool",),
     "contract.registry": ("ToolRegistry",),
     "orchestrator.functions.function_tools": ("as_tool",),

@@ -59,7 +59,7 @@ NAMES = [
     ("toolcrew.orchestrator.sdk.tool_loop", "ToolDecisionOutput"),
     ("toolcrew.contract.calls", "ToolCall"),
     ("toolcrew.contract.calls", "ToolResult"),
-    ("toolcrew.contract.functions", "ModelAdapter"),
+    ("toolcrew", "ModelAdapter"),
 ]
 
 

@@ -112,6 +112,7 @@ SAMPLE_FIELDS: dict[str, Any] = {
     "memory_bytes": 2**28,
     "workspace_bytes": 2**28,
     "pids": 64,
+    "hostname": "build-1",
     "user": "root",
     "secrets": ["TOKEN", "OTHER"],
     "restore": "checkpoint",
