@@ -185,7 +185,7 @@ class _PlayedWork:
             self.drain()
         return _outcome(claim)
 
-    def drop_spans(self, claim: RunClaim) -> None:
+    def forget(self, claim: RunClaim) -> None:
         """Do nothing: no spans are recorded."""
 
 
