@@ -9,7 +9,7 @@ from tests.support.stack.stack import ROOT, missing
 from toolcrew.contract.envelope import VERSION
 from toolcrew.contract.hosts import RELEASE
 
-COMMIT = "2b69aa04b055886035625dd40093bdaa7320b058"
+COMMIT = "6d9496d0ad409a79fff28d03566771225824b223"
 """A commit of the previous release. Its processes can serve one deployment together with processes of this release."""
 _GIT_S = 60.0
 
