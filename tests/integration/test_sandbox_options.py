@@ -117,7 +117,9 @@ def test_a_sandbox_has_the_host_name_that_its_session_requests(daemons: Daemons,
     wait_until(lambda: daemon.status()["pool"]["ready"] == 1, SOON_S, daemon.log)
     with daemon.client() as client:
         named = client.open("acme", "named", SessionSpec(hostname="box-1"))
-        assert run_script(client, named, "uname -n") == "box-1\n"
+        assert run_script(client, named, "uname -n; cat /etc/hostname") == "box-1\nbox-1\n"
+        if sandbox_start == "oci":  # with the engine, a sandbox without a network has no entry of its own
+            assert run_script(client, named, "getent hosts box-1 | wc -l") == "1\n"
         assert run_script(client, client.open("acme", "own"), "uname -n") == "sandbox\n"
         for name in ("-a", "a.b", "a" * 64, "a\n"):
             with pytest.raises(ToolFailure, match="hostname"):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.runtime.hardening import (
     IPC_SYSCTLS,
     LOADER_VARIABLES,
@@ -46,9 +47,15 @@ _FOLDERS: Final[Mapping[str, int]] = {
     "tmp": 0o1777,
     "root": 0o700,
 }
+
+
+def host_files(hostname: str) -> dict[str, str]:
+    """Return the files of /etc that contain the name of the sandbox. Programs look up the address of their own name."""
+    return {"hosts": f"127.0.0.1 localhost {hostname}\n::1 localhost\n", "hostname": f"{hostname}\n"}
+
+
 _FILES: Final[Mapping[str, str]] = {
-    "etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
-    "etc/hostname": "sandbox\n",
+    **{f"etc/{name}": text for name, text in host_files(DEFAULT_HOSTNAME).items()},
     "etc/resolv.conf": "",
 }
 

@@ -35,6 +35,7 @@ import structlog
 
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
+from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.image import (
     CHANGES,
@@ -53,9 +54,9 @@ from toolcrew.workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, make_skeleton, skeleton_name
+from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, host_files, make_skeleton, skeleton_name
 from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
-from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges
 from toolcrew.workers.sandboxd.runtime.mounts import (
     ROOTS,
@@ -351,7 +352,7 @@ class OciRuntime:
                     content = stack.enter_context(
                         _divided(disks, namespace, sandbox, root=running.base if spec.is_root else None)
                     )
-                stacked = [*_write_accounts(place, spec.image_facts.accounts), self._skeleton]
+                stacked = [*_write_own_files(place, spec), self._skeleton]
                 lower: list[str | Path | int] = [*content.changed, *stacked, *spec.image_facts.layers]
                 root = mount_overlay(lower, namespace, content.changes)
                 stack.callback(os.close, root)
@@ -587,16 +588,21 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     unfinished.rename(place)
 
 
-def _write_accounts(place: Path, accounts: AccountFiles) -> list[Path]:
-    """Write the user database below the folder of a sandbox. Return its folder as a layer, if there is one."""
-    layer = place / "accounts"
-    for name, content in accounts.items():
+def _write_own_files(place: Path, spec: SandboxSpec) -> list[Path]:
+    """Write the user database and the host name below the folder of a sandbox. Return the folder of these files as a
+    layer, if there are any.
+    """
+    files = dict(spec.image_facts.accounts.items())
+    if spec.hostname != DEFAULT_HOSTNAME:
+        files |= {name: text.encode() for name, text in host_files(spec.hostname).items()}
+    layer = place / "own"
+    for name, content in files.items():
         file = layer / "etc" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
         for path, mode in ((layer, 0o755), (file.parent, 0o755), (file, 0o644)):
             path.chmod(mode)
-    return [layer] if accounts else []
+    return [layer] if files else []
 
 
 def _remove_unfinished(sandboxes: Path) -> None:
