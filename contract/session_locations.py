@@ -5,7 +5,7 @@ The docstring of store/sessions.py shows the states.
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from toolcrew.contract.calls import Record
 from toolcrew.contract.errors import EnvelopeRefused, SandboxUnavailable
@@ -58,8 +58,8 @@ def seal_start(keys: SigningKeys, tenant: str, session: str, spec: SessionSpec) 
 
 
 def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> SessionSpec:
-    """Return the options that `seal_start` signed. Raises SandboxUnavailable when they are not signed for that
-    session.
+    """Return the options that `seal_start` signed. Raises SandboxUnavailable when they are not signed for that session,
+    or when this release cannot read them.
     """
     try:
         return SessionSpec.model_validate_json(keys.unseal(f"start {tenant} {session}", location.start))
@@ -68,6 +68,12 @@ def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLo
             f"the signature of the session's options is not valid, so the session is not opened again: open a new "
             f"session. {error}"
         ) from error
+    except ValidationError:
+        # `from None`: the original error quotes the options, which contain the configuration of tools.
+        raise SandboxUnavailable(
+            "another release wrote the session's options, which this release cannot read: run the same release "
+            "everywhere, or open a new session"
+        ) from None
 
 
 def seal_checkpoint(keys: SigningKeys, tenant: str, session: str, checkpoint: str) -> str:
