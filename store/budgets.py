@@ -1,6 +1,8 @@
 """Budgets of tenants: the amounts used on this day and in this month, and the notices that a budget is nearly or
-completely used up. Each process reads the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the
-tenant has budgets. So calls need no extra read, and a budget is in force everywhere within 2 seconds.
+completely used up. This module only checks; store/usage.py counts what is used.
+
+Each process reads the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the tenant has budgets.
+So calls need no extra read, and a budget is in force everywhere within 2 seconds.
 """
 
 import time

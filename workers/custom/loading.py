@@ -107,7 +107,7 @@ def _tools_of(value: Any, source: str, advice: str) -> list[LoadedTool]:
 
 
 def _is_ready(value: Any) -> bool:
-    """Return whether the value is a tool from `@tool` or `orchestrator.as_tool`.
+    """Return whether the value is a tool from `@tool` or `toolcrew.as_tool`.
 
     A tool whose handler takes a ToolEnvironment is not.
     """
