@@ -245,7 +245,7 @@ async def test_a_file_is_sent_in_chunks_and_its_resources_are_released_afterward
 
     reservation = await held.enter_async_context(ReadMemory().reserve("acme", PIECE_BYTES * 3))
     answer = FileAnswer(split_pieces(b"x" * (PIECE_BYTES * 2 + 1)), reservation, {}, held)
-    await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    await answer({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert sent == [0, PIECE_BYTES, PIECE_BYTES, 1, 0]
     assert let_go.is_set()
 
@@ -261,7 +261,7 @@ async def test_a_client_that_reads_nothing_releases_the_memory_of_its_answer(mon
             await asyncio.Event().wait()
 
     async with asyncio.timeout(SOON_S):
-        await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+        await answer({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     async with memory.reserve("acme", PIECE_BYTES * 2):
         pass
 
@@ -284,7 +284,7 @@ async def test_a_client_that_reads_slowly_is_disconnected_although_it_takes_ever
 
     async with asyncio.timeout(SOON_S):
         answer = PieceResponse(pieces(), {}, contextlib.AsyncExitStack())
-        await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+        await answer({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert taken <= 3
 
 
@@ -297,7 +297,7 @@ async def test_memory_of_sent_pieces_is_released_before_the_end() -> None:
         if isinstance(message, dict) and message.get("body"):
             free.append(PIECE_BYTES * 6 - memory.used)
 
-    await answer({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    await answer({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert [size // PIECE_BYTES for size in free] == [3, 4, 5]
     assert memory.used == 0
 
@@ -320,7 +320,7 @@ async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(m
             await asyncio.Event().wait()
 
     monkeypatch.setattr("toolcrew.orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.2)
-    await EventStream(events())({"type": "http"}, lambda: asyncio.sleep(3600), send)  # type: ignore[arg-type]
+    await EventStream(events())({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert made <= admitted + 1
 
 

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from toolcrew.contract.image_names import advise_missing
 from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.disks.base import Kind
-from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.plans import DEFAULT_RUNTIME, Plans
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
@@ -160,16 +160,20 @@ def _judge_profile(evidence: Evidence) -> HostGuarantee:
             "fix this problem and check again; until then sandboxd does not start",
             is_needed=True,
         )
-    runtimes = evidence.own_runtime or _list(plan.runtime for plan in evidence.plans.proofs())
+    # sandboxd itself starts only the sandboxes of the default runtime.
+    own = {DEFAULT_RUNTIME: evidence.own_runtime} if evidence.own_runtime is not None else {}
+    runtimes = dict.fromkeys(own.get(plan.runtime, plan.runtime) for plan in evidence.plans.proofs())
     return HostGuarantee(
-        name, "holds", f"a sandbox was started, inspected and removed, under {runtimes}", is_needed=True
+        name, "holds", f"a sandbox was started, inspected and removed, under {_list(runtimes)}", is_needed=True
     )
 
 
 def _judge_start(evidence: Evidence) -> HostGuarantee:
     name = "sandboxes start without the engine"
     if evidence.own_runtime is not None:
-        return HostGuarantee(name, "holds", f"sandboxd starts them with {evidence.own_runtime}")
+        return HostGuarantee(
+            name, "holds", f"sandboxd starts those of the runtime {DEFAULT_RUNTIME} with {evidence.own_runtime}"
+        )
     if evidence.engine_start is None:
         return HostGuarantee(name, "unknown", "no sandbox was started", "fix the rows above, then check again")
     reason = (

@@ -243,10 +243,8 @@ VALID_LINE = '{"id":"a","instruction":"x"}'
             "line 1: `artifacts.1`: '../b' is not a valid pattern: the pattern contains '..'",
         ),
         ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "the path is not below /workspace"),
-        (
-            '{"id":"a","instruction":"x","workspace":"a\\u0000b"}',
-            "embedded null",
-        ),  # byte or character, by the version of Python
+        # The message of Python continues with "byte" or "character", by its version.
+        ('{"id":"a","instruction":"x","workspace":"a\\u0000b"}', "embedded null"),
         ('{"id":"a","instruction":"x","id":"b"}', "(the key 'id' occurs twice)"),
         ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "NaN is not JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "1e999 is a number that is too large"),

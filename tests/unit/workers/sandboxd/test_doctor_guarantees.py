@@ -83,9 +83,10 @@ def test_all_guarantees_hold_on_a_good_host() -> None:
 
 
 def test_the_program_that_starts_sandboxes_is_shown_and_no_advice_rules_it_out() -> None:
-    own = replace(build_evidence(), own_runtime="crun 1.21", engine_start=None)
+    mixed = build_evidence(sandbox_runtime="runc", tenant_classes={"strong": TenantClass(runtime="runsc")})
+    own = replace(mixed, own_runtime="crun 1.21", engine_start=None)
     assert row_of(own, "sandboxes start without the engine").why.endswith("crun 1.21")
-    assert row_of(own, "profile holds").why.endswith("under crun 1.21")
+    assert row_of(own, "profile holds").why.endswith("under crun 1.21, runsc")
     assert not [row for row in build_rows(build_evidence(**UNGUARDED)) if "userns-remap" in row.remedy]
 
 
