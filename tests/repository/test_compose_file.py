@@ -11,6 +11,7 @@ import yaml
 from toolcrew.contract.settings import EgressSettings, SandboxdSettings
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from toolcrew.workers.egress.daemon import MAX_CONNECTIONS
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,8 @@ def test_sandboxd_has_only_the_capabilities_to_start_sandboxes() -> None:
     assert sandboxd["device_cgroup_rules"] == ["b 7:* rw", "c 10:237 rw"]
     assert "/var/lib/docker:/var/lib/docker:ro" in sandboxd["volumes"]
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
+    assert f"/proc/1/ns/cgroup:{HOST_NAMESPACE}:ro" in sandboxd["volumes"]
+    assert sandboxd["ulimits"] == {"memlock": -1}
 
 
 def test_services_have_their_networks_limits_and_deployment_names() -> None:

@@ -253,7 +253,7 @@ def test_sandboxd_has_the_same_host_folders_as_in_compose() -> None:
         for mount in CONTAINERS["sandboxd"][1]["volumeMounts"]
     }
     assert {path: mounts.get(path) for path in folders} == folders
-    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/dev"}
+    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/proc/1/ns/cgroup", "/dev"}
     assert mounts.keys() - folders.keys() == {None, "/var/lib/toolcrew", "/run/toolcrew-egress", ENGINE}
 
 

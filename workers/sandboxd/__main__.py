@@ -5,9 +5,15 @@ import sys
 from toolcrew.contract.extras import explain_missing
 from toolcrew.contract.startup import importing_program
 from toolcrew.workers.logs import log_not_started
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import enter_host_namespace
 
 
 def main() -> int:
+    try:
+        enter_host_namespace()
+    except OSError as error:
+        log_not_started("sandboxd", error)
+        return 1
     try:
         with importing_program():
             from toolcrew.workers.sandboxd.program import main as run

@@ -55,6 +55,7 @@ from toolcrew.workers.sandboxd.runtime.base import (
     ListedContainer,
 )
 from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, host_files, make_skeleton, skeleton_name
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE, is_in_host_namespace
 from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges
@@ -81,8 +82,6 @@ _LOCK_S: Final = 35.0
 """Time limit in seconds for a start of another process, which holds the lock."""
 _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
-_HOST_CGROUPS: Final = 0xEFFFFFFB
-"""Inode of the first control group namespace (PROC_CGROUP_INIT_INO of the kernel)."""
 _CHANGES: Final = (CHANGES, "work")
 _WORKSPACE: Final = (WORKSPACE, "workspace-work")
 """Folders of a disk, each with the work folder of its overlay."""
@@ -112,10 +111,10 @@ def find_obstacle(facts: EngineFacts) -> str | None:
         return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver})"
     if facts.security & {"rootless", "userns"}:
         return "the engine maps the owners of its layers (rootless or userns-remap)"
-    if facts.cgroup_version == 2 and Path("/proc/self/ns/cgroup").stat().st_ino != _HOST_CGROUPS:
+    if facts.cgroup_version == 2 and not is_in_host_namespace():
         return (
             "sandboxd's container has a control group namespace of its own, from which the kernel moves no process: "
-            "set default-cgroupns-mode to host in the engine's daemon.json"
+            f"mount the host's /proc/1/ns/cgroup at {HOST_NAMESPACE}, and give sandboxd SYS_ADMIN"
         )
     return None
 

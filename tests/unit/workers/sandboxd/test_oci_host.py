@@ -16,6 +16,7 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
 from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
@@ -157,16 +158,54 @@ def test_id_map_contains_an_id_of_this_process() -> None:
 
 FIND_OBSTACLE = """
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import enter_host_namespace
 from toolcrew.workers.sandboxd.runtime.oci import find_obstacle
+enter_host_namespace()
 facts = EngineFacts("1", 2, True, ("runc",), "6.13", storage_driver="overlay2", data_root="{root}")
 print("control group" in (find_obstacle(facts) or ""))
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")
+# A private /run with what a container of sandboxd may have there. The arguments: a shell command, then the program.
+IN_A_CONTAINER = [
+    "unshare",
+    "--cgroup",
+    "--mount",
+    "sh",
+    "-ec",
+    'mount -t tmpfs none /run; eval "$1"; shift; exec "$@"',
+]
+BIND_NAMESPACE = f"touch {HOST_NAMESPACE}; mount --bind /proc/{os.getpid()}/ns/cgroup {HOST_NAMESPACE}"
+
+needs_namespaces = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")
+
+
+@needs_namespaces
 @pytest.mark.skipif(find_program() is None, reason="neither crun nor runc is installed")
-def test_cgroup_namespace_of_a_container_is_an_obstacle_on_version_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "is_obstacle"),
+    [
+        ([], False),
+        ([*IN_A_CONTAINER, "sh", ":"], True),
+        ([*IN_A_CONTAINER, "sh", BIND_NAMESPACE], False),
+        # setpriv: root without CAP_SYS_ADMIN, which setns needs.
+        ([*IN_A_CONTAINER, "sh", BIND_NAMESPACE, "setpriv", "--bounding-set", "-sys_admin"], True),
+    ],
+    ids=["on the host", "alone", "with the host's namespace", "without rights"],
+)
+def test_own_cgroup_namespace_is_left_or_an_obstacle_on_version_2(
+    tmp_path: Path, prefix: list[str], *, is_obstacle: bool
+) -> None:
     (tmp_path / "overlay2").mkdir()
-    for prefix, is_obstacle in (([], "False"), (["unshare", "--cgroup"], "True")):
-        command = [*prefix, sys.executable, "-c", FIND_OBSTACLE.format(root=tmp_path)]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == is_obstacle
+    command = [*prefix, sys.executable, "-c", FIND_OBSTACLE.format(root=tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == str(is_obstacle)
+
+
+@needs_namespaces
+def test_sandboxd_does_not_start_with_something_else_in_place_of_the_hosts_namespace() -> None:
+    command = [*IN_A_CONTAINER, "sh", f"echo x > {HOST_NAMESPACE}"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "toolcrew.workers.sandboxd", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert str(HOST_NAMESPACE) in done.stdout + done.stderr
