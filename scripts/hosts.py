@@ -1,0 +1,356 @@
+"""Boot stock Debian hosts in virtual machines and run the product there; scripts/hosts describes the options.
+
+A row is a shell command that runs as root in the checkout of the machine; it works if its exit status is 0. A release
+whose engine can keep images in containerd runs the rows twice. The output of each row is kept in
+build/hosts/RELEASE/logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAB = ROOT / "build" / "hosts"
+SHARE = LAB / "share"
+"""Files for the machines, which mount this folder read-only at /mnt."""
+PAGE = ROOT / "docs" / "images.md"
+BEGIN, END = "<!-- hosts: begin, written by scripts/hosts -->\n", "<!-- hosts: end -->\n"
+CHECKOUT = "/root/toolcrew"
+IMAGES = ("toolcrew-sandbox", "toolcrew-sandboxd")
+BOOT_S, POWEROFF_S, ROW_S = 600, 120, 2400
+MEMORY_MIB, CPUS, DISK_GIB = 6144, 2, 24
+
+PACKAGES = (
+    "linux-image-amd64 systemd systemd-sysv dbus udev apparmor apparmor-utils openssh-server ca-certificates curl crun"
+    " runc iptables python3 python3-venv python3-pip git redis-server e2fsprogs sudo iproute2 procps kmod ripgrep"
+    " bash-static busybox-static docker.io docker-compose"
+)
+"""What a user's host has. The first packages make a minimal system boot."""
+
+PYTEST = "TOOLCREW_TEST_REQUIRE=1 .venv/bin/python -m pytest -q -p no:cacheprovider"
+SANDBOXD = ".venv/bin/python -m toolcrew.workers.sandboxd --check"
+COMPOSE = "docker-compose run --rm --no-deps -T -e TOOLCREW_SANDBOX_START=oci sandboxd python -m toolcrew.workers.sandboxd --check"
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of Debian. `port`: of ssh, on the loopback address of this host."""
+
+    title: str
+    port: int
+    has_containerd_store: bool
+
+
+RELEASES = {
+    "bookworm": Release("Debian 12", 2212, has_containerd_store=False),
+    "trixie": Release("Debian 13", 2213, has_containerd_store=True),
+    "sid": Release("Debian sid", 2214, has_containerd_store=True),
+}
+OVERLAY2, CONTAINERD = "overlay2", "containerd's store"
+
+ROWS = {
+    "`scripts/setup`": "scripts/setup --no-weights",
+    "`scripts/demo`": "scripts/demo",
+    "start without the engine": f"TOOLCREW_SANDBOX_START=oci {SANDBOXD}",
+    "start by the engine": f"TOOLCREW_SANDBOX_START=engine {SANDBOXD}",
+    "profile, pause, removal": f"{PYTEST} tests/conformance/test_sandbox_runtimes.py",
+    "forks": f"{PYTEST} tests/integration/test_forks.py -k 'diverge or outlives or merged or root_session'",
+    "checkpoints with root inside": f"{PYTEST} tests/integration/test_root_checkpoints.py",
+    "root inside, quotas of bytes and files": f"{PYTEST} tests/attacks/test_root_inside.py",
+    "memory limit, OOM report": f"{PYTEST} tests/attacks/test_exhaustion.py -k 'oom or memory_exhaustion'",
+    "pids and descriptors": f"{PYTEST} tests/attacks/test_exhaustion.py -k 'fork_bomb or descriptors'",
+    "processor and memory figures": f"{PYTEST} tests/integration/test_sandbox_figures.py",
+    "attacks: escapes": f"{PYTEST} tests/attacks/test_escape.py tests/attacks/test_host_files.py",
+    "attacks: neighbours, workspaces": f"{PYTEST} tests/attacks/test_neighbours.py tests/attacks/test_workspace_tricks.py",
+    "nothing left after a kill": f"{PYTEST} tests/integration/test_nothing_left.py -k killed",
+    "compose": COMPOSE,
+}
+
+
+def say(sentence: str) -> None:
+    print(f"hosts: {sentence}", file=sys.stderr, flush=True)
+
+
+def run(*argv: str | Path, **options: object) -> str:
+    """Run a program of this host and return its output. Raises CalledProcessError."""
+    return subprocess.run([str(word) for word in argv], check=True, stdout=subprocess.PIPE, text=True, **options).stdout  # type: ignore[call-overload,no-any-return]
+
+
+class Machine:
+    """The virtual machine of a release, with the folder of its disks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.release = RELEASES[name]
+        self.folder = LAB / name
+        self._base = self.folder / "base.raw"
+
+    # --- Disk
+
+    def build(self) -> None:
+        """Make the disk of a stock host, unless it is there."""
+        if self._base.exists():
+            return
+        say(f"making the disk of {self.release.title}")
+        root = self.folder / "root"
+        run("rm", "-rf", "--one-file-system", root)
+        root.mkdir(parents=True)
+        (self.folder / "sources.list").write_text(self._list_sources())
+        # The kernel needs few modules before it sees its disk, and a chroot has no devices to detect.
+        modules = "virtio_pci\\nvirtio_blk\\next4\\ncrc32c\\n"
+        setup = (
+            'mkdir -p "$1/etc/initramfs-tools/conf.d"; echo MODULES=list >"$1/etc/initramfs-tools/conf.d/lab"'
+            f"; printf '{modules}' >\"$1/etc/initramfs-tools/modules\""
+        )
+        # A tar keeps owners and devices where the folder's file system would not.
+        tar = self.folder / "root.tar"
+        packages = PACKAGES.replace(" ", ",") + ("" if self.name == "bookworm" else ",docker-cli")
+        bootstrap = ("mmdebstrap", "--variant=minbase", "--mode=root", "--skip=check/empty")
+        run(*bootstrap, f"--include={packages}", f"--setup-hook={setup}", self.name, tar, self.folder / "sources.list")
+        run("tar", "-C", root, "-xf", tar, "--numeric-owner")
+        tar.unlink()
+        self._configure(root)
+        self._install(root)
+        for pattern, name in (("vmlinuz-*", "vmlinuz"), ("initrd.img-*", "initrd")):
+            [found] = (root / "boot").glob(pattern)
+            (self.folder / name).write_bytes(found.read_bytes())
+        unfinished = self.folder / "base.new"
+        run("truncate", "-s", f"{DISK_GIB}G", unfinished)
+        run("mkfs.ext4", "-q", "-L", "root", "-E", "nodiscard", "-d", root, unfinished)
+        run("rm", "-rf", "--one-file-system", root)
+        unfinished.rename(self._base)
+
+    def _list_sources(self) -> str:
+        """Return the sources of apt, on the mirror that this host uses."""
+        site = run("apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian").split()[
+            0
+        ]
+        key = "signed-by=/usr/share/keyrings/debian-archive-keyring.gpg"
+        if self.name == "sid":
+            # The index of sid on a mirror that stands still is past its date. Its signature is checked.
+            return f"deb [{key} check-valid-until=no] {site}/debian sid main\n"
+        suites = (f"debian {self.name}", f"debian {self.name}-updates", f"debian-security {self.name}-security")
+        return "".join(f"deb [{key}] {site}/{suite} main\n" for suite in suites)
+
+    def _configure(self, root: Path) -> None:
+        key = LAB / "key"
+        if not key.exists():
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
+        (root / "root/.ssh").mkdir(mode=0o700)
+        (root / "root/.ssh/authorized_keys").write_bytes(key.with_suffix(".pub").read_bytes())
+        (root / "etc/hostname").write_text(f"{self.name}\n")
+        (root / "etc/hosts").write_text(f"127.0.0.1 localhost {self.name}\n")
+        (root / "etc/systemd/network/10-all.network").write_text("[Match]\nName=en* eth*\n[Network]\nDHCP=yes\n")
+        (root / "etc/fstab").write_text("LABEL=root / ext4 rw,relatime 0 1\nshare /mnt 9p trans=virtio,ro,nofail 0 0\n")
+        # The machine reaches the network as this host does.
+        for name in ("etc/resolv.conf", "etc/pip.conf"):
+            if Path("/", name).exists():
+                run("cp", "-L", "--remove-destination", f"/{name}", root / name)
+        certificates = Path("/usr/local/share/ca-certificates")
+        if certificates.is_dir():
+            run("cp", "-rT", certificates, root / "usr/local/share/ca-certificates")
+        self._chroot(root, "update-ca-certificates; systemctl enable systemd-networkd ssh docker containerd apparmor")
+        timers = "apt-daily.timer apt-daily-upgrade.timer man-db.timer fstrim.timer"
+        self._chroot(root, f"systemctl disable redis-server {timers} || true")
+
+    def _install(self, root: Path) -> None:
+        """Make the .venv with the release's own Python, on this host: the same files, much sooner."""
+        run("git", "clone", "-q", f"file://{ROOT}", f"{root}{CHECKOUT}")
+        run("mount", "-t", "proc", "proc", root / "proc")
+        run("mount", "--rbind", "/dev", root / "dev")
+        try:
+            run("mount", "--make-rslave", root / "dev")
+            self._chroot(root, f"cd {CHECKOUT} && scripts/setup --no-weights")
+        finally:
+            run("umount", "-l", root / "dev", root / "proc")
+
+    @staticmethod
+    def _chroot(root: Path, script: str) -> None:
+        path = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+        run("chroot", root, "env", "-i", path, "HOME=/root", "sh", "-ec", script, stderr=subprocess.DEVNULL)
+
+    # --- The running machine
+
+    @contextlib.contextmanager
+    def booted(self) -> Iterator[None]:
+        """Boot a copy of the disk, and power off on exit. The changes of the disk are forgotten."""
+        disk = self.folder / "run.qcow2"
+        disk.unlink(missing_ok=True)
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-b", self._base, "-F", "raw", disk)
+        with (self.folder / "console.log").open("wb") as console:
+            process = subprocess.Popen(self._describe(disk), stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+        try:
+            self._wait_for_ssh(process)
+            yield
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.ssh("systemctl poweroff", POWEROFF_S)
+                process.wait(POWEROFF_S)
+            process.kill()
+            process.wait()
+            disk.unlink()
+
+    def _describe(self, disk: Path) -> list[str]:
+        """Return QEMU's command. Without KVM, QEMU emulates the processor."""
+        kernel = "root=/dev/vda rw console=ttyS0 systemd.unified_cgroup_hierarchy=1 apparmor=1 security=apparmor net.ifnames=0"
+        return [
+            *("qemu-system-x86_64", "-machine", "q35", "-accel", "kvm", "-accel", "tcg,thread=multi", "-cpu", "max"),
+            *("-smp", str(CPUS), "-m", str(MEMORY_MIB), "-display", "none", "-serial", "stdio", "-monitor", "none"),
+            *("-kernel", str(self.folder / "vmlinuz"), "-initrd", str(self.folder / "initrd"), "-append", kernel),
+            *("-drive", f"file={disk},if=virtio,cache=unsafe,discard=unmap"),
+            *("-nic", f"user,model=virtio-net-pci,hostfwd=tcp:127.0.0.1:{self.release.port}-:22"),
+            *("-virtfs", f"local,path={SHARE},mount_tag=share,security_model=none,readonly=on"),
+            *("-object", "rng-random,id=rng0,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng0"),
+        ]
+
+    def _wait_for_ssh(self, process: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + BOOT_S
+        while self.ssh("true", 60)[0] != 0:
+            if process.poll() is not None or time.monotonic() > until:
+                sys.exit(f"hosts: {self.name} did not boot, see {self.folder / 'console.log'}")
+            time.sleep(2)
+
+    def login(self) -> list[str]:
+        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ConnectTimeout=30")
+        named = [word for option in options for word in ("-o", option)]
+        return ["ssh", "-i", str(LAB / "key"), *named, "-p", str(self.release.port), "root@127.0.0.1"]
+
+    def ssh(self, script: str, limit_s: float) -> tuple[int, str]:
+        """Run a script as root. Return its exit status and output. Raises TimeoutExpired."""
+        argv = [*self.login(), f"sh -c {shlex.quote(script)}"]
+        ended = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+        return ended.returncode, ended.stdout
+
+    def must(self, script: str) -> str:
+        status, output = self.ssh(script, ROW_S)
+        if status != 0:
+            sys.exit(f"hosts: {self.name}: {script}\n{output[-4000:]}")
+        return output
+
+    # --- Rows
+
+    def update(self) -> None:
+        """Bring the machine's checkout to the commit of this folder, and its engine to the images."""
+        self.must(f"cd {CHECKOUT} && git fetch -q /mnt/tree.bundle HEAD && git checkout -q --force FETCH_HEAD")
+        self.must("docker load -q -i /mnt/images.tar")
+
+    def switch_to_containerd(self) -> None:
+        feature = '{"features": {"containerd-snapshotter": true}}'
+        self.must(f"mkdir -p /etc/docker; echo '{feature}' >/etc/docker/daemon.json; systemctl restart docker")
+        self.must("docker load -q -i /mnt/images.tar")
+
+    def describe(self) -> str:
+        """Return the versions that matter, as one line."""
+        script = (
+            "uname -r; docker version --format '{{.Server.Version}}'; crun --version | head -n 1; python3 --version"
+        )
+        kernel, engine, crun, python = self.must(script).splitlines()
+        return f"Linux {kernel.split('-')[0]}, Docker {engine.split('+')[0]}, {crun.replace(' version', '')}, {python}"
+
+    def try_rows(self, rows: dict[str, str], store: str) -> dict[str, str]:
+        """Run the rows and return title to result."""
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        found = {}
+        for title, command in rows.items():
+            began = time.monotonic()
+            name = re.sub(r"\W+", "-", f"{store} {title}").strip("-")
+            script = f"cd {CHECKOUT} && {command}"
+            try:
+                status, output = self.ssh(script, ROW_S)
+            except subprocess.TimeoutExpired as error:
+                status, output = 124, f"not within {ROW_S} s: {error.output}"
+            (logs / f"{name}.log").write_text(f"$ {command}\n{output}")
+            found[title] = "works" if status == 0 else "**fails**"
+            say(f"{self.name}, {store}: {title}: {found[title]} ({time.monotonic() - began:.0f} s)")
+        return found
+
+
+def prepare_share() -> None:
+    """Write the commit and the images where the machines read them."""
+    SHARE.mkdir(parents=True, exist_ok=True)
+    run("git", "bundle", "create", "-q", SHARE / "tree.bundle", "HEAD", cwd=ROOT)
+    listed = run("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").split()
+    current = run("docker", "image", "inspect", "--format", "{{.Id}}", "toolcrew-sandbox:dev").strip()
+    named = [name for name in listed if name.split(":")[0] in IMAGES]
+    same = [
+        n
+        for n in named
+        if n.endswith(":dev") or run("docker", "image", "inspect", "--format", "{{.Id}}", n).strip() == current
+    ]
+    run("docker", "save", "-o", SHARE / "images.tar", *same)
+
+
+def render(columns: dict[str, tuple[str, dict[str, str]]], rows: dict[str, str]) -> str:
+    """Return the table in Markdown. `columns`: title to versions and results."""
+    heads = [f"{title} ({versions})" for title, (versions, _) in columns.items()]
+    lines = [f"| {' | '.join(('', *heads))} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        results = (found.get(row, "-") for _, found in columns.values())
+        lines.append(f"| {' | '.join((row, *results))} |")
+    return f"Run on {datetime.now(UTC):%Y-%m-%d}.\n\n" + "\n".join(lines) + "\n"
+
+
+def write(table: str) -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/hosts")
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help=f"default: {' '.join(RELEASES)}")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/images.md")
+    parser.add_argument("--keep", action="store_true", help="wait for Ctrl-C before a machine is powered off")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with this text in their title")
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.releases) - RELEASES.keys()
+    if unknown:
+        parser.error(f"unknown release {', '.join(sorted(unknown))}; known: {', '.join(RELEASES)}")
+    rows = {title: command for title, command in ROWS.items() if chosen.rows in title}
+    prepare_share()
+    columns: dict[str, tuple[str, dict[str, str]]] = {}
+    for name in chosen.releases or RELEASES:
+        machine = Machine(name)
+        machine.build()
+        with machine.booted():
+            machine.update()
+            machine.must(f"cd {CHECKOUT} && {{ [ -f .env ] || deploy/make-env; }}")
+            versions = machine.describe()
+            columns[machine.release.title] = versions, machine.try_rows(rows, OVERLAY2)
+            if machine.release.has_containerd_store:
+                machine.switch_to_containerd()
+                title = f"{machine.release.title}, {CONTAINERD}"
+                columns[title] = "the same", machine.try_rows(rows, CONTAINERD)
+            if chosen.keep:
+                say(f"{name} is up until Ctrl-C: {shlex.join(machine.login())}")
+                with contextlib.suppress(KeyboardInterrupt):
+                    time.sleep(86_400)
+    table = render(columns, rows)
+    print(table)
+    if chosen.write:
+        write(table)
+    return int(any("fails" in result for _, found in columns.values() for result in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
