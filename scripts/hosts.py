@@ -132,9 +132,8 @@ class Machine:
 
     def _list_sources(self) -> str:
         """Return the sources of apt, on the mirror that this host uses."""
-        site = run("apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian").split()[
-            0
-        ]
+        lists = run("apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", "Origin: Debian")
+        site = lists.split()[0].removesuffix("/debian")
         key = "signed-by=/usr/share/keyrings/debian-archive-keyring.gpg"
         if self.name == "sid":
             # The index of sid on a mirror that stands still is past its date. Its signature is checked.
