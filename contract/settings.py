@@ -50,6 +50,7 @@ OTHERS = frozenset(
     {
         "API_BIND",
         "API_PORT",
+        "CGROUP_NAMESPACE",
         "CHAOS_SEED",
         "DOCKERD_ARGS",
         "ENGINE_SOCKET",

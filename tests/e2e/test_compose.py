@@ -44,6 +44,7 @@ CAPABILITIES = {
     "SETGID": 6,
     "SETUID": 7,
     "SYS_ADMIN": 21,
+    "SYS_RESOURCE": 24,
     "SETFCAP": 31,
 }
 """Numbers of the capabilities that the file gives to a service."""
@@ -126,6 +127,8 @@ class ComposeStack:
         host = os.environ.get("DOCKER_HOST", "")
         if host.startswith("unix://"):
             values["TOOLCREW_ENGINE_SOCKET"] = host.removeprefix("unix://")
+        if not os.access("/proc/1/ns/cgroup", os.R_OK):
+            values["TOOLCREW_CGROUP_NAMESPACE"] = "/proc/2/ns/cgroup"
         self.env_file = folder / "compose.env"
         self.env_file.touch(mode=0o600)
         self.env_file.write_text("".join(f"{key}={value}\n" for key, value in values.items()))

@@ -23,6 +23,7 @@ from toolcrew.contract.settings import (
     WorkerSettings,
 )
 from toolcrew.store.pressure import HostsPressure, QueuePressure
+from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -253,8 +254,10 @@ def test_sandboxd_has_the_same_host_folders_as_in_compose() -> None:
         for mount in CONTAINERS["sandboxd"][1]["volumeMounts"]
     }
     assert {path: mounts.get(path) for path in folders} == folders
-    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/proc/1/ns/cgroup", "/dev"}
-    assert mounts.keys() - folders.keys() == {None, "/var/lib/toolcrew", "/run/toolcrew-egress", ENGINE}
+    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/dev"}
+    others = {"/var/lib/toolcrew", "/run/toolcrew-egress", "/proc/1/ns/cgroup", ENGINE}
+    assert mounts.keys() - folders.keys() == {None, *others}
+    assert mounts["/proc/1/ns/cgroup"] == [str(HOST_NAMESPACE), "ro"]
 
 
 @pytest.mark.parametrize("workload", ["sandbox-host", "web-worker"])
