@@ -40,7 +40,7 @@ class GuestPaths:
 
     def __init__(
         self,
-        roots: tuple[bytes, ...] = (b"/workspace", b"/tmp"),
+        roots: tuple[bytes, ...] = (b"/workspace", b"/tmp", b"/home/sandbox"),
         output: bytes = b"/output",
         use_openat2: bool = True,
         ripgrep: bytes = TOOLKIT + b"/rg",
@@ -79,7 +79,7 @@ class GuestPaths:
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/workspace",
+    "HOME": "/home/sandbox",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
     "PAGER": "cat",

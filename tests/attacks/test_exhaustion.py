@@ -14,6 +14,7 @@ from docker import APIClient
 from tests.support.sandboxd.attack_sandboxd import OwnSandboxd
 from tests.support.sandboxd.containers import Box, assert_still_works, open_box, python
 from tests.support.stack.waiting import SOON_S, wait_until
+from toolcrew.workers.sandboxd.disks.base import HOME
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits
 
 pytestmark = pytest.mark.stack
@@ -29,9 +30,10 @@ def usage(path: Path) -> tuple[int, int, int, int]:
 
 MOUNTS = [
     ("/workspace", LIMITS.workspace_bytes, LIMITS.workspace_inodes),
-    ("/tmp", LIMITS.tmp_bytes, LIMITS.tmp_inodes),
+    ("/tmp", LIMITS.half_bytes, LIMITS.tmp_inodes),
+    (HOME, LIMITS.half_bytes, LIMITS.tmp_inodes),
     ("/output", LIMITS.output_bytes, LIMITS.output_inodes),
-    ("/dev/shm", LIMITS.shm_bytes, LIMITS.shm_inodes),
+    ("/dev/shm", LIMITS.half_bytes, LIMITS.shm_inodes),
 ]
 FILL = "for i in 1 2 3; do dd if=/dev/zero of={place}/fill$i bs=1M 2>&1 | grep -v records; done"
 MAKE_FILES = python("""
@@ -47,7 +49,7 @@ def cleaned_box(shared_box: Box) -> Iterator[Box]:
     """Yield a box. Afterwards every writable folder must be empty again, through `rm` in the session alone."""
     before = [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS]
     yield shared_box
-    answer = shared_box.run("rm -rf /workspace/* /tmp/* /output/* /dev/shm/*")
+    answer = shared_box.run("rm -rf /workspace/* /tmp/* /home/sandbox/* /output/* /dev/shm/*")
     assert answer.status == 0, answer.output
     assert [usage(shared_box.root / place.lstrip("/")) for place, _, _ in MOUNTS] == before
 
@@ -97,9 +99,7 @@ def test_a_shm_mount_without_an_inode_limit_leads_to_an_oom_kill(engine: APIClie
     there lead to the OOM killer.
     """
     few = 1 << 20
-    limits = SandboxLimits(
-        memory_reserve_bytes=40 * few, workspace_bytes=few, tmp_bytes=few, output_bytes=few, shm_bytes=few
-    )
+    limits = SandboxLimits(memory_reserve_bytes=40 * few, workspace_bytes=few, output_bytes=few)
     with open_box(engine, limits=limits, changes={"Tmpfs": {"/tmp": "rw,size=1m"}}) as weaker:
         weaker.run(MAKE_FILES.format(place="/dev/shm"))
 

@@ -53,7 +53,7 @@ def test_the_image_file_and_loop_device_of_the_workspace_are_not_reachable(
     """Aim: write below the file system. The attacker would then control its quota, its owners and the data that the
     host's kernel parses.
     """
-    image = next((sandboxd.footprint.folder / "state").rglob("image"))
+    image = next((sandboxd.footprint.folder / "state").rglob("disk"))
     device = session.watched.root / "dev"
     answer = session.bash(
         f"ls {image} {image.parent} 2>/dev/null; for d in /dev/loop* /dev/block/* /dev/disk/* /dev/mapper/*; do head "
@@ -127,7 +127,7 @@ def test_a_workspace_cannot_exceed_its_quota_on_the_host(sandboxd: OwnSandboxd, 
     """Aim: use more space than the quota for files, names, extended attributes and folders, or make the session
     unusable.
     """
-    image = next((sandboxd.footprint.folder / "state").rglob("image"))
+    image = next((sandboxd.footprint.folder / "state").rglob("disk"))
     allowed = int(session.bash("stat -f -c '%b*%S' . | { read n; echo $((n)); }").streams["stdout"])
     session.bash(
         "dd if=/dev/zero of=fill bs=1M 2>/dev/null; dd if=/dev/zero of=fill2 bs=4k 2>/dev/null; fallocate -l 1G more; "

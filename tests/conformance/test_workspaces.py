@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.support.sandboxd.workspace_harness import SMALL, mounts_below, open_images
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.disks.base import Workspaces
+from toolcrew.workers.sandboxd.disks.base import FILES, FOLDERS, Workspaces
 from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces
 from toolcrew.workers.sandboxd.disks.tmpfs import TmpfsWorkspaces
 
@@ -67,8 +68,11 @@ async def test_a_new_workspace_is_empty_and_belongs_to_the_sandbox_user(persiste
 
     async with workspace.mounted() as mount:
         assert mount.bind is not None
-        assert os.listdir(mount.bind) == []
-        assert os.stat(mount.bind).st_uid == 1000
+        files = Path(mount.bind) / FILES
+        owners = {name: os.stat(files / name).st_uid for name in os.listdir(files)}
+        assert owners == {"workspace": 1000, "tmp": 0, "home": 1000}
+        assert [stat.S_IMODE(os.stat(files / name).st_mode) for name in FOLDERS] == [0o755, 0o1777, 0o700]
+        assert [os.listdir(files / name) for name in FOLDERS] == [[], [], []]
 
 
 async def test_a_new_sandboxd_finds_a_workspace_by_name_and_size(opened: Open) -> None:
@@ -121,7 +125,7 @@ async def test_the_name_of_a_removed_workspace_can_be_reused_and_is_empty(persis
     workspace = await workspaces.make("one", SMALL)
 
     async with workspace.mounted() as mount:
-        assert os.listdir(mount.bind or "") == []
+        assert os.listdir(mount.bind or "") == [FILES]
 
 
 async def test_a_name_in_use_is_refused_and_its_files_stay(persistent: Open) -> None:

@@ -59,7 +59,7 @@ def test_a_moved_session_keeps_its_whole_root_file_system(pair: tuple[Daemon, Da
     with two.client() as client:
         name = client.open("acme", "s1", SessionSpec(restore=checkpoint), moved={"generation": 2})
         answer = bash(client, name, "pwd; echo $COLOUR; ls /tmp /output")
-        assert answer.streams["merged"].decode().split() == ["/srv", "blue", "/output:", "o", "/tmp:"]
+        assert answer.streams["merged"].decode().split() == ["/srv", "blue", "/output:", "o", "/tmp:", "t"]
         assert "outside of /workspace" not in answer.done["sandbox"]["news"]
         survey(client, name, "/tmp/after")
         assert run_script(client, name, "diff /workspace/before /tmp/after") == ""

@@ -51,9 +51,9 @@ async def test_sandboxd_uses_the_next_kind_of_workspace_and_reports_why(tmp_path
     # Not memory, because no setting allows so much memory.
     assert served.startswith("folder: no disk images")
     assert "the engine does not see" in served
-    assert "its quota is not in force" in served
+    assert "bind source path does not exist" in served
 
 
 async def test_sandboxd_does_not_start_if_disk_images_are_required(tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match=r"does not have its workspace: .*its quota is not in force"):
+    with pytest.raises(SandboxUnavailable, match="bind source path does not exist"):
         await open_on(tmp_path, sandbox_workspace="image")

@@ -52,7 +52,7 @@ async def open_started(api: APIClient, workspace: ImageWorkspace) -> AsyncIterat
     """Yield a running container that alone has the workspace. The mount of this process is already removed."""
     with contextlib.ExitStack() as stack:
         async with workspace.mounted() as mount:
-            box = stack.enter_context(open_box_with(api, mount.bind or ""))
+            box = stack.enter_context(open_box_with(api, f"{mount.bind}/files/workspace"))
         yield box
 
 
@@ -62,7 +62,7 @@ async def test_a_full_workspace_image_reports_no_space_and_its_files_outlive_the
     workspace = await images.make("one", SIZE)
     async with open_started(engine, workspace) as box:
         assert mounts_below(tmp_path) == []
-        assert is_in_use(tmp_path / "one" / "image")
+        assert is_in_use(tmp_path / "one" / "disk")
 
         whole = box.run(f"head -c {SIZE.bytes} /dev/zero > /workspace/whole && sync /workspace/whole")
         more = box.run("head -c 1000000 /dev/zero > /workspace/more")

@@ -17,7 +17,7 @@ from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import SessionSpec, pick_options
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
-from toolcrew.workers.sandboxd.archives.packing import count_max_bytes
+from toolcrew.workers.sandboxd.archives.packing import count_max_bytes, find_roots
 from toolcrew.workers.sandboxd.archives.workspaces import WorkspaceFiles
 from toolcrew.workers.sandboxd.connection import (
     ReadBody,
@@ -258,6 +258,7 @@ class ControlRequests:
                 saved = await self._checkpoints.save(
                     session.tenant,
                     sandbox,
+                    roots=find_roots(is_root=sandbox.spec.is_root),
                     max_bytes=max_bytes,
                     list_changes=partial(sandbox.list_changes, self._spool, session.tenant),
                     is_automatic=is_automatic,

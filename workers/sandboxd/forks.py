@@ -106,7 +106,7 @@ class SessionForker:
         async with self._merges:
             name = secrets.token_hex(12)
             try:
-                await workspaces.merge(name, layers, size, is_root=entry.plan.is_root, tenant=entry.tenant)
+                await workspaces.merge(name, layers, size, tenant=entry.tenant)
             except SandboxUnavailable as error:
                 log.warning("layers_not_merged", layers=len(layers), error=str(error))
                 return
@@ -160,8 +160,8 @@ class SessionForker:
         try:
             archive = await self._store.pack(entry, sandbox)
         except SandboxUnavailable as error:
-            # The files of all heirs are safe on the frozen disk. /output and /tmp are lost, and the next call of each
-            # heir reports this.
+            # The files of all heirs are safe on the frozen disk. /output is lost, and the next call of each heir
+            # reports this.
             log.error("fork_not_packed", container=sandbox.container[:12], error=str(error))
             for heir in heirs:
                 heir.lost = str(error)

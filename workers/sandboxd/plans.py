@@ -27,7 +27,7 @@ from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
-from toolcrew.workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.hardening import MOUNTS_BYTES, NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
 
 DEFAULT = "default"
 _MAX_LIST_CHARS = 2000
@@ -44,8 +44,6 @@ _SIZES = {
     "pids": "pids",
 }
 """Sizes of a plan, each with its name in SandboxOptions."""
-MOUNTS_BYTES = SandboxLimits.tmp_bytes + SandboxLimits.output_bytes + SandboxLimits.shm_bytes
-"""Memory that the mounts of every sandbox may use in addition to the reserve."""
 BYTES_PER_INODE = 4096
 """A workspace may hold one file for each block of this size."""
 

@@ -17,7 +17,7 @@ import structlog
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
 from toolcrew.store.archives.choice import open_own_store
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
-from toolcrew.workers.sandboxd.archives.packing import count_max_bytes
+from toolcrew.workers.sandboxd.archives.packing import count_max_bytes, find_roots
 from toolcrew.workers.sandboxd.budgets import MemoryBudget
 from toolcrew.workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from toolcrew.workers.sandboxd.factory import SandboxFactory
@@ -30,8 +30,7 @@ log = structlog.get_logger(__name__)
 
 PACKING_S = 60.0
 """Time limit for packing, in seconds. Another session may wait for the slot. Unpacking has a longer limit."""
-_CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
-_WHOLE = ("/workspace", *_CONTAINERS_OWN)
+_CONTAINERS_OWN = ("/output",)  # a path of the sandbox, not of this host
 MIN_IDLE_S = 1.0
 """A session that was idle for fewer seconds keeps its container, even if another session needs the slot."""
 _MAX_UNPACKS = 3
@@ -43,8 +42,8 @@ _JOBS_ENDED = (
 
 
 class SuspensionStore:
-    """Archives of evicted containers, in a store of this host. An archive contains long outputs, the shell's state,
-    /tmp, and the workspace if it does not outlive its container.
+    """Archives of evicted containers, in a store of this host. An archive contains long outputs and the shell's
+    state, and the folders of the session if they do not outlive its container.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -57,14 +56,14 @@ class SuspensionStore:
         most = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
             saved = await self._checkpoints.save(
-                session.tenant, sandbox, roots=_WHOLE if is_whole else _roots(session), max_bytes=most
+                session.tenant, sandbox, roots=_roots(session, is_whole=is_whole), max_bytes=most
             )
             return saved.id
 
     async def unpack(self, session: HostSession, sandbox: Sandbox) -> None:
         if session.archive is not None:
             with _as_unavailable("unpacked"):
-                await self._checkpoints.load(session.tenant, session.archive, sandbox, roots=_roots(session))
+                await self._checkpoints.load(session.tenant, session.archive, sandbox)
 
     async def forget(self, tenant: str, archive: str) -> None:
         await self._checkpoints.forget(tenant, archive)
@@ -80,8 +79,10 @@ def open_suspension_store(folder: Path, free_bytes: int, memory: MemoryBudget | 
     return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S, memory=memory))
 
 
-def _roots(session: HostSession) -> tuple[str, ...]:
-    return _CONTAINERS_OWN if session.workspace.outlives_container and not session.is_unfilled else _WHOLE
+def _roots(session: HostSession, *, is_whole: bool) -> tuple[str, ...]:
+    if session.workspace.outlives_container and not session.is_unfilled and not is_whole:
+        return _CONTAINERS_OWN
+    return find_roots(is_root=session.plan.is_root)
 
 
 @contextmanager

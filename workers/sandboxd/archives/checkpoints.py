@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import KEEP_S, file_created_at, is_file_id
 from toolcrew.store.archives.base import ArchiveStore, NotStored
-from toolcrew.workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack_roots
+from toolcrew.workers.sandboxd.archives.packing import Packing, PackingGuest, pack_roots
 from toolcrew.workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
 from toolcrew.workers.sandboxd.budgets import MemoryBudget
 from toolcrew.workers.sandboxd.disks.changes import RootChanges
@@ -79,12 +79,12 @@ class Checkpoints:
         tenant: str,
         sandbox: PackingGuest,
         *,
-        roots: tuple[str, ...] = ROOTS,
+        roots: tuple[str, ...],
         max_bytes: int = MAX_ARCHIVE_BYTES,
         list_changes: ListChanges = _list_none,
         is_automatic: bool = False,
     ) -> StoredCheckpoint:
-        """Save the session's folders (packing.ROOTS) of a sandbox, and the changes of its root file system.
+        """Save folders of a sandbox (packing.find_roots: all of the session), and the changes of its root file system.
         `is_automatic`: no client requested it, so it does not count towards the limit and is deleted by its age.
 
         Raises ToolFailure: NO_SPACE when the tenant has too many, TIMEOUT. Also raises the errors of `Packing.chunks`.
@@ -110,7 +110,6 @@ class Checkpoints:
         checkpoint: str,
         sandbox: PackingGuest,
         *,
-        roots: tuple[str, ...] = ROOTS,
         root_image: str | None = None,
     ) -> bool:
         """Unpack a checkpoint into an empty sandbox. After an exception the sandbox contains only a part of the files
@@ -129,7 +128,7 @@ class Checkpoints:
                 self._memory.hold_archive(tenant),
                 contextlib.aclosing(self._store.get(name)) as chunks,
             ):
-                return await unpack_archive(sandbox, unpack_roots(roots), chunks, facts.bytes, root_image)
+                return await unpack_archive(sandbox, chunks, facts.bytes, root_image)
         except NotStored:
             raise _build_missing_error(checkpoint) from None
 

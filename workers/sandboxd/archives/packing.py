@@ -15,11 +15,14 @@ from toolcrew.contract.closed_files import OPEN_CLOSED
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.store.archives.base import ArchiveHash, in_pieces
 from toolcrew.workers.sandboxd.archives.programs import check_programs, missing_program
+from toolcrew.workers.sandboxd.disks.base import find_folders
 from toolcrew.workers.sandboxd.frames import Frame
 from toolcrew.workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
 
 ROOTS = ("/workspace", "/output")
-"""Folders of the session: its files; and the long outputs, job logs, shell state and file states of the guest."""
+"""Folders that every archive has: the session's files; and the long outputs, job logs, shell state and file states of
+the guest.
+"""
 PACKING_TIMEOUT_S = 480.0
 PROGRESS_S = 20.0
 """Time limit in seconds for the next bytes of an archive: programs of the session may have stopped `tar`."""
@@ -27,7 +30,7 @@ LEAST_BYTES_PER_S = 512 * 1024
 """Lowest average rate of an archive after the first PROGRESS_S seconds."""
 _PIECE_BYTES = 4 * 1024 * 1024
 """Size of the pieces of an archive that the guest holds in memory while it unpacks, in bytes."""
-_FIFO_FOLDER = "/tmp"
+_FIFO_FOLDER = "/output"
 _FRAME_BYTES = 512 * 1024
 _WAITING_BYTES = 1024 * 1024
 """Maximum number of received bytes that wait for the caller. Above it, reading from the guest pauses."""
@@ -47,7 +50,7 @@ _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
 # Exclude the folder /tmp itself, not its content: tar would try to set its mode, which the user may not change.
 _TAR = (
     *("tar", "-x", "-f", "-", "-p", "--delay-directory-restore", "--no-overwrite-dir", "--no-same-owner"),
-    *("--anchored", "--no-wildcards", "--no-recursion", "--exclude=tmp", "--recursion", "-C", "/", "--"),
+    *("--anchored", "--no-wildcards", "--no-recursion", "--exclude=tmp", "--recursion", "-C", "/"),
 )
 # Open the FIFO for reading and writing; otherwise the reader would see an end after each chunk. `head` stops after the
 # total size. The exit code is that of the program that reads the stream.
@@ -112,9 +115,16 @@ def pack_roots(roots: Sequence[str]) -> list[str]:
     return ["bash", "-c", _PACK, "pack", *roots]
 
 
-def unpack_roots(roots: Sequence[str]) -> list[str]:
-    """Return the program that reads an archive from its standard input and unpacks all files below these folders."""
-    return [*_TAR, *(root.removeprefix("/") for root in roots)]
+def find_roots(*, is_root: bool) -> tuple[str, ...]:
+    """Return the folders of a whole session. The changes of the root file system are packed with them."""
+    return (*find_folders(is_root=is_root).values(), "/output")
+
+
+def unpack_roots(roots: Sequence[str] = ()) -> list[str]:
+    """Return the program that reads an archive from its standard input and unpacks all files below these folders, or
+    all files of the archive if there are none.
+    """
+    return [*_TAR, "--", *(root.removeprefix("/") for root in roots)]
 
 
 def pack_list(names: str, folder: str) -> list[str]:

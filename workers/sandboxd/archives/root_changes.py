@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.store.archives.base import join_chunks
-from toolcrew.workers.sandboxd.archives.packing import PackingGuest, run_with_input, unpack
+from toolcrew.workers.sandboxd.archives.packing import ROOTS, PackingGuest, run_with_input, unpack, unpack_roots
 from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 
 _NAME = ".toolcrew-root-changes"
@@ -143,12 +143,10 @@ def pack_changes(changes: RootChanges, roots: Sequence[str]) -> list[str]:
     return ["bash", "-c", _PACK, "pack", str(changes.folders), *(root.removeprefix("/") for root in roots)]
 
 
-async def unpack_archive(
-    guest: PackingGuest, argv: Sequence[str], chunks: AsyncIterator[bytes], total: int, root_image: str | None
-) -> bool:
-    """Unpack an archive of `total` bytes with a head. `argv`: the program that unpacks an archive whose changes are
-    left out. `root_image`: as in `Checkpoints.load`. Return False if changes were left out. Raises SandboxUnavailable
-    and the errors of `unpack`.
+async def unpack_archive(guest: PackingGuest, chunks: AsyncIterator[bytes], total: int, root_image: str | None) -> bool:
+    """Unpack an archive of `total` bytes with a head. If its changes are left out, unpack ROOTS only.
+    `root_image`: as in `Checkpoints.load`. Return False if changes were left out. Raises SandboxUnavailable and the
+    errors of `unpack`.
     """
     reader = ArchiveReader(chunks)
     head = await read_archive_head(reader)
@@ -157,7 +155,7 @@ async def unpack_archive(
         raise _build_damaged()
     if head.image is None:
         await reader.skip(head.padding)
-        await unpack(guest, argv, reader.take_rest(), packed)
+        await unpack(guest, unpack_roots(), reader.take_rest(), packed)
         return True
     is_restored = head.image == root_image
     if is_restored:
@@ -165,7 +163,7 @@ async def unpack_archive(
     else:
         await reader.skip(head.replaced)
     await reader.skip(head.padding)
-    await unpack(guest, _UNPACK if is_restored else argv, reader.take(packed), packed)
+    await unpack(guest, _UNPACK if is_restored else unpack_roots(ROOTS), reader.take(packed), packed)
     if is_restored:
         # Remove files last: the image's own tar, which unpacks, may need files that a newer version in the archive
         # does not need.

@@ -2,14 +2,40 @@
 never written again; other workspaces may be stacked on it.
 """
 
+import os
 from collections.abc import Mapping, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, Protocol
 
 Kind = Literal["image", "tmpfs", "folder"]
 UID: Final = 1000
 """Uid of all sandboxes and owner of the files of a workspace."""
+HOME: Final = "/home/sandbox"
+"""Home of the user of a sandbox. It is not /workspace: programs would write their caches into the user's repository."""
+FILES: Final = "files"
+"""Folder of a session's disk with the folders that a sandbox mounts."""
+FOLDERS: Final[Mapping[str, str]] = {"workspace": "/workspace", "tmp": "/tmp", "home": HOME}
+"""Folders below FILES, each with its path in a sandbox. Root of a sandbox mounts the workspace only: its /tmp and its
+home are folders of its root file system, on the same disk.
+"""
+
+
+def find_folders(*, is_root: bool) -> dict[str, str]:
+    """Return the part of FOLDERS that a sandbox mounts."""
+    return {name: place for name, place in FOLDERS.items() if name == "workspace" or not is_root}
+
+
+def make_folders(top: Path) -> None:
+    """Make FILES and its folders on an empty disk. Only root can give them to the user of sandboxes. Raises OSError."""
+    (top / FILES).mkdir(mode=0o755)
+    for name, mode in (("workspace", 0o755), ("tmp", 0o1777), ("home", 0o700)):
+        folder = top / FILES / name
+        folder.mkdir()
+        folder.chmod(mode)
+        if os.geteuid() == 0 and name != "tmp":
+            os.chown(folder, UID, UID)
 
 
 @dataclass(frozen=True)
@@ -22,9 +48,9 @@ class WorkspaceSize:
 
 @dataclass(frozen=True)
 class WorkspaceMount:
-    """How a container gets /workspace. `bind` is a path of the host; None means a tmpfs of the workspace's size in the
-    container. `layers`: descriptors of read-only mounts of the disks below the one at `bind`, the top one first. They
-    are closed at the end of `mounted`.
+    """How a container gets its FOLDERS. `bind` is the path on the host of the folder that contains FILES; None means a
+    tmpfs for each in the container. `layers`: descriptors of read-only mounts of the disks below the one at `bind`, the
+    top one first. They are closed at the end of `mounted`.
     """
 
     bind: str | None = None

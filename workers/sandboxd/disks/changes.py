@@ -28,8 +28,6 @@ _ENTRY_BYTES: Final = 32
 """Number of bytes that an entry counts towards the size limit of the list, in addition to its name."""
 _PATH_BYTES: Final = 4095
 """Size of the longest path that programs can open (PATH_MAX of Linux)."""
-_NOT_KEPT: Final = frozenset(("tmp",))
-"""Folders of the root that no checkpoint has."""
 _MODULE: Final = "toolcrew.workers.sandboxd.disks.changes"
 _LIST_S: Final = 120.0
 _TOO_LARGE: Final = 65
@@ -192,7 +190,7 @@ class _Listing:
             # One entry at a time: a folder may have more entries than a list should.
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.name in names or (path == b"." and entry.name in _NOT_KEPT):
+                    if entry.name in names:
                         continue
                     names.add(entry.name)
                     entry_path = _join(path, entry.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import FILES, UID, WorkspaceSize, make_folders
 from toolcrew.workers.sandboxd.disks.loop_mounts import mount_image, try_lock, unmount
 from toolcrew.workers.sandboxd.disks.trees import remove_tree
 
@@ -37,7 +37,7 @@ _FEATURES = (
     "none,extents,dir_index,filetype,sparse_super,large_file,huge_file,flex_bg,metadata_csum,dir_nlink,extra_isize,"
     "ext_attr"
 )
-_EXTENDED = f"root_owner={UID}:{UID},lazy_itable_init=1,nodiscard"
+_EXTENDED = "lazy_itable_init=1,nodiscard"
 
 _SUPERBLOCK = 1024
 _MAGIC = 0xEF53
@@ -60,7 +60,7 @@ class Templates:
         """Create a sparse file with an empty file system at `target`. Raises OSError, and SandboxUnavailable when an
         image of that size cannot be made.
         """
-        template = self._folder / f"ext4-1-{size.bytes}-{size.inodes}"
+        template = self._folder / f"ext4-2-{size.bytes}-{size.inodes}"
         with self._lock:
             if not template.exists():
                 self._make(template, size)
@@ -102,8 +102,8 @@ def _clear(work: Path) -> None:
 
 
 def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
-    """Make an empty image in which files can use at least `size`, and little more. The image is mounted for a moment at
-    `place`, a folder that this function creates.
+    """Make an image with empty folders (base.FOLDERS), in which files can use at least `size`, and little more. The
+    image is mounted for a moment at `place`, a folder that this function creates.
 
     Raises OSError; also SandboxUnavailable when mkfs.ext4 is missing or fails.
     """
@@ -115,6 +115,7 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
         _format(image, blocks, inodes)
         with _mounted(image, place):
             (place / "lost+found").rmdir()
+            make_folders(place)
             file_system = os.statvfs(place)
         missing_blocks, missing_inodes = data_blocks - file_system.f_bavail, size.inodes - file_system.f_favail
         if missing_blocks <= 0 and missing_inodes <= 0:
@@ -155,7 +156,7 @@ def repair(image: Path) -> None:
 
 def clear_lost_and_found(top: Path) -> None:
     """Remove the folder `lost+found` that a repair has made in a mounted image. If the folder has files that lost their
-    names, it becomes the property of the sandbox's user instead.
+    names, it becomes a folder of the sandbox's user in the workspace instead.
 
     Raises OSError.
     """
@@ -166,6 +167,7 @@ def clear_lost_and_found(top: Path) -> None:
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
             os.chown(found, UID, UID, follow_symlinks=False)
+            found.rename(top / FILES / "workspace" / f"lost+found.{secrets.token_hex(4)}")
         elif error.errno != errno.ENOENT:
             raise
 

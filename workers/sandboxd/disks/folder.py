@@ -3,7 +3,6 @@ measured at intervals.
 """
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Set
@@ -12,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.disks.base import UID, Kind, Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import FILES, Kind, Workspace, WorkspaceMount, WorkspaceSize, make_folders
 from toolcrew.workers.sandboxd.disks.trees import TreeCount
 from toolcrew.workers.sandboxd.disks.workspace_store import WorkspaceStore, refused
 
-FILES = "files"
 WATCH_S = 0.2
 """Maximum duration in seconds of one check of all workspaces."""
 _SLICE_S = 0.05
@@ -97,7 +95,7 @@ class FolderWorkspaces:
     def open_for(self, workspace: FolderWorkspace) -> str:
         """Return the path that a container mounts. From now on `find_overfull` measures the workspace."""
         self._watched[workspace.name] = workspace
-        return str(self._store.of(workspace.name) / FILES)
+        return str(self._store.of(workspace.name))
 
     async def remove(self, workspace: FolderWorkspace) -> None:
         """Delete a workspace and stop measuring it. Raises SandboxUnavailable; then try again later."""
@@ -131,7 +129,4 @@ class FolderWorkspaces:
 
 
 def _fill(place: Path) -> None:
-    files = place / FILES
-    files.mkdir(mode=0o700)
-    if os.geteuid() == 0:
-        os.chown(files, UID, UID)
+    make_folders(place)

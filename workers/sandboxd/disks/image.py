@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -20,7 +21,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import FILES, Kind, Workspace, WorkspaceMount, WorkspaceSize
 from toolcrew.workers.sandboxd.disks.children import run_child
 from toolcrew.workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
 from toolcrew.workers.sandboxd.disks.loop_mounts import (
@@ -33,7 +34,8 @@ from toolcrew.workers.sandboxd.disks.loop_mounts import (
 from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
 from toolcrew.workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
-IMAGE = "image"
+IMAGE = "disk"
+"""Earlier images, without FILES, had another name. They are not used."""
 TEMPLATES = ".templates"
 RELEASE_S = 30.0
 """Time limit in seconds for a removed container to release its workspace."""
@@ -45,11 +47,11 @@ _LAYERS_TIMES = 2
 _MAX_DEVICES = 64
 _MERGE_S = 600.0
 _MERGING = "toolcrew.workers.sandboxd.disks.merging"
-CHANGES, WORKSPACE = "changes", "workspace"
-"""Folders of a disk: the changes of the root file system, and the files of /workspace."""
+CHANGES = "changes"
+"""Folder of a disk with the changes of the root file system, in addition to FILES."""
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-WORKSPACE_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "on"}
-"""Options of the overlay of a workspace: folders of a layer can be renamed; and all files are on one device, as tar and
+FILES_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "on"}
+"""Options of the overlay of FILES: folders of a layer can be renamed; and all files are on one device, as tar and
 find expect of a file system. The other two are set because some kernels have other defaults.
 """
 
@@ -200,10 +202,9 @@ class ImageWorkspaces:
         finally:
             os.close(device)
 
-    async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool, tenant: str) -> None:
+    async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, tenant: str) -> None:
         """Make the frozen workspace `name` with the merged content of frozen workspaces of a tenant, `layers`, the top
-        one first. `is_root`: the layers also have changes of the root file system. Raises SandboxUnavailable; the new
-        workspace then does not exist.
+        one first. Raises SandboxUnavailable; the new workspace then does not exist.
         """
         merged = await self.make(name, size)
         try:
@@ -212,7 +213,7 @@ class ImageWorkspaces:
                 for layer in layers:
                     mounts.append(await self.mount_layer(layer, RELEASE_S))
                     stack.callback(os.close, mounts[-1])
-                await _merge(Path(mount.bind or ""), mounts, is_root=is_root, tenant=tenant)
+                await _merge(Path(mount.bind or ""), mounts, tenant=tenant)
         except (OSError, SandboxUnavailable) as error:
             await self.remove(name)
             raise SandboxUnavailable(
@@ -254,14 +255,12 @@ class ImageWorkspaces:
             os.close(device)
 
 
-async def _merge(place: Path, layers: Sequence[int], *, is_root: bool, tenant: str) -> None:
-    """Merge mounted layers into an empty disk. Raises OSError and SandboxUnavailable."""
+async def _merge(place: Path, layers: Sequence[int], *, tenant: str) -> None:
+    """Merge mounted layers into a new disk. Raises OSError and SandboxUnavailable."""
     with ExitStack() as stack:
-        lower = list(open_workspaces(layers, stack, is_root=is_root))
-        if is_root:
-            for name in (CHANGES, WORKSPACE):
-                (place / name).mkdir()
-            changed = list(open_each(layers, CHANGES, stack))
+        lower = list(open_each(layers, FILES, stack))
+        if changed := list(open_each(layers, CHANGES, stack)):
+            (place / CHANGES).mkdir()
             await _run_merging(tenant, place / CHANGES, changed)
         # Read the layers through an overlay, because only an overlay finds the content of folders that were renamed in
         # a layer.
@@ -269,11 +268,13 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool, tenant: s
             with open_context("overlay") as context:
                 for fd in lower:
                     context.set("lowerdir+", fd)
-                for option, value in WORKSPACE_OPTIONS.items():
+                for option, value in FILES_OPTIONS.items():
                     context.set(option, value)
                 lower = [context.mount(NOSUID | NODEV | RDONLY)]
             stack.callback(os.close, lower[0])
-        await _run_merging(tenant, place / WORKSPACE if is_root else place, lower)
+        shutil.rmtree(place / FILES)  # The merge makes its own folders, with the attributes of the layers.
+        (place / FILES).mkdir()
+        await _run_merging(tenant, place / FILES, lower)
 
 
 async def _run_merging(tenant: str, target: Path, sources: Sequence[int]) -> None:
@@ -295,14 +296,6 @@ def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[in
             fd = os.open(name, FOLDER_FLAGS, dir_fd=layer)
             stack.callback(os.close, fd)
             yield fd
-
-
-def open_workspaces(layers: Sequence[int], stack: ExitStack, *, is_root: bool) -> Iterator[int]:
-    """Yield a descriptor of the workspace in each layer. Without `is_root`, the whole lowest disk is the workspace.
-    Raises OSError.
-    """
-    yield from open_each(layers if is_root else layers[:-1], WORKSPACE, stack)
-    yield from open_each(() if is_root else layers[-1:], ".", stack)
 
 
 async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s: float) -> int:

@@ -1,5 +1,6 @@
 """The user database of a sandbox: /etc/passwd and /etc/group of the image, with entries for root and for the user of
-the sandbox where the image has none. Many programs (ssh, Node, git, Python's getpass) fail for a user without an entry.
+the sandbox where the image has none, and with the home of this user. Many programs (ssh, Node, git, Python's getpass)
+fail for a user without an entry.
 
 The files of an image are foreign data: only regular files of at most MAX_BYTES are read.
 """
@@ -12,13 +13,14 @@ from typing import Final
 import docker
 import docker.errors
 
-from toolcrew.workers.sandboxd.disks.base import UID
+from toolcrew.workers.sandboxd.disks.base import HOME, UID
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, AccountFiles
 
 MAX_BYTES: Final = 64 * 1024
 """Largest file of an image that is completed, in bytes. The kernel's own path limits and tar's headers come on top."""
 _TAR_BYTES: Final = 16 * 1024
 _NAME: Final = b"sandbox"
+_PASSWD_FIELDS: Final = 7
 _SHELL: Final = f"{GUEST_FOLDER}/bin/bash"
 
 
@@ -32,9 +34,23 @@ def read_accounts(api: docker.APIClient, container: str) -> AccountFiles:
 
 
 def complete_passwd(text: bytes) -> bytes | None:
-    """Return /etc/passwd with an entry for root and for the user of the sandbox. None: the text has both."""
-    entries = ((0, b"root", "root:/root"), (UID, _NAME, "sandbox:/workspace"))
-    return _complete(text, [(uid, name, f":x:{uid}:{uid}:{rest}:{_SHELL}") for uid, name, rest in entries])
+    """Return /etc/passwd with an entry for root and for the user of the sandbox, whose home is HOME. None: the text has
+    them.
+    """
+    entries = ((0, b"root", "root:/root"), (UID, _NAME, f"sandbox:{HOME}"))
+    moved = b"\n".join(map(_move_home, text.split(b"\n")))
+    completed = _complete(moved, [(uid, name, f":x:{uid}:{uid}:{rest}:{_SHELL}") for uid, name, rest in entries])
+    return completed or (moved if moved != text else None)
+
+
+def _move_home(line: bytes) -> bytes:
+    """Return an entry of the sandbox's user with its home. The home that an image names is read-only in a sandbox, and
+    some programs, such as Java and ssh, read it here and not in $HOME.
+    """
+    fields = line.split(b":")
+    if len(fields) != _PASSWD_FIELDS or fields[2] != b"%d" % UID:
+        return line
+    return b":".join([*fields[:5], HOME.encode(), fields[6]])
 
 
 def complete_group(text: bytes) -> bytes | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
+from toolcrew.workers.sandboxd.disks.base import HOME
 from toolcrew.workers.sandboxd.runtime.hardening import (
     IPC_SYSCTLS,
     LOADER_VARIABLES,
@@ -42,8 +43,10 @@ _CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", 
 _SEALED: Final = ["nosuid", "noexec", "nodev"]
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ARCHITECTURES: Final = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("SCMP_ARCH_AARCH64", "arm64")}
+_OPEN_FOLDERS: Final = ("dev", "proc", "sys", "etc", "opt", "opt/toolcrew", "skills", "workspace", "output")
+_HOME_FOLDERS: Final = ("home", HOME.lstrip("/"))
 _FOLDERS: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("dev", "proc", "sys", "etc", "opt", "opt/toolcrew", "skills", "workspace", "output"), 0o755),
+    **dict.fromkeys((*_OPEN_FOLDERS, *_HOME_FOLDERS), 0o755),
     "tmp": 0o1777,
     "root": 0o700,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Final, cast
 
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME, NetworkPolicy
-from toolcrew.workers.sandboxd.disks.base import UID, WorkspaceMount
+from toolcrew.workers.sandboxd.disks.base import FILES, HOME, UID, WorkspaceMount, find_folders
 
 MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
@@ -26,7 +26,7 @@ GUEST_TITLE: Final = "init"
 PROXY_PORT: Final = 3128
 """Port of the proxy on the loopback interface of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
-    "HOME": "/workspace",  # the only folder that is large, executable and kept
+    "HOME": HOME,
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
@@ -53,23 +53,27 @@ MASKED_PATHS: Final = frozenset({
 READONLY_PATHS: Final = frozenset({"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"})
 
 
+MOUNTS_BYTES: Final = 160 * MIB
+"""Memory of a sandbox in addition to its reserve, for the files of /output and /dev/shm."""
+_INODE_BYTES: Final = 1024
+"""Memory of the kernel for an empty file of a tmpfs."""
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """The limits of one sandbox. Every number is above zero, because zero means "no limit" to the engine and
     to tmpfs.
     """
 
-    memory_reserve_bytes: int = 256 * MIB  # for processes, and about 1 KiB per inode of the mounts below
+    memory_reserve_bytes: int = 256 * MIB  # for processes, and about _INODE_BYTES per inode of the mounts below
     cpus: float = 1.0
     pids: int = 128
     workspace_bytes: int = 256 * MIB
     workspace_inodes: int = 65_536
-    tmp_bytes: int = 64 * MIB
-    tmp_inodes: int = 16_384
+    tmp_inodes: int = 16_384  # of /tmp and of the home, when they are in memory
     output_bytes: int = 80 * MIB  # long outputs, and the guest's state of the session
     output_inodes: int = 8_192
-    shm_bytes: int = 16 * MIB
-    shm_inodes: int = 1_024
+    shm_inodes: int = 4_096
     nofile: int = 1_024
 
     def __post_init__(self) -> None:
@@ -80,13 +84,21 @@ class SandboxLimits:
                 raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
 
     def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
-        """Return the memory limit of the container. It is the reserve for processes plus the size of all mounts in
-        memory, because their files count towards the limit.
+        """Return the memory limit of the container: the reserve and MOUNTS_BYTES. The folders that are in memory when
+        there is no disk are added, because their files count towards the limit.
         """
-        mounts = (
-            self.tmp_bytes + self.output_bytes + self.shm_bytes + (self.workspace_bytes if has_tmpfs_workspace else 0)
-        )
-        return self.memory_reserve_bytes + mounts
+        own = self.memory_reserve_bytes + MOUNTS_BYTES
+        if not has_tmpfs_workspace:
+            return own
+        inodes = self.workspace_inodes + 2 * self.tmp_inodes
+        return own + self.workspace_bytes + 2 * self.half_bytes + inodes * _INODE_BYTES
+
+    @property
+    def half_bytes(self) -> int:
+        """The size of /dev/shm, and of /tmp and the home when they are in memory: half of the session's memory, as on
+        usual hosts.
+        """
+        return self.memory_bytes(has_tmpfs_workspace=False) // 2
 
 
 _OWN_MEMORY: Final = WorkspaceMount()
@@ -247,7 +259,7 @@ def build_rules(spec: SandboxSpec, accounts: AccountVolume | None = None) -> tup
         row("HostConfig.DeviceRequests", [], "no device"),
         row("HostConfig.DeviceCgroupRules", [], "no device"),
         row("HostConfig.Tmpfs", _tmpfs_mounts(spec), "every writable place has a size and a number of files"),
-        row("HostConfig.ShmSize", limits.shm_bytes, "for a runtime that mounts /dev/shm by itself"),
+        row("HostConfig.ShmSize", limits.half_bytes, "for a runtime that mounts /dev/shm by itself"),
         row("HostConfig.Sysctls", dict(IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
         row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
         row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
@@ -318,7 +330,15 @@ def _mounts(spec: SandboxSpec) -> list[dict[str, object]]:
     mounts: list[dict[str, object]] = []
     if spec.workspace.bind is not None:
         options = {"Propagation": "rprivate", "NonRecursive": True}
-        mounts.append({"Type": "bind", "Source": spec.workspace.bind, "Target": "/workspace", "BindOptions": options})
+        mounts += [
+            {
+                "Type": "bind",
+                "Source": f"{spec.workspace.bind}/{FILES}/{name}",
+                "Target": target,
+                "BindOptions": options,
+            }
+            for name, target in find_folders(is_root=spec.is_root).items()
+        ]
     for volume, folder in ((spec.guest_volume, GUEST_FOLDER), (spec.skills_volume, SKILLS_FOLDER)):
         if volume is not None:
             options = {"NoCopy": True}
@@ -348,25 +368,27 @@ def _tmpfs_mounts(spec: SandboxSpec) -> dict[str, str]:
 
 def tmpfs_options(spec: SandboxSpec) -> dict[str, list[str]]:
     """Return the mount options of each folder in memory."""
-    limits = spec.limits
-    sizes = {
-        "/tmp": (limits.tmp_bytes, limits.tmp_inodes, ["mode=1777"]),
-        "/output": (limits.output_bytes, limits.output_inodes, [f"uid={spec.uid}", f"gid={spec.uid}", "mode=0700"]),
+    limits, own = spec.limits, [f"uid={spec.uid}", f"gid={spec.uid}"]
+    options = {
+        "/output": _tmpfs("noexec", limits.output_bytes, limits.output_inodes, *own, "mode=0700"),
         # The engine's own mount has no limit of inodes: empty files in /dev/shm, which remain after a kill, could use
         # up the memory limit.
-        "/dev/shm": (limits.shm_bytes, limits.shm_inodes, ["mode=1777"]),
+        "/dev/shm": _tmpfs("noexec", limits.half_bytes, limits.shm_inodes, "mode=1777"),
     }
-    if spec.is_root:
-        del sizes["/tmp"]  # a part of the root file system, whose quota is that of the workspace
-    options = {
-        folder: ["rw", "nosuid", "nodev", "noexec", f"size={size}", f"nr_inodes={inodes}", *rest]
-        for folder, (size, inodes, rest) in sizes.items()
+    if spec.workspace.bind is not None:
+        return options
+    size = limits.workspace_bytes, limits.workspace_inodes
+    small = limits.half_bytes, limits.tmp_inodes
+    folders = {
+        "/workspace": _tmpfs("exec", *size, *own, "mode=0755"),
+        "/tmp": _tmpfs("exec", *small, "mode=1777"),
+        HOME: _tmpfs("exec", *small, *own, "mode=0700"),
     }
-    if spec.workspace.bind is None:
-        size = [f"size={limits.workspace_bytes}", f"nr_inodes={limits.workspace_inodes}"]
-        own = [f"uid={UID}", f"gid={UID}", "mode=0755"]
-        options = {"/workspace": ["rw", "nosuid", "nodev", "exec", *size, *own], **options}
-    return options
+    return {folder: folders[folder] for folder in find_folders(is_root=spec.is_root).values()} | options
+
+
+def _tmpfs(exec_option: str, size: int, inodes: int, *more: str) -> list[str]:
+    return ["rw", "nosuid", "nodev", exec_option, f"size={size}", f"nr_inodes={inodes}", *more]
 
 
 def ulimits(limits: SandboxLimits) -> dict[str, int]:

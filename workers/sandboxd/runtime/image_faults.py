@@ -8,7 +8,7 @@ from typing import Any
 
 from toolcrew.contract.errors import SandboxUnavailable
 
-FOLDERS = "/workspace, /tmp, /output and /opt/toolcrew must be folders in an image, or missing"
+FOLDERS = "/workspace, /tmp, /home, /output and /opt/toolcrew must be folders in an image, or missing"
 _MAX_CHARS = 2000
 _NO_FOLDER = re.compile(
     r'to rootfs at "(/[a-z/]{1,40})"[^\n]*(?:: not a directory|cannot be mounted because it is not of type proc)'

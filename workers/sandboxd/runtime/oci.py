@@ -37,14 +37,8 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
-from toolcrew.workers.sandboxd.disks.image import (
-    CHANGES,
-    FOLDER_FLAGS,
-    WORKSPACE,
-    WORKSPACE_OPTIONS,
-    open_each,
-    open_workspaces,
-)
+from toolcrew.workers.sandboxd.disks.base import FILES, find_folders
+from toolcrew.workers.sandboxd.disks.image import CHANGES, FILES_OPTIONS, FOLDER_FLAGS, open_each
 from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
 from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
@@ -83,7 +77,7 @@ _LOCK_S: Final = 35.0
 _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
 _CHANGES: Final = (CHANGES, "work")
-_WORKSPACE: Final = (WORKSPACE, "workspace-work")
+_FILES: Final = (FILES, "files-work")
 """Folders of a disk, each with the work folder of its overlay."""
 _ERROR_CHARS: Final = 500
 
@@ -346,11 +340,9 @@ class OciRuntime:
                 # Only the first disk belongs to this session alone. Layers may belong to several sessions.
                 for index, disk in enumerate(disks):
                     set_attributes(disk, NOSUID | NODEV | (RDONLY if index else 0), namespace)
-                content = _Content(workspace=disks[0] if disks else None)
-                if spec.is_root or len(disks) > 1:
-                    content = stack.enter_context(
-                        _divided(disks, namespace, sandbox, root=running.base if spec.is_root else None)
-                    )
+                content = _Content()
+                if disks:
+                    content = stack.enter_context(_divided(disks, namespace, sandbox, running.base, spec.is_root))
                 stacked = [*_write_own_files(place, spec), self._skeleton]
                 lower: list[str | Path | int] = [*content.changed, *stacked, *spec.image_facts.layers]
                 root = mount_overlay(lower, namespace, content.changes)
@@ -358,8 +350,8 @@ class OciRuntime:
                 (ROOTS / sandbox).mkdir()
                 stack.callback((ROOTS / sandbox).rmdir)
                 with attached(root, ROOTS / sandbox):
-                    if content.workspace is not None:
-                        attach_below(content.workspace, root, "workspace")
+                    for folder, mount in content.folders.items():
+                        attach_below(mount, root, folder.lstrip("/"))
                     for folder, volume in volumes.items():
                         # Without the id map, no id of the sandbox owns a file of the volume: its root user has no
                         # power over the modes, which hide the skills of other tenants.
@@ -525,53 +517,78 @@ def _clone_workspace(folder: str) -> int:
 
 @dataclass(frozen=True)
 class _Content:
-    """Parts of a session's disks, as descriptors. `changes`: the two folders of the overlay of the root file system;
-    None if it is read-only. `changed`: folders with changes from the layers below, the newest first.
+    """Parts of a session's disks, as descriptors. `folders`: the path in the sandbox of each mount. `changes`: the two
+    folders of the overlay of the root file system; None if it is read-only. `changed`: folders with changes from the
+    layers below, the newest first.
     """
 
-    workspace: int | None
+    folders: Mapping[str, int] = field(default_factory=dict)
     changes: tuple[int, int] | None = None
     changed: Sequence[int] = ()
 
 
 @contextmanager
-def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | None) -> Iterator[_Content]:
-    """Divide a session's disk into a folder for changes of the root file system and a folder for the workspace. Both
-    share the size of the disk. Each is stacked on the same folders of the layers. `root`: the host id of the sandbox's
-    root user; None without changes of the root file system. Without such changes and without layers, the disk is the
-    workspace. Raises OSError.
+def _divided(disks: Sequence[int], namespace: int, sandbox: str, base: int, is_root: bool) -> Iterator[_Content]:
+    """Divide a session's disk into its folders (disks/base.py), and a folder for the changes of the root file system if
+    `is_root`. All share the size of the disk. Each is stacked on the same folder of the layers. `base`: the host id of
+    the sandbox's root user. Raises OSError.
     """
     disk, *layers = disks
-    place = ROOTS / f"{sandbox}.disk"
-    place.mkdir()
     with ExitStack() as stack:
-        stack.callback(place.rmdir)
-
-        def open_folder(path: Path) -> int:
-            fd = os.open(path, FOLDER_FLAGS)
-            stack.callback(os.close, fd)
-            return fd
-
         # Attach the mount: the kernel clones a subfolder only from an attached mount.
-        stack.enter_context(attached(disk, place))
-        lower = list(open_workspaces(layers, stack, is_root=root is not None))
-        folders = [(name, root, root, 0o755) for name in (*_CHANGES, _WORKSPACE[0]) if root is not None]
+        place = stack.enter_context(_attached_at(disk, f"{sandbox}.disk"))
+        lower = list(open_each(layers, FILES, stack))
+        _prepare_disk(place, lower, base, is_root)
+        files = place / FILES
         if lower:
-            like = os.stat(lower[0])
-            folders += [(name, like.st_uid, like.st_gid, like.st_mode & 0o7777) for name in _WORKSPACE]
-        for name, uid, gid, mode in reversed(folders):
-            _make_folder(place / name, uid, gid, mode)
-        if lower:
-            upper, work = (open_folder(place / name) for name in _WORKSPACE)
-            workspace = mount_overlay(lower, namespace, (upper, work), WORKSPACE_OPTIONS)
-        else:
-            workspace = clone_tree(place / _WORKSPACE[0])
-        stack.callback(os.close, workspace)
-        if root is None:
-            yield _Content(workspace)
+            upper, work = (_open_folder(place / name, stack) for name in _FILES)
+            overlay = mount_overlay(lower, namespace, (upper, work), FILES_OPTIONS)
+            stack.callback(os.close, overlay)
+            files = stack.enter_context(_attached_at(overlay, f"{sandbox}.files"))
+        folders = {}
+        for name, target in find_folders(is_root=is_root).items():
+            folders[target] = clone_tree(files / name)
+            stack.callback(os.close, folders[target])
+        if not is_root:
+            yield _Content(folders)
             return
-        changes, work = (open_folder(place / name) for name in _CHANGES)
-        yield _Content(workspace, (changes, work), list(open_each(layers, CHANGES, stack)))
+        changes, work = (_open_folder(place / name, stack) for name in _CHANGES)
+        yield _Content(folders, (changes, work), list(open_each(layers, CHANGES, stack)))
+
+
+@contextmanager
+def _attached_at(mount: int, name: str) -> Iterator[Path]:
+    """Attach a mount to a new folder of this thread's namespace inside the block. Yield the folder."""
+    place = ROOTS / name
+    place.mkdir()
+    try:
+        with attached(mount, place):
+            yield place
+    finally:
+        place.rmdir()
+
+
+def _open_folder(path: Path, stack: ExitStack) -> int:
+    fd = os.open(path, FOLDER_FLAGS)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _prepare_disk(place: Path, lower: Sequence[int], base: int, is_root: bool) -> None:
+    """Make the missing folders of a disk before its first use. The workspace gets the owner and mode that it has in the
+    layers of `lower`, and so do the other folders; without layers, root of the sandbox owns its workspace.
+    """
+    if lower and not (place / _FILES[1]).exists():
+        for name in find_folders(is_root=False):
+            like = os.stat(name, dir_fd=lower[0], follow_symlinks=False)
+            os.chown(place / FILES / name, like.st_uid, like.st_gid)
+            (place / FILES / name).chmod(like.st_mode & 0o7777)
+        _make_folder(place / _FILES[1], base, base, 0o755)
+    if is_root and not (place / CHANGES).exists():
+        if not lower:
+            os.chown(place / FILES / "workspace", base, base)
+        for name in reversed(_CHANGES):
+            _make_folder(place / name, base, base, 0o755)
 
 
 def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:

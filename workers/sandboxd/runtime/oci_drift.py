@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from toolcrew.workers.sandboxd.cgroups import Cgroups
+from toolcrew.workers.sandboxd.disks.base import find_folders
 from toolcrew.workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
 from toolcrew.workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
@@ -100,6 +101,9 @@ def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> I
         yield f"options of {folder}", [], _find_missing(expected, mounts.get(folder, ()))
         sizes = {option for option in options if option.startswith("nr_inodes=")}
         yield f"inodes of {folder}", [], _find_missing(sorted(sizes), mounts.get(folder, ()))
+    on_disk = find_folders(is_root=spec.is_root).values() if spec.workspace.bind is not None else ()
+    for folder in on_disk:
+        yield f"options of {folder}", [], _find_missing(["rw", "nosuid", "nodev"], mounts.get(folder, ()))
     read_only = [
         folder
         for folder, volume in ((GUEST_FOLDER, spec.guest_volume), (SKILLS_FOLDER, spec.skills_volume))
@@ -107,7 +111,7 @@ def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> I
     ]
     for folder in read_only:
         yield f"options of {folder}", [], _find_missing(["ro", "nosuid", "nodev"], mounts.get(folder, ()))
-    own = {"/", "/workspace", *folders, *read_only}
+    own = {"/", *on_disk, *folders, *read_only}
     others = [place for place in mounts if place not in own and not place.startswith(_KERNEL_MOUNTS)]
     yield "other mounts", [], others
 

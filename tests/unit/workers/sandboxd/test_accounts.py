@@ -21,7 +21,7 @@ def fields(text: bytes | None, number: int) -> list[list[bytes]]:
 
 def test_an_image_without_users_gets_root_and_the_user_of_the_sandbox() -> None:
     (user,) = fields(complete_passwd(b""), 1000)
-    assert (user[0], user[3], user[5]) == (b"sandbox", b"1000", b"/workspace")
+    assert (user[0], user[3], user[5]) == (b"sandbox", b"1000", b"/home/sandbox")
     assert fields(complete_passwd(b""), 0)[0][5] == b"/root"
     assert [fields(complete_group(b""), gid)[0][0] for gid in (0, 1000)] == [b"root", b"sandbox"]
 
@@ -38,8 +38,10 @@ def test_a_last_line_without_an_end_stays_whole() -> None:
     assert len(fields(complete_passwd(ROOT.rstrip()), 1000)) == 1
 
 
-def test_a_user_of_the_image_keeps_its_name_and_home() -> None:
-    assert complete_passwd(ROOT + b"node:x:1000:1000::/home/node:/bin/sh\n") is None
+def test_a_user_of_the_image_keeps_its_name_and_gets_the_home_of_the_sandbox() -> None:
+    node, whole = b"node:x:1000:1000::/home/node:/bin/sh\n", b"node:x:1000:1000::/home/sandbox:/bin/sh\n"
+    assert complete_passwd(ROOT + node) == ROOT + whole
+    assert complete_passwd(ROOT + whole) is None
     assert complete_group(b"root:x:0:\nnode:x:1000:\n") is None
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.disks.base import FOLDERS, WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.hardening import (
     MASKED_PATHS,
+    MOUNTS_BYTES,
     READONLY_PATHS,
     ImageFacts,
     SandboxLimits,
@@ -55,7 +56,7 @@ GOLDEN: dict[str, Any] = {
     "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400", "--cpus", "1"],
     "Cmd": [],
     "WorkingDir": "/workspace",
-    "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],
+    "Env": ["HOME=/home/sandbox", "LANG=C.UTF-8", "TERM=dumb"],
     "Hostname": "sandbox",
     "Domainname": "",
     "Labels": {"toolcrew.session": "s1"},
@@ -93,14 +94,15 @@ GOLDEN: dict[str, Any] = {
         "DeviceCgroupRules": [],
         "Tmpfs": {
             "/workspace": "rw,nosuid,nodev,exec,size=268435456,nr_inodes=65536,uid=1000,gid=1000,mode=0755",
-            "/tmp": "rw,nosuid,nodev,noexec,size=67108864,nr_inodes=16384,mode=1777",
+            "/tmp": "rw,nosuid,nodev,exec,size=218103808,nr_inodes=16384,mode=1777",
+            "/home/sandbox": "rw,nosuid,nodev,exec,size=218103808,nr_inodes=16384,uid=1000,gid=1000,mode=0700",
             "/output": "rw,nosuid,nodev,noexec,size=83886080,nr_inodes=8192,uid=1000,gid=1000,mode=0700",
-            "/dev/shm": "rw,nosuid,nodev,noexec,size=16777216,nr_inodes=1024,mode=1777",
+            "/dev/shm": "rw,nosuid,nodev,noexec,size=218103808,nr_inodes=4096,mode=1777",
         },
-        "ShmSize": 16777216,
+        "ShmSize": 218103808,
         "Sysctls": {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "64", "kernel.sem": "250 2048 32 64"},
-        "Memory": 704643072,
-        "MemorySwap": 704643072,
+        "Memory": 1241513984,
+        "MemorySwap": 1241513984,
         "MemorySwappiness": 0,
         "OomKillDisable": False,
         "NanoCpus": 1000000000,
@@ -126,15 +128,16 @@ def test_the_container_profile_equals_the_golden_profile() -> None:
     assert build() == GOLDEN, "two configurations share nothing"
 
 
-def test_a_mounted_workspace_adds_one_host_path_and_uses_no_memory() -> None:
+def test_a_disk_adds_its_folders_and_uses_no_memory() -> None:
     without_option, config = build(), build(workspace=WorkspaceMount("/state/w1/mount"))
     host = config["HostConfig"]
     options = {"Propagation": "rprivate", "NonRecursive": True}
     assert host.pop("Mounts") == [
-        {"Type": "bind", "Source": "/state/w1/mount", "Target": "/workspace", "BindOptions": options}
+        {"Type": "bind", "Source": f"/state/w1/mount/files/{name}", "Target": target, "BindOptions": options}
+        for name, target in FOLDERS.items()
     ]
-    assert without_option["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
-    assert set(without_option["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
+    assert host["Memory"] == 416 * 1024 * 1024
+    assert set(without_option["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == set(FOLDERS.values())
     unchanged = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
     assert unchanged == {name: value for name, value in without_option["HostConfig"].items() if name in unchanged}
 
@@ -174,34 +177,32 @@ def test_cgroup_version_2_omits_only_the_swappiness() -> None:
 @given(
     reserve=st.integers(1, 2**40),
     workspace=st.integers(1, 2**40),
-    tmp=st.integers(1, 2**40),
     output=st.integers(1, 2**40),
-    shm=st.integers(1, 2**40),
     cpus=st.floats(0.01, 256),
     pids=st.integers(1, 2**22),
     nofile=st.integers(1, 2**20),
 )
 def test_every_limit_is_set_in_the_container_configuration(
-    reserve: int, workspace: int, tmp: int, output: int, shm: int, cpus: float, pids: int, nofile: int
+    reserve: int, workspace: int, output: int, cpus: float, pids: int, nofile: int
 ) -> None:
     limits = SandboxLimits(
         memory_reserve_bytes=reserve,
         workspace_bytes=workspace,
-        tmp_bytes=tmp,
         output_bytes=output,
-        shm_bytes=shm,
         cpus=cpus,
         pids=pids,
         nofile=nofile,
     )
     host = build(limits=limits)["HostConfig"]
 
-    assert limits.memory_bytes() == reserve + workspace + tmp + output + shm
+    own, half = reserve + MOUNTS_BYTES, (reserve + MOUNTS_BYTES) // 2
+    assert limits.memory_bytes(has_tmpfs_workspace=False) == own
+    assert limits.memory_bytes() >= own + workspace + 2 * half
     assert host["Memory"] == host["MemorySwap"] == limits.memory_bytes()
-    assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
+    assert (host["PidsLimit"], host["ShmSize"]) == (pids, half)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
-    for row, size in (("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)):
+    for row, size in (("/workspace", workspace), ("/tmp", half), ("/output", output), ("/dev/shm", half)):
         assert f"size={size}," in host["Tmpfs"][row]
     assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
 
@@ -209,7 +210,7 @@ def test_every_limit_is_set_in_the_container_configuration(
 @pytest.mark.parametrize(
     "name",
     [
-        "memory_reserve_bytes", "pids", "workspace_bytes", "workspace_inodes", "tmp_bytes", "tmp_inodes", "output_bytes", "output_inodes", "shm_bytes", "shm_inodes", "nofile",
+        "memory_reserve_bytes", "pids", "workspace_bytes", "workspace_inodes", "tmp_inodes", "output_bytes", "output_inodes", "shm_inodes", "nofile",
         "cpus",
     ],
 )  # fmt: skip

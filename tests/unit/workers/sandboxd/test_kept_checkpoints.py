@@ -39,7 +39,7 @@ async def test_checkpoint_of_another_tenant_is_not_found(checkpoints: Checkpoint
         ("acme", ""),
     ):
         with pytest.raises(ToolFailure, match="no such checkpoint") as refused:
-            await checkpoints.load(tenant, name, LocalGuest(), roots=(str(root),))
+            await checkpoints.load(tenant, name, LocalGuest())
         assert refused.value.code is ErrorCode.FILE_NOT_FOUND
     assert await checkpoints.forget("umbrella", saved.id) is False
 
@@ -49,7 +49,7 @@ async def test_forgotten_checkpoint_cannot_be_loaded(checkpoints: Checkpoints, r
     assert (tmp_path / "store" / "acme" / f"{saved.id}.tar").stat().st_size == saved.bytes
     assert await checkpoints.forget("acme", saved.id) is True
     with pytest.raises(ToolFailure, match="no such checkpoint"):
-        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+        await checkpoints.load("acme", saved.id, LocalGuest())
 
 
 async def test_damaged_checkpoint_is_not_restored(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_damaged_checkpoint_is_not_restored(checkpoints: Checkpoints, root
     path = tmp_path / "store" / "acme" / f"{saved.id}.tar"
     path.write_bytes(path.read_bytes().replace(b"kept", b"kepT"))
     with pytest.raises(SandboxUnavailable, match="damaged"):
-        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+        await checkpoints.load("acme", saved.id, LocalGuest())
 
 
 async def test_checkpoint_above_the_size_limit_is_not_stored(
@@ -108,7 +108,7 @@ async def test_two_daemons_with_one_folder_share_checkpoints(
     saved = await save(checkpoints, root)
     (root / "f").unlink()
     other = Checkpoints(FolderStore(tmp_path / "store"), max_checkpoints=2)
-    await other.load("acme", saved.id, LocalGuest(), roots=(str(root),))
+    await other.load("acme", saved.id, LocalGuest())
     assert (
         (root / "f").read_text(),
         await other.forget("acme", saved.id),

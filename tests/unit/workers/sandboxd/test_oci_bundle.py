@@ -119,7 +119,13 @@ def test_image_environment_excludes_home_and_loader_variables() -> None:
     variables = ("PATH=/opt/conda/bin", "HOME=/evil", "LD_PRELOAD=/evil.so", "LD_AUDIT=/evil.so", "A=b=c", "broken")
     spec = build_spec(image_facts=ImageFacts(variables=variables))
 
-    assert build_environment(spec) == ["PATH=/opt/conda/bin", "HOME=/workspace", "A=b=c", "LANG=C.UTF-8", "TERM=dumb"]
+    assert build_environment(spec) == [
+        "PATH=/opt/conda/bin",
+        "HOME=/home/sandbox",
+        "A=b=c",
+        "LANG=C.UTF-8",
+        "TERM=dumb",
+    ]
     assert build_environment(build_spec())[0].startswith("PATH=/usr/local/sbin:")
 
 
@@ -152,7 +158,7 @@ def test_skeleton_has_every_mount_point_and_is_created_once(tmp_path: Path) -> N
 
     assert path_in_skeleton.stat().st_ino == before
     assert [path.name for path in tmp_path.iterdir()] == ["skeleton"]
-    for folder in ("workspace", "output", "tmp", "opt/toolcrew", "skills", "proc", "sys", "dev"):
+    for folder in ("workspace", "output", "tmp", "home/sandbox", "opt/toolcrew", "skills", "proc", "sys", "dev"):
         assert (path_in_skeleton / folder).is_dir()
     assert (path_in_skeleton / "tmp").stat().st_mode & 0o7777 == 0o1777
     assert "localhost" in (path_in_skeleton / "etc/hosts").read_text()

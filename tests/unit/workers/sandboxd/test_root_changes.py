@@ -92,7 +92,6 @@ def layers(tmp_path: Path) -> Iterator[list[Path]]:
     upper, lower = tmp_path / "upper", tmp_path / "lower"
     for layer in (upper, lower):
         (layer / "etc").mkdir(parents=True)
-        (layer / "tmp").mkdir()
     yield [upper, lower]
     for layer in (upper, lower):
         remove_tree(layer)  # pytest cannot remove very deep folders
@@ -128,10 +127,11 @@ def test_upper_layer_decides_about_each_name(layers: list[Path]) -> None:
     whiteout(lower / "etc/back")
     os.mknod(upper / "etc/pipe", 0o10600)
     (upper / "etc/link").symlink_to("/etc/passwd")
+    (upper / "tmp").mkdir()
     (upper / "tmp/scratch").touch()
 
-    replaced = {f"./etc/{name}" for name in ("new", "old", "back", "pipe", "link")}
-    assert find_changes(layers) == ({"./etc"}, replaced, {"./etc/gone"})
+    replaced = {f"./etc/{name}" for name in ("new", "old", "back", "pipe", "link")} | {"./tmp/scratch"}
+    assert find_changes(layers) == ({"./etc", "./tmp"}, replaced, {"./etc/gone"})
 
 
 def test_opaque_folder_is_replaced_whole(layers: list[Path]) -> None:

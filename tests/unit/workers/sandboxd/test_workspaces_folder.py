@@ -20,7 +20,7 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.disks import choice, ext4
 from toolcrew.workers.sandboxd.disks import folder as folder_module
 from toolcrew.workers.sandboxd.disks import workspace_store as store_module
-from toolcrew.workers.sandboxd.disks.base import WorkspaceSize
+from toolcrew.workers.sandboxd.disks.base import FILES, WorkspaceSize
 from toolcrew.workers.sandboxd.disks.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
 from toolcrew.workers.sandboxd.disks.folder import FolderWorkspaces
 from toolcrew.workers.sandboxd.disks.trees import TreeCount, remove_tree
@@ -28,7 +28,7 @@ from toolcrew.workers.sandboxd.disks.trees import TreeCount, remove_tree
 
 async def open_one(workspaces: FolderWorkspaces, name: str, size: WorkspaceSize = SMALL) -> Path:
     async with (await workspaces.make(name, size)).mounted() as mount:
-        return Path(mount.bind or "")
+        return Path(mount.bind or "") / FILES
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_workspaces_work_as_the_sandbox_user_without_root() -> None:
 
 async def test_an_unreadable_workspace_is_reported(workspaces: FolderWorkspaces) -> None:
     broken = await open_one(workspaces, "broken")
-    broken.rmdir()
+    remove_tree(broken)
     broken.write_text("no folder")
     big = await open_one(workspaces, "big")
     (big / "file").write_bytes(b"x" * 5 * MIB)

@@ -101,13 +101,13 @@ async def test_image_size_is_a_limit_and_the_file_is_sparse(
 
     assert size.bytes <= stats.f_bavail * stats.f_frsize <= size.bytes * 1.05
     assert size.inodes <= stats.f_favail <= size.inodes * 1.05
-    assert (tmp_path / "one" / "image").stat().st_blocks * 512 < MIB
-    await wait_until_released(tmp_path / "one" / "image")
+    assert (tmp_path / "one" / "disk").stat().st_blocks * 512 < MIB
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 async def test_file_of_the_full_size_fits_and_freed_space_is_returned(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", WorkspaceSize(32 * MIB, 256))
-    image = tmp_path / "one" / "image"
+    image = tmp_path / "one" / "disk"
 
     async with workspace.mounted() as mount:
         file = Path(mount.bind or "") / "file"
@@ -137,7 +137,7 @@ async def test_mount_waits_until_the_image_is_released(images: ImageWorkspaces, 
 
     async with workspace.mounted() as mount:
         assert mount.bind is not None
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 async def test_image_is_not_mounted_twice_concurrently(images: ImageWorkspaces, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ async def test_image_is_not_mounted_twice_concurrently(images: ImageWorkspaces, 
             async with workspace.mounted():
                 pass
         assert len(loop_devices_below(tmp_path)) == 1
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 async def test_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ async def test_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_path
         holding.cancel()
         await asyncio.wait([holding])
         assert mounts_below(tmp_path) == []
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 @pytest.mark.parametrize("step", ["attach_read_only", "mount_read_only"])
@@ -239,7 +239,7 @@ async def test_files_of_a_killed_sandboxd_mount_are_kept(images: ImageWorkspaces
     assert mounts_below(tmp_path) == []
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 async def test_mount_of_a_killed_sandboxd_is_removed_by_the_sweep(images: ImageWorkspaces, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def mount_memory(place: Path) -> None:
 
 async def test_image_is_checked_after_a_host_crash(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
-    image, damaged = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
+    image, damaged = tmp_path / "one" / "disk", tmp_path / "as-the-crash-left-it"
     async with workspace.mounted() as mount:
         file = Path(mount.bind or "") / "file"
         file.write_text("kept")
@@ -282,13 +282,13 @@ async def test_image_is_checked_after_a_host_crash(images: ImageWorkspaces, tmp_
 
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
-        assert os.listdir(mount.bind or "") == ["file"]  # a repair adds nothing
+        assert sorted(os.listdir(mount.bind or "")) == ["file", "files"]  # a repair adds nothing
     await wait_until_released(image)
 
 
 async def test_files_found_by_a_repair_belong_to_the_sandbox_user(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
-    image = tmp_path / "one" / "image"
+    image = tmp_path / "one" / "disk"
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("kept")
     await wait_until_released(image)
@@ -298,7 +298,8 @@ async def test_files_found_by_a_repair_belong_to_the_sandbox_user(images: ImageW
 
     async with workspace.mounted() as mount:
         (file,) = files_below(mount)
-        assert (file.parent.name, file.parent.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
+        assert file.parent.parent == Path(mount.bind or "") / "files/workspace"
+        assert (file.parent.name[:10], file.parent.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
     await wait_until_released(image)
 
 
@@ -308,11 +309,11 @@ async def test_image_that_became_read_only_is_repaired(images: ImageWorkspaces, 
         find_fault(tmp_path)
         with pytest.raises(OSError, match="Read-only file system"):
             (Path(mount.bind or "") / "file").write_text("x")
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("x")
-    await wait_until_released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "disk")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ async def test_image_that_became_read_only_is_repaired(images: ImageWorkspaces, 
 )
 async def test_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Path, start: int, expected: str) -> None:
     workspace = await images.make("one", SMALL)
-    with (tmp_path / "one" / "image").open("r+b") as file:
+    with (tmp_path / "one" / "disk").open("r+b") as file:
         file.seek(start)
         file.write(bytes(8192 if start == 0 else 4))
 
@@ -334,7 +335,7 @@ async def test_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Path,
 @pytest.mark.parametrize("trick", ["symlink", "hard link", "folder", "gone"])
 async def test_replaced_image_file_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
     workspace = await images.make("one", SMALL)
-    image = tmp_path / "one" / "image"
+    image = tmp_path / "one" / "disk"
     if trick == "hard link":
         os.link(image, tmp_path / "other")
     else:
