@@ -16,7 +16,7 @@ from toolcrew.contract.tool_configs import ToolConfig
 
 MIB = 1024 * 1024
 MIN_MEMORY_BYTES = 224 * MIB
-"""Minimum memory of a sandbox: 160 MiB for /tmp, /output and /dev/shm, which are in memory, and 64 MiB for programs."""
+"""Minimum memory of a sandbox: 160 MiB for /output and /dev/shm, which are in memory, and 64 MiB for programs."""
 Cpus = Annotated[float, Field(ge=0.01, le=4096)]
 Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
@@ -52,7 +52,7 @@ class SandboxOptions(Record):
     memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES, le=2**50)] | None = Field(
         default=None,
         exclude_if=_is_none,
-        description="Memory of all processes, with /tmp, /output and /dev/shm. A workspace in memory is added.",
+        description="Memory of all processes, with /output and /dev/shm. A workspace in memory is added.",
     )
     workspace_bytes: WorkspaceBytes | None = Field(
         default=None, exclude_if=_is_none, description="Disk for all files that the session writes."

@@ -74,7 +74,7 @@ def test_names_cannot_be_resolved(shared_box: Box) -> None:
     assert shared_box.run("getent hosts secret.example.com").status != 0
 
 
-@pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG", "AF_TIPC", "AF_BLUETOOTH"])
+@pytest.mark.parametrize("family", ["AF_VSOCK", "AF_PACKET", "AF_ALG", "AF_TIPC", "AF_BLUETOOTH"])
 def test_unusual_socket_families_are_refused(shared_box: Box, family: str) -> None:
     """Aim: reach the hypervisor, or a part of the kernel. vsock ignores network namespaces."""
     answer = shared_box.run(
@@ -87,6 +87,47 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK
     )
 
     assert answer.output.split() == ["refused"] * 4
+
+
+def test_of_netlink_only_the_lists_of_the_own_network_are_reachable(shared_box: Box) -> None:
+    """Aim: reach the audit log, the packet filter, IPsec or generic netlink, with or without high bits of a number."""
+    answer = shared_box.run(
+        python("""
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for family, protocol in [(16, number) for number in range(1, 32)] + [(16, 1 << 32), ((1 << 32) + 16, 0)]:
+    fd = libc.syscall(41 if os.uname().machine == 'x86_64' else 198, ctypes.c_long(family), 3, ctypes.c_long(protocol))
+    print(errno.errorcode[ctypes.get_errno()] if fd < 0 else 'opened')
+print(socket.if_nameindex())
+""")
+    )
+
+    *refused, interfaces = answer.output.splitlines()
+    assert refused == ["EPERM"] * 33
+    assert interfaces == "[(1, 'lo')]"
+
+
+def test_a_route_socket_cannot_change_the_network(shared_box: Box) -> None:
+    """Aim: add an interface or an address, or enter another network, through the one netlink protocol."""
+    answer = shared_box.run(
+        python("""
+import errno, socket, struct
+def ask(kind, flags, body):
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as link:
+        link.send(struct.pack('=IHHII', 16 + len(body), kind, flags | 5, 1, 0) + body)
+        code = struct.unpack_from('=i', link.recv(4096), 16)[0]
+        return errno.errorcode.get(-code, code)
+link = struct.pack('=BxHiII', 0, 0, 0, 0, 0)
+name = struct.pack('=HH', 8, 3) + b'dmy\\0'
+kind = struct.pack('=HHHH', 16, 18, 10, 1) + b'dummy\\0' + bytes(2)
+print(ask(16, 0x600, link + name + kind))                                       # RTM_NEWLINK
+print(ask(20, 0x600, struct.pack('=BBBBI', 2, 8, 0, 0, 1) + struct.pack('=HH4s', 8, 2, bytes([10, 9, 9, 9]))))  # RTM_NEWADDR
+print(ask(16, 0, struct.pack('=BxHiII', 0, 0, 1, 0, 1)))                        # lo down
+print(ask(24, 0x600, struct.pack('=BBBBBBBBI', 2, 0, 0, 0, 254, 3, 0, 1, 0)))  # RTM_NEWROUTE
+""")
+    )
+
+    assert answer.output.split() == ["EPERM"] * 4
 
 
 def test_abstract_sockets_of_the_host_are_not_reachable(shared_box: Box) -> None:

@@ -78,6 +78,22 @@ def test_root_in_the_sandbox_has_no_power_over_the_host(session: HostileSession,
     assert session.bash(script).done["exit_code"] != 0
 
 
+def test_root_in_the_sandbox_reaches_no_netlink_but_the_lists_of_its_network(session: HostileSession) -> None:
+    """Aim: reach the audit log, the packet filter or generic netlink, or change the network."""
+    attempts = python(
+        """
+import errno, socket, struct
+for protocol in range(1, 32):
+    try: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol); print('opened')
+    except OSError as error: print(errno.errorcode[error.errno])
+link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+link.send(struct.pack('=IHHIIBxHiII', 32, 16, 5, 1, 0, 0, 0, 1, 0, 1))
+print(errno.errorcode[-struct.unpack_from('=i', link.recv(4096), 16)[0]], len(socket.if_nameindex()))
+"""
+    )
+    assert output(session, attempts).split() == ["EAFNOSUPPORT"] * 31 + ["EPERM", "1"]
+
+
 def test_root_in_the_sandbox_has_only_the_capabilities_of_the_profile(session: HostileSession) -> None:
     """Aim: keep a capability that a package manager does not need."""
     allowed = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31))

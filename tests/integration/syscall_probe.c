@@ -63,7 +63,10 @@ static int answer(long result) { return result < 0 ? errno : 0; }
 FAMILY(socket_unix, 1, SOCK_STREAM)
 FAMILY(socket_inet, 2, SOCK_STREAM)
 FAMILY(socket_inet6, 10, SOCK_STREAM)
-FAMILY(socket_netlink, 16, SOCK_RAW)
+FAMILY(socket_netlink_route, 16, SOCK_RAW)
+PROBE(socket_netlink_sock_diag, syscall(SYS_socket, 16, SOCK_RAW, 4))
+PROBE(socket_netlink_netfilter, syscall(SYS_socket, 16, SOCK_RAW, 12))
+PROBE(socket_netlink_high_bits, syscall(SYS_socket, 16, SOCK_RAW, 0x100000000L)) /* the kernel reads 32 bits */
 FAMILY(socket_packet, 17, SOCK_RAW)
 FAMILY(socket_key, 15, SOCK_RAW)
 FAMILY(socket_rds, 21, SOCK_SEQPACKET)
@@ -312,7 +315,8 @@ PROBE(i386_stime, old_call(25, 0, 0, 0))
 
 #define ROW(name) {#name, probe_##name}
 static const struct { const char *name; int (*run)(void); } table[] = {
-    ROW(socket_unix), ROW(socket_inet), ROW(socket_inet6), ROW(socket_netlink), ROW(socket_packet), ROW(socket_key),
+    ROW(socket_unix), ROW(socket_inet), ROW(socket_inet6), ROW(socket_netlink_route), ROW(socket_netlink_sock_diag),
+    ROW(socket_netlink_netfilter), ROW(socket_netlink_high_bits), ROW(socket_packet), ROW(socket_key),
     ROW(socket_rds), ROW(socket_can), ROW(socket_tipc), ROW(socket_alg), ROW(socket_vsock), ROW(socket_xdp),
     ROW(socket_vsock_high_bits), ROW(socketpair_unix), ROW(socketpair_tipc), ROW(io_uring_setup), ROW(io_uring_enter),
     ROW(io_uring_register), ROW(io_setup), ROW(ptrace), ROW(process_vm_readv), ROW(process_vm_writev),

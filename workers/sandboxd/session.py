@@ -34,7 +34,7 @@ fill its memory.
 _ID_CHARS = 64
 FILES_KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
-    "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are lost"
+    "kept; background jobs, kept outputs and the shell's folder and variables are lost"
 )
 FILES_LOST = "{} and its files are lost; the next call gets a fresh, empty one"
 RENEW_S = 86_400.0
@@ -46,7 +46,7 @@ MAX_CANCELLED_CALLS = 100
 """Maximum number of stored ids of cancelled calls. The newest ids are kept; ids are never reused."""
 _RESTORED = (
     "{why}, and the session continues on another host: its files, kept outputs and the shell's folder, variables and "
-    "functions are those of {checkpoint}; changes since then, background jobs and /tmp are lost"
+    "functions are those of {checkpoint}; changes since then and background jobs are lost"
 )
 
 

@@ -336,8 +336,8 @@ class ToolEnvironment:
         reason = "" if self._sandbox_lost in message else f"{self._sandbox_lost}: "
         if self._is_workspace_kept:
             survivors = (
-                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs, "
-                "/tmp and the shell's"
+                "the files in /workspace are kept, and the next call gets a new sandbox around them; background jobs "
+                "and the shell's"
             )
             return f" ({reason}the sandbox was lost; {survivors} folder and variables are lost)"
         return f" ({reason}the sandbox and its files are lost; the next call gets a new, empty sandbox)"

@@ -244,6 +244,12 @@ def build_outcome(
     return Outcome(output, **fields)
 
 
+_BUS_ERROR = (
+    "[SIGBUS is what a program gets when a file that it has mapped cannot grow: look with `df /dev/shm /tmp .`; "
+    "/dev/shm has half of the session's memory]"
+)
+
+
 def name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -297,8 +303,8 @@ def _place_notes(answer: ExecAnswer) -> list[str]:
         notes.append(f"[cwd is now {folder}]")
     if state.stray:
         notes.append(
-            f"[the shell ended in {show_name(state.stray)}, outside of /workspace and /tmp: the next command starts "
-            f"in {folder}]"
+            f"[the shell ended in {show_name(state.stray)}, outside of /workspace, /tmp and the home: "
+            f"the next command starts in {folder}]"
         )
     elif state.stray == "":
         notes.append(f"[the folder in which the shell ended was removed: cwd is {folder}]")
@@ -326,6 +332,8 @@ def _end_notes(answer: ExecAnswer, background: str) -> list[str]:
     if answer.signal is not None and not answer.timed_out and not answer.cancelled:
         cause = ", likely out of memory" if answer.oom else ""
         notes.append(f"[killed by {name_signal(answer.signal)}{cause}]")
+        if answer.signal == signal.SIGBUS:
+            notes.append(_BUS_ERROR)
     elif answer.oom:
         notes.append("[a process was killed: out of memory]")
     if answer.supervisor_killed:
@@ -357,7 +365,8 @@ def _exit_notes(answer: ExecAnswer) -> list[str]:
         return []
     if code > 128 and name_signal(code - 128).startswith("SIG"):
         parts[0] += f" (128 + {name_signal(code - 128)})"
-    return [f"[{'; '.join(parts)}]"]
+    notes = [f"[{'; '.join(parts)}]"]
+    return [*notes, _BUS_ERROR] if code == 128 + signal.SIGBUS else notes
 
 
 def _limit_notes(arguments: Mapping[str, Any], context: ToolContext) -> list[str]:

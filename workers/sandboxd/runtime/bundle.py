@@ -18,10 +18,10 @@ from typing import Any, Final
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.disks.base import HOME
 from toolcrew.workers.sandboxd.runtime.hardening import (
-    IPC_SYSCTLS,
     LOADER_VARIABLES,
     MASKED_PATHS,
     READONLY_PATHS,
+    SYSCTLS,
     SandboxSpec,
     guest_command,
     own_variables,
@@ -32,6 +32,9 @@ from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 
 NAMESPACES: Final = ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")
 CPU_PERIOD_US: Final = 100_000
+NETLINK_ROUTE: Final = 0
+SHOWN_CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "cpuset", "pids")
+"""Controllers of version 1 whose files a sandbox sees."""
 ROOT_CAPABILITIES: Final[Mapping[str, int]] = {
     "CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4, "CAP_KILL": 5, "CAP_SETGID": 6,
     "CAP_SETUID": 7, "CAP_SETPCAP": 8, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18, "CAP_SETFCAP": 31,
@@ -111,7 +114,7 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
         "seccomp": build_seccomp(spec.seccomp, is_root=spec.is_root)
         if seccomp_bpf is None
         else {"defaultAction": "SCMP_ACT_ERRNO"},
-        "sysctl": dict(IPC_SYSCTLS),
+        "sysctl": dict(SYSCTLS),
         "maskedPaths": sorted(MASKED_PATHS),
         "readonlyPaths": sorted(READONLY_PATHS),
     }
@@ -151,9 +154,9 @@ def build_environment(spec: SandboxSpec) -> list[str]:
 
 
 def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
-    """Return the filter of the specification, from a profile of the engine (seccomp.json). For root of the sandbox, a
-    netlink socket is refused with the error of a kernel without netlink. With EPERM `useradd` would fail: it takes
-    EPERM for a broken audit log of the kernel.
+    """Return the filter of the specification, from a profile of the engine (seccomp.json). For root of the sandbox,
+    all netlink protocols but NETLINK_ROUTE are refused with the error of a kernel without netlink. With EPERM `useradd`
+    would fail: it takes EPERM for a broken audit log of the kernel.
     """
     content = json.loads(profile)
     architecture, name = _ARCHITECTURES[platform.machine()]
@@ -161,8 +164,14 @@ def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
     rules = [rule for rule in content["syscalls"] if name in (rule.get("includes") or {}).get("arches", [name])]
     if is_root:
         family = {"index": 0, "value": socket.AF_NETLINK, "op": "SCMP_CMP_EQ"}
+        protocol = {"index": 2, "value": NETLINK_ROUTE, "op": "SCMP_CMP_NE"}
         rules.append(
-            {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EAFNOSUPPORT, "args": [family]}
+            {
+                "names": ["socket"],
+                "action": "SCMP_ACT_ERRNO",
+                "errnoRet": errno.EAFNOSUPPORT,
+                "args": [family, protocol],
+            }
         )
     return {
         "defaultAction": content["defaultAction"],
@@ -209,14 +218,14 @@ def _build_mounts(spec: SandboxSpec, cgroup: str) -> list[dict[str, Any]]:
 
 def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str, list[str]]]:
     """Return the mounts of the sandbox's own control group, read-only. The guest reads there how often the memory ran
-    out.
+    out, and runtimes of languages read their limits. Java reads them only if it finds all SHOWN_CONTROLLERS.
     """
     bound = ["bind", *_SEALED, "ro"]
     if spec.cgroup_version == 2:
         return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
-    # The tmpfs has space for one folder only, because root of the sandbox may write to the tmpfs.
-    folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
+    # The tmpfs has space for these folders only, because root of the sandbox may write to the tmpfs.
+    folder = ["mode=755", "size=4k", f"nr_inodes={len(SHOWN_CONTROLLERS) + 1}", *_SEALED]
     return [
         ("/sys/fs/cgroup", "tmpfs", folder),
-        ("/sys/fs/cgroup/memory", f"/sys/fs/cgroup/memory{cgroup}", bound),
+        *((f"/sys/fs/cgroup/{name}", f"/sys/fs/cgroup/{name}{cgroup}", bound) for name in SHOWN_CONTROLLERS),
     ]

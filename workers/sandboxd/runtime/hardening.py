@@ -7,8 +7,9 @@ may ignore a request.
 """
 
 import json
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final, cast
 
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME, NetworkPolicy
@@ -59,6 +60,17 @@ _INODE_BYTES: Final = 1024
 """Memory of the kernel for an empty file of a tmpfs."""
 
 
+_NOFILE: Final = 65_536
+
+
+def _find_nofile() -> int:
+    """Return the limit of open files of a sandbox, at most that of this process: in a user namespace, no process can
+    raise a limit.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _NOFILE if hard == resource.RLIM_INFINITY else min(_NOFILE, hard)
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """The limits of one sandbox. Every number is above zero, because zero means "no limit" to the engine and
@@ -74,14 +86,14 @@ class SandboxLimits:
     output_bytes: int = 80 * MIB  # long outputs, and the guest's state of the session
     output_inodes: int = 8_192
     shm_inodes: int = 4_096
-    nofile: int = 1_024
+    nofile: int = field(default_factory=_find_nofile)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0.01 if field.name == "cpus" else 1
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            least = 0.01 if limit.name == "cpus" else 1
             if not least <= value < float("inf"):
-                raise ValueError(f"{field.name} is {value}; it must be a number of at least {least}")
+                raise ValueError(f"{limit.name} is {value}; it must be a number of at least {least}")
 
     def memory_bytes(self, has_tmpfs_workspace: bool = True) -> int:
         """Return the memory limit of the container: the reserve and MOUNTS_BYTES. The folders that are in memory when
@@ -260,7 +272,9 @@ def build_rules(spec: SandboxSpec, accounts: AccountVolume | None = None) -> tup
         row("HostConfig.DeviceCgroupRules", [], "no device"),
         row("HostConfig.Tmpfs", _tmpfs_mounts(spec), "every writable place has a size and a number of files"),
         row("HostConfig.ShmSize", limits.half_bytes, "for a runtime that mounts /dev/shm by itself"),
-        row("HostConfig.Sysctls", dict(IPC_SYSCTLS), "System V memory outlives its process and no mount bounds it"),
+        row(
+            "HostConfig.Sysctls", dict(SYSCTLS), "bounds for System V memory; any port and ping, as usual in containers"
+        ),
         row("HostConfig.Memory", memory, "a hog dies in its own sandbox"),
         row("HostConfig.MemorySwap", memory, "equal to memory: no swap on top"),
         row("HostConfig.OomKillDisable", False, "a hog is killed, not frozen"),
@@ -290,11 +304,15 @@ def build_rules(spec: SandboxSpec, accounts: AccountVolume | None = None) -> tup
 
 # Message queues and semaphores outlive their process. These limits are enough for a small database and too small to
 # fill the memory.
-IPC_SYSCTLS: Final[Mapping[str, str]] = {
+SYSCTLS: Final[Mapping[str, str]] = {
     "kernel.shm_rmid_forced": "1",  # a segment is freed with the last process that has it attached
     "kernel.msgmni": "64",
     "kernel.sem": "250 2048 32 64",
+    # Only in the network namespace of the sandbox, which has nothing but the loopback interface.
+    "net.ipv4.ip_unprivileged_port_start": "0",
+    "net.ipv4.ping_group_range": "0 65535",
 }
+"""Settings of the namespaces of a sandbox."""
 
 
 def guest_command(spec: SandboxSpec) -> list[str]:

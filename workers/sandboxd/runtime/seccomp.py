@@ -10,6 +10,8 @@ How the profile was made. It started from the list of upstream's default profile
   use them all;
 - `socket` is allowed for AF_UNIX, AF_INET and AF_INET6 by equality, so that neither a new family nor one with high bits
   set passes, and `socketpair` for AF_UNIX only;
+- of AF_NETLINK, only the protocol NETLINK_ROUTE is allowed, with which programs list network interfaces and addresses.
+  A sandbox has no CAP_NET_ADMIN, so it cannot change them;
 - `socketcall`, the 32-bit way to `socket` whose family no filter can read, answers ENOSYS. libseccomp silently adds a
   permission for it to every `socket` rule, and runc skips a denial that equals the default action. Therefore it has its
   own errno and comes first;
@@ -32,6 +34,7 @@ ERRNO: Final = "SCMP_ACT_ERRNO"
 EPERM: Final = 1
 ENOSYS: Final = 38
 SOCKET_FAMILIES: Final = frozenset({1, 2, 10})  # AF_UNIX, AF_INET, AF_INET6
+NETLINK: Final = {(0, 16), (2, 0)}  # AF_NETLINK with NETLINK_ROUTE, as index and value of arguments
 NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 
 NEVER_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -147,10 +150,10 @@ def _find_loose_sockets(rules: list[_Rule]) -> Iterator[str]:
 
 
 def _is_one_family(args: tuple[Mapping[str, object], ...]) -> bool:
-    if len(args) != 1:
+    if any(arg.get("op") != "SCMP_CMP_EQ" for arg in args):
         return False
-    arg = args[0]
-    return arg.get("index") == 0 and arg.get("op") == "SCMP_CMP_EQ" and arg.get("value") in SOCKET_FAMILIES
+    values = {(arg.get("index"), arg.get("value")) for arg in args}
+    return values == NETLINK or (len(args) == 1 and values <= {(0, family) for family in SOCKET_FAMILIES})
 
 
 def _find_loose_clones(rules: list[_Rule]) -> Iterator[str]:

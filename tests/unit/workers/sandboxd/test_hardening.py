@@ -27,7 +27,7 @@ def build(**changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "image": "toolcrew-sandbox@sha256:0",
         "runtime": "runc",
-        "limits": SandboxLimits(),
+        "limits": SandboxLimits(nofile=65_536),
         "labels": {"toolcrew.session": "s1"},
         "seccomp": SECCOMP,
         "cgroup_version": 1,
@@ -100,7 +100,13 @@ GOLDEN: dict[str, Any] = {
             "/dev/shm": "rw,nosuid,nodev,noexec,size=218103808,nr_inodes=4096,mode=1777",
         },
         "ShmSize": 218103808,
-        "Sysctls": {"kernel.shm_rmid_forced": "1", "kernel.msgmni": "64", "kernel.sem": "250 2048 32 64"},
+        "Sysctls": {
+            "kernel.shm_rmid_forced": "1",
+            "kernel.msgmni": "64",
+            "kernel.sem": "250 2048 32 64",
+            "net.ipv4.ip_unprivileged_port_start": "0",
+            "net.ipv4.ping_group_range": "0 65535",
+        },
         "Memory": 1241513984,
         "MemorySwap": 1241513984,
         "MemorySwappiness": 0,
@@ -108,7 +114,7 @@ GOLDEN: dict[str, Any] = {
         "NanoCpus": 1000000000,
         "PidsLimit": 128,
         "Ulimits": [
-            {"Name": "nofile", "Soft": 1024, "Hard": 1024},
+            {"Name": "nofile", "Soft": 65536, "Hard": 65536},
             {"Name": "core", "Soft": 0, "Hard": 0},
             {"Name": "fsize", "Soft": 268435456, "Hard": 268435456},
         ],

@@ -136,7 +136,9 @@ def test_seccomp_filter_is_the_profile_of_this_processor(is_root: bool) -> None:
     assert (built["defaultAction"], built["defaultErrnoRet"]) == ("SCMP_ACT_ERRNO", errno.EPERM)
     assert built["architectures"][0] in {row["architecture"] for row in profile["archMap"]}
     own = [rule for rule in built["syscalls"] if rule.get("errnoRet") == errno.EAFNOSUPPORT]
-    assert [rule["args"][0]["value"] for rule in own] == ([socket.AF_NETLINK] if is_root else [])
+    netlink = [(0, socket.AF_NETLINK, "SCMP_CMP_EQ"), (2, 0, "SCMP_CMP_NE")]
+    arguments = [[(arg["index"], arg["value"], arg["op"]) for arg in rule["args"]] for rule in own]
+    assert arguments == ([netlink] if is_root else [])
     everywhere = [rule["names"] for rule in profile["syscalls"] if "includes" not in rule]
     names = [rule["names"] for rule in built["syscalls"] if rule not in own]
     assert [row for row in names if row in everywhere] == everywhere

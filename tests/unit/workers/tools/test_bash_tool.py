@@ -59,6 +59,12 @@ def job_response(output: bytes = b"", kill: Any = None, **fields: Any) -> GuestR
     )
 
 
+BUS_ERROR = (
+    "[SIGBUS is what a program gets when a file that it has mapped cannot grow: look with `df /dev/shm /tmp .`; "
+    "/dev/shm has half of the session's memory]"
+)
+
+
 def test_a_timeout_returns_the_output_printed_so_far() -> None:
     response = build_exec_response(b"half\n", exit_code=None, signal=15, timed_out=True, kill=KILL)
     result = BashHarness(response, timeout_s=2).bash()
@@ -74,6 +80,8 @@ def test_a_timeout_returns_the_output_printed_so_far() -> None:
         ({"exit_code": 3}, "[exit code 3]"),
         ({"exit_code": 137, "pipe_status": [137]}, "[exit code 137 (128 + SIGKILL)]"),
         ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
+        ({"exit_code": 135}, f"[exit code 135 (128 + SIGBUS)]\n{BUS_ERROR}"),
+        ({"exit_code": None, "signal": 7}, f"[killed by SIGBUS]\n{BUS_ERROR}"),
         ({"oom": True}, "[a process was killed: out of memory]"),
         ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended was removed: cwd is /workspace]"),
         ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; exit codes of the last pipeline: 1 0]"),
@@ -86,7 +94,8 @@ def test_a_timeout_returns_the_output_printed_so_far() -> None:
         ({"state": {**STATE, "folder": "/tmp/a", "moved": True}}, "[cwd is now /tmp/a]"),
         (
             {"state": {**STATE, "stray": "/etc"}},
-            "[the shell ended in /etc, outside of /workspace and /tmp: the next command starts in /workspace]",
+            "[the shell ended in /etc, outside of /workspace, /tmp and the home: the next command starts in "
+            "/workspace]",
         ),
         (
             {"state": {**STATE, "lost": "/tmp/b"}},
