@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -306,8 +306,8 @@ class WorkerLink(asyncio.Protocol):
 
 
 class UnfinishedFrames:
-    """The unfinished frames of all guests. A correct guest finishes a frame at once. So when the frames together are
-    too large, the channels close whose frames have been unfinished for the longest time.
+    """The unfinished frames of all guests. A correct guest finishes a frame at once. When the frames together are too
+    large, channels of the owner whose frames are the largest close, the oldest frame first. No other owner loses one.
     """
 
     def __init__(self, max_bytes: int = MAX_UNFINISHED_BYTES) -> None:
@@ -323,11 +323,22 @@ class UnfinishedFrames:
         if size:
             self._sizes[channel] = size
         while self._bytes > self._max_bytes:
-            # A paused channel cannot finish its frame.
-            oldest = next((channel for channel in self._sizes if not channel.is_paused), None)
+            oldest = self._find_oldest_of_largest()
             if oldest is None:
                 return
-            oldest.close("the guest did not finish a frame, and those of all sandboxes together are too large")
+            oldest.close("the guest did not finish a frame, and the unfinished frames of its tenant are too large")
+
+    def _find_oldest_of_largest(self) -> "GuestChannel | None":
+        """Return the channel to close; None if every channel is paused."""
+        sizes = Counter[str]()
+        for channel, size in self._sizes.items():
+            # A paused channel cannot finish its frame.
+            if not channel.is_paused:
+                sizes[channel.owner()] += size
+        if not sizes:
+            return None
+        largest = max(sizes, key=sizes.__getitem__)
+        return next(channel for channel in self._sizes if not channel.is_paused and channel.owner() == largest)
 
 
 _unfinished: "WeakKeyDictionary[asyncio.AbstractEventLoop, UnfinishedFrames]" = WeakKeyDictionary()
@@ -338,14 +349,19 @@ class GuestChannel(asyncio.Protocol):
 
     `on_frame` is called with every frame, and `on_lost` once with a reason. The stderr of PID 1 is debug text: its last
     4 KiB are kept and never parsed. `stderr`: the pipe of this text; None when the socket multiplexes stdout and
-    stderr.
+    stderr. `owner`: returns the tenant of the sandbox; "" while it has none.
     """
 
     def __init__(
-        self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None], stderr: int | None = None
+        self,
+        on_frame: Callable[[Frame], None],
+        on_lost: Callable[[str], None],
+        stderr: int | None = None,
+        owner: Callable[[], str] = lambda: "",
     ) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self.owner = owner
         self._decoder = FrameDecoder(MAX_UP)
         self._mux = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -364,10 +380,11 @@ class GuestChannel(asyncio.Protocol):
         on_frame: Callable[[Frame], None],
         on_lost: Callable[[str], None],
         stderr: int | None = None,
+        owner: Callable[[], str] = lambda: "",
     ) -> "GuestChannel":
         """Open a channel over an attached socket. The channel then owns the socket and the pipe."""
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost, stderr), sock=sock)
+        _, channel = await loop.create_connection(lambda: cls(on_frame, on_lost, stderr, owner), sock=sock)
         return channel
 
     def read_debug_text(self) -> bytes:

@@ -110,7 +110,8 @@ class Sandbox:
     """A started container with its channel. A lost sandbox is never used again: its calls are answered with an error,
     and its container is removed at once.
 
-    The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container.
+    The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container. `tenant`: "" until
+    a session gets the sandbox.
     """
 
     runtime: SandboxRuntime
@@ -118,6 +119,7 @@ class Sandbox:
     generation: int
     container: str
     name: str = ""
+    tenant: str = field(init=False, default="")
     lost: str | None = field(init=False, default=None)
     is_loss_reported: bool = field(init=False, default=False)
     is_removed: bool = field(init=False, default=False)
@@ -139,7 +141,9 @@ class Sandbox:
 
         Raises SandboxUnavailable when no hello arrives. The caller then removes the sandbox.
         """
-        self._channel = await GuestChannel.open(attached.sock, self._on_frame, self._lose, attached.stderr)
+        self._channel = await GuestChannel.open(
+            attached.sock, self._on_frame, self._lose, attached.stderr, lambda: self.tenant
+        )
         self.meter = SandboxMeter(_open_reader(attached))
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):

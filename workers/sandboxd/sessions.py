@@ -376,9 +376,10 @@ class Sessions:
         return entry
 
     async def _connect(self, entry: HostSession, sandbox: Sandbox) -> None:
-        """Let a new sandbox count its usage for the session, connect it to the network, and give its programs the
-        placeholders of the session's secrets.
+        """Let a new sandbox belong to the session: count its usage for it, connect it to the network, and give its
+        programs the placeholders of the session's secrets.
         """
+        sandbox.tenant = entry.tenant
         sandbox.meter.bill(entry.usage)
         if self._prepare_network is not None:
             await self._prepare_network(entry, sandbox)

@@ -30,11 +30,11 @@ class Guest:
 
     opened: ClassVar[list["Guest"]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "acme") -> None:
         self.frames = 0
         self.lost = list[str]()
         stderr = os.open(os.devnull, os.O_RDONLY)
-        self.channel = GuestChannel(lambda _: self._count(), self.lost.append, stderr)
+        self.channel = GuestChannel(lambda _: self._count(), self.lost.append, stderr, lambda: tenant)
         self.channel.connection_made(SilentTransport())
         self.opened.append(self)
 
@@ -90,3 +90,17 @@ async def test_a_guest_that_sends_single_bytes_gains_no_time() -> None:
         slow.send(b"x")
     assert slow.lost
     assert not later[-1].lost
+
+
+@pytest.mark.usefixtures("limited")
+async def test_the_guests_of_one_tenant_close_no_channel_of_another() -> None:
+    honest = [Guest("honest"), Guest("other")]
+    for guest in honest:
+        guest.send(FRAME[:-1])
+    hostile = [Guest("hostile") for _ in range(20)]
+    for guest in hostile:
+        guest.send(FRAME[:-1])
+    for guest in honest:
+        guest.send(FRAME[-1:])
+    assert [(guest.lost, guest.frames) for guest in honest] == [([], 1)] * 2
+    assert sum(bool(guest.lost) for guest in hostile) >= 16
