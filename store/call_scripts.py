@@ -351,8 +351,11 @@ if not record.err and record[2] ~= 'forbidden' then
     'is_counted', 1, 'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
   redis.call('EXPIRE', call, ttl_s)
 end
-local is_open = folder ~= '' and redis.call('HGET', location, 'state') == 'open'
-if is_open then redis.call('HSET', location, 'folder', folder) end
+if folder ~= '' then
+  -- The session may have moved while the call ran. The shell of its present host may be in another folder.
+  local place = redis.call('HMGET', location, 'state', 'fence')
+  if place[1] == 'open' and place[2] == fence then redis.call('HSET', location, 'folder', folder) end
+end
 """
     + _STORE_LUA,
     keys=("result", "call", "session_usage", "stored", "location"),
@@ -370,5 +373,6 @@ if is_open then redis.call('HSET', location, 'folder', folder) end
         "file",
         "file_bytes",
         "folder",
+        "fence",
     ),
 )

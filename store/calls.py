@@ -389,6 +389,7 @@ class FinishedCalls:
             totals=totals_of(ending.usage) if ending.usage is not None else "",
             location=ending.location_key or key,
             folder=ending.folder,
+            fence=ending.fence or "",
             **(ending.stored or StoredChange("", None)).arguments(ending.deployment, ending.tenant),
         )
         return bool(is_stored)

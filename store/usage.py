@@ -209,6 +209,7 @@ class CallEnding:
 
     `stored`: the file that the call stored outside of its sandbox, or deleted there. `usage`: the totals of its session
     that sandboxd has reported last. `folder`: the folder in which bash_tool ended; "" for any other call.
+    `fence`: of the opening of the session in which the call ran.
     """
 
     deployment: str
@@ -221,6 +222,7 @@ class CallEnding:
     stored: StoredChange | None = None
     usage: SessionUsage | None = None
     folder: str = ""
+    fence: int | None = None
 
     @property
     def session_key(self) -> str:

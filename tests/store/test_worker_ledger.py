@@ -18,8 +18,9 @@ from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.names import call_key, location_key
 from toolcrew.store.call_records import CALL_TTL_S, CallClaim, CallRecord, CallState, parse_record
 from toolcrew.store.call_scripts import REFUSE
-from toolcrew.store.calls import WorkerCallStore
+from toolcrew.store.calls import FinishedCalls, WorkerCallStore
 from toolcrew.store.clock import SharedClock
+from toolcrew.store.usage import CallEnding
 
 HOLDER = "host.h1.b00t/w1"
 CALL = build_call("echo", call_id="c1")
@@ -315,3 +316,19 @@ def test_attempt_starts_at_most_once(redis_process: RedisProcess, steps: list[st
             elif step == "forbid":
                 harness.ledger.forbid("acme", "c1")
         assert sorted(set(starts)) == sorted(starts)
+
+
+@pytest.mark.parametrize(
+    ("fence", "state", "folder"),
+    [(2, "open", b"/workspace/new"), (1, "open", None), (3, "open", None), (2, "moving", None), (2, "closed", None)],
+)
+def test_only_a_call_of_the_present_opening_records_the_folder(
+    harness: LedgerHarness, fence: int, state: str, folder: bytes | None
+) -> None:
+    harness.place(2, state)
+    assert harness.claim(fence=2 if state == "open" else None) is CallClaim.GRANTED
+    ending = CallEnding(
+        deployment="d", tenant="acme", call="c1", attempt=1, session="s1", folder="/workspace/new", fence=fence
+    )
+    assert FinishedCalls(harness.client).store("h-c1", "{}", 60, ending)
+    assert harness.client.hget(location_key("d", "acme", "s1"), "folder") == folder

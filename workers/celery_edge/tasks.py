@@ -245,6 +245,7 @@ class _Edge:
             stored=_find_stored_change(call, context, result),
             usage=finished.session_usage,
             folder=finished.folder,
+            fence=context.fence,
         )
         answer = TaskResult(encoded, None if result.has_not_run else ending, partial(_log_end, call, context, result))
         if result.error_code in OPERATOR_CODES:
