@@ -70,6 +70,15 @@ end
     args=("ttl_s",),
 )
 
+_REMOVE = Script(
+    MEMORY_LUA
+    + """
+set_bytes(account, read_time(), state, 'bytes', 0)
+redis.call('DEL', state)
+""",
+    keys=("state", "account"),
+)
+
 
 @dataclass(frozen=True)
 class StateStore:
@@ -93,6 +102,15 @@ class StateStore:
     def open_server_sessions(self, tenant: str, session: str) -> "RedisState":
         """Return the same for the MCP sessions of a session (workers/mcp/http_sessions.py), which tools do not see."""
         return self._at(server_sessions_key(self.deployment, tenant, session), tenant)
+
+    def remove_server_sessions(self, tenant: str, session: str) -> None:
+        """Delete the record of the MCP sessions of a closed session. Raises ToolFailure, as the states do."""
+        with _state_errors():
+            _REMOVE.run_blocking(
+                self.client,
+                state=server_sessions_key(self.deployment, tenant, session),
+                account=account_key(self.deployment, tenant),
+            )
 
     def _at(self, key: str, tenant: str) -> "RedisState":
         return RedisState(self, key, account_key(self.deployment, tenant))

@@ -69,7 +69,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
             servers=server_registry,
             build_catalogs=lambda: build_catalogs(registry),
             build_order_handler=lambda orders, ledger: PoolOrders(
-                orders, ledger, board, host.worker, end_sessions=partial(_end_sessions, servers)
+                orders, ledger, board, host.worker, end_sessions=partial(_end_sessions, servers, StateStore.of(broker))
             ),
             open_resources=open_resources,
             open_guards=open_guards,
@@ -77,9 +77,9 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     )
 
 
-def _end_sessions(servers: Sequence[ToolSource], tenant: str, session: str) -> bool:
-    """End the sessions at the MCP servers that the calls of a session shared. Try every server. Return whether one was
-    ended. A server ends an abandoned session by itself, so a failure is only logged.
+def _end_sessions(servers: Sequence[ToolSource], states: StateStore, tenant: str, session: str) -> bool:
+    """End the sessions at the MCP servers that the calls of a session shared, and delete their record. Try every
+    server. Return whether one was ended. A server ends an abandoned session by itself, so a failure is only logged.
     """
     has_ended = False
     for server in servers:
@@ -87,6 +87,11 @@ def _end_sessions(servers: Sequence[ToolSource], tenant: str, session: str) -> b
             has_ended = server.end_session(tenant, session) or has_ended
         except (ToolFailure, OperatorError) as error:
             log.warning("mcp_session_not_ended", server=server.name, tenant=tenant, session=session, error=str(error))
+    try:
+        states.remove_server_sessions(tenant, session)
+    except ToolFailure as error:
+        # The record then expires by itself.
+        log.warning("mcp_session_not_ended", server="", tenant=tenant, session=session, error=str(error))
     return has_ended
 
 

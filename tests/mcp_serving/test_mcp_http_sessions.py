@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.mcp.mcp_peers import NOT_FOUND, StatefulServer, build_client, modern, open_raw_peer
-from tests.support.web.web_servers import WebServer
+from tests.support.web.web_servers import WebServer, answer
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.workers.custom.testing import MemoryStates
@@ -99,6 +99,19 @@ def test_a_session_that_the_server_has_lost_is_opened_again_once_and_the_result_
         assert (done.is_new, done.result["content"][0]["text"]) == (True, "b")
         assert deployment.call("c") == "b c"
         assert count_requests(deployment, server, "initialize") == 2
+
+
+@pytest.mark.parametrize("status", [400, 409, 410])
+def test_no_other_refusal_counts_as_a_lost_session_whatever_its_words(status: int) -> None:
+    text = '{"jsonrpc":"2.0","error":{"code":-32000,"message":"the login session of the user has expired"},"id":null}'
+    refused = StatefulServer(lambda: answer(text, status, "application/json"))
+    with open_stateful(refused) as deployment:
+        deployment.call("a")
+        refused.texts.clear()
+        with pytest.raises(ToolFailure, match="the login session of the user has expired"):
+            deployment.call("b")
+        assert count_requests(deployment, refused, "initialize") == 1
+        assert count_requests(deployment, refused, "tools/call") == 2
 
 
 def test_a_server_that_loses_every_session_fails_the_call_and_is_not_asked_without_end() -> None:

@@ -10,11 +10,12 @@ from tests.conftest import RedisProcess
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.functions.call_context import CallContext
-from toolcrew.contract.names import session_state_key
+from toolcrew.contract.names import account_key, server_sessions_key, session_state_key
 from toolcrew.orchestrator.functions.loop_waits import LoopRunner
 from toolcrew.orchestrator.functions.session_state import MemoryState
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.store.tool_state import STATE_TTL_S, RedisState, StateStore
+from toolcrew.workers.web_worker import _end_sessions
 
 
 @pytest.fixture
@@ -118,3 +119,15 @@ async def test_wait_in_the_event_loop_fails_instead_of_blocking() -> None:
     context = CallContext("c1", state=MemoryState(), runner=LoopRunner(asyncio.get_running_loop()))
     with pytest.raises(RuntimeError, match="await"):
         context.wait(context.state.get("n"))
+
+
+async def test_closing_a_session_removes_the_record_of_its_mcp_sessions_and_its_bytes(store: StateStore) -> None:
+    record = store.open_server_sessions("acme", "s1")
+    other = store.open_server_sessions("acme", "s2")
+    await record.set("peer", "a sealed id")
+    await other.set("peer", "another sealed id")
+    counted = int(store.client.hget(account_key("test", "acme"), "total") or 0)
+    assert _end_sessions([], store, "acme", "s1") is False
+    assert await other.get("peer") == "another sealed id"
+    assert not store.client.exists(server_sessions_key("test", "acme", "s1"))
+    assert 0 < int(store.client.hget(account_key("test", "acme"), "total") or 0) < counted

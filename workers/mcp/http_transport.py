@@ -113,10 +113,10 @@ class CheckedTransport(httpx2.AsyncBaseTransport):
             reason = f"answered {head.phrase}: ask the operator to check its headers in TOOLCREW_MCP_SERVERS"
         else:
             reason = f"answered {head.phrase}: try again later, or use another tool"
-            body = await self._read_error(response)
-            self.has_lost_session = self.session is not None and _names_lost_session(head.status, body)
+            # The specification (transports, session management): a server answers 404 to an id that it does not know.
+            self.has_lost_session = self.session is not None and head.status == HTTPStatus.NOT_FOUND
             # An error of the MCP protocol can also arrive with an error status.
-            reply = None if self.has_lost_session else self._find_error(body, number)
+            reply = None if self.has_lost_session else self._find_error(await self._read_error(response), number)
             if reply is not None:
                 return self._rebuild(reply, number, head)
         self.refusal = ToolFailure(ErrorCode.HTTP_ERROR, f"the MCP server {self._server} {reason}", status=head.status)
@@ -188,13 +188,6 @@ class _Pieces(httpx2.AsyncByteStream):
 
     def __aiter__(self) -> Any:
         return self._pieces
-
-
-def _names_lost_session(status: int, body: bytes) -> bool:
-    """Return whether a response says that the server does not know the session. The protocol demands 404; many servers
-    send 400 with a sentence.
-    """
-    return status == HTTPStatus.NOT_FOUND or (status == HTTPStatus.BAD_REQUEST and b"session" in body.lower())
 
 
 def _limits(total_s: float) -> FetchLimits:

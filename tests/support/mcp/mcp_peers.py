@@ -135,11 +135,6 @@ NOT_FOUND: dict[str, Any] = {
     "404 with an error of the protocol": lambda: answer(
         '{"jsonrpc":"2.0","id":null,"error":{"code":-32001,"message":"Session not found"}}', 404, "application/json"
     ),
-    "400 with a sentence": lambda: answer(
-        '{"jsonrpc":"2.0","error":{"code":-32000,"message":"Bad Request: No valid session ID provided"},"id":null}',
-        400,
-        "application/json",
-    ),
 }
 
 
