@@ -93,7 +93,9 @@ def judge_call(result: ToolResult) -> Failure | None:
     code = result.error_code or ErrorCode.INTERNAL
     # Whether the deadline passed before a worker took the call.
     has_not_begun = code is ErrorCode.TIMEOUT and result.sandbox is None and not result.clocks.run_s
-    is_ours = code in OPERATOR_CODES or code in _BUSY_CODES or has_not_begun
+    # Its own program may have ended the sandbox, and the call may have acted: a new attempt would act twice.
+    has_ended_sandbox = code is ErrorCode.SANDBOX_UNAVAILABLE and result.sandbox is not None
+    is_ours = (code in OPERATOR_CODES and not has_ended_sandbox) or code in _BUSY_CODES or has_not_begun
     kind = FailureKind.INFRASTRUCTURE if is_ours else FailureKind.TOOL
     return Failure(kind=kind, code=code.value, message=result.error or "the call failed")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.records.builders import build_call
-from toolcrew.contract.calls import Clocks, ToolResult
+from toolcrew.contract.calls import Clocks, SandboxInfo, ToolResult
 from toolcrew.contract.errors import (
     BrokerUnavailable,
     ConfigError,
@@ -64,6 +64,15 @@ def test_failed_call_is_a_tool_or_infrastructure_failure(code: ErrorCode) -> Non
     busy_codes = {"RATE_LIMITED", "QUOTA_EXCEEDED", "BUDGET_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
     assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in infrastructure_codes | busy_codes)
     assert (failure.code, failure.message) == (code.value, "no")
+
+
+def test_a_call_during_which_its_sandbox_died_gets_no_other_attempt() -> None:
+    result = ToolResult.failed(
+        build_call(), ErrorCode.SANDBOX_UNAVAILABLE, "the sandbox died", sandbox=SandboxInfo(id="c0ffee")
+    )
+    failure = judge_call(result)
+    assert failure is not None
+    assert (failure.kind, failure.code) == (FailureKind.TOOL, "SANDBOX_UNAVAILABLE")
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
