@@ -145,7 +145,7 @@ class Machine:
         key = LAB / "key"
         if not key.exists():
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-        (root / "root/.ssh").mkdir(mode=0o700)
+        (root / "root/.ssh").mkdir(mode=0o700, exist_ok=True)
         (root / "root/.ssh/authorized_keys").write_bytes(key.with_suffix(".pub").read_bytes())
         (root / "etc/hostname").write_text(f"{self.name}\n")
         (root / "etc/hosts").write_text(f"127.0.0.1 localhost {self.name}\n")
