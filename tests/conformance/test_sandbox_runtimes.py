@@ -95,7 +95,7 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
             yield Host(EngineRuntime(engine), spec, deployment)
             return
         assert find_obstacle(facts) is None
-        runtime = OciRuntime(engine, str(shutil.which(program)), Path(facts.data_root))
+        runtime = OciRuntime(engine, str(shutil.which(program)), facts)
         try:
             yield Host(runtime, spec, deployment)
         finally:

@@ -101,7 +101,7 @@ async def either_host(request: pytest.FixtureRequest, engine: Engine, tmp_path: 
     facts, program = await engine.facts(), find_program()
     assert find_obstacle(facts) is None
     assert program is not None
-    oci = OciRuntime(engine, program, Path(facts.data_root))
+    oci = OciRuntime(engine, program, facts)
     try:
         async with open_host(engine, tmp_path, oci=oci) as opened:
             yield opened

@@ -42,6 +42,8 @@ class MemoryEngine:
         self.failure: str | None = None
         self.checked: list[RegistryAccount | None] = []
         self.download_bytes = 2_000_000
+        self.unpacked_bytes = 0
+        """Bytes of an image that only `list` counts, as with an engine whose images containerd keeps."""
         self.pull_gate = asyncio.Event()
         self.pull_gate.set()
         self.remove_gate = asyncio.Event()
@@ -62,7 +64,7 @@ class MemoryEngine:
         return next((image for image in self._all() if image.id == image_id), None)
 
     async def list(self) -> Sequence[EngineImage]:
-        return self._all()
+        return [replace(image, size_bytes=image.size_bytes + self.unpacked_bytes) for image in self._all()]
 
     def _all(self) -> Sequence[EngineImage]:
         ids = sorted({*self.images.values(), *self.untagged})
@@ -460,6 +462,22 @@ async def test_refresh_keeps_an_image_that_arrives_during_the_list_request(
     monkeypatch.setattr(engine, "list", list_late)
     await images.refresh()
     assert images.describe()["image_cache"]["bytes"] == SIZE
+
+
+async def test_cache_counts_the_unpacked_layers_that_only_the_list_of_images_counts(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
+    images = build(engine, tmp_path, budget=3 * SIZE)
+    for name in ("ghcr.io/team/a", "ghcr.io/team/b"):
+        await use(images, name)
+    await images.refresh()
+    await images.evict()
+    assert len(engine.images) == 2
+    engine.unpacked_bytes = SIZE
+    await images.refresh()
+    assert images.describe()["image_cache"]["bytes"] == 4 * SIZE
+    await images.evict()
+    assert list(engine.images) == ["ghcr.io/team/b:latest"]
 
 
 async def test_report_lists_present_images_that_a_pattern_allows(

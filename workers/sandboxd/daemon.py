@@ -310,7 +310,7 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
     obstacle, program = find_obstacle(facts), find_program()
     if obstacle is None and program is not None:
         try:
-            oci = OciRuntime(engine, program, Path(facts.data_root))
+            oci = OciRuntime(engine, program, facts)
             return oci, "TOOLCREW_SANDBOX_START is engine" if settings.sandbox_start == "engine" else None
         except (SandboxUnavailable, OSError) as error:
             obstacle = str(error)
@@ -323,11 +323,11 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
 
 
 def _free_for_images(setup: HostSetup) -> int:
-    """Return the free bytes of the disks that a pull may fill: that of the engine's data, if this process sees it, and
-    that of the workspaces.
+    """Return the free bytes of the disks that a pull may fill: those of the engine's data and layers, if this process
+    sees them, and that of the workspaces.
     """
-    root = setup.facts.data_root
-    folders = [setup.settings.state(), *([Path(root)] if root and Path(root).is_dir() else [])]
+    roots = [Path(root) for root in (setup.facts.data_root, setup.facts.layer_root) if root]
+    folders = [setup.settings.state(), *(root for root in roots if root.is_dir())]
     return min(shutil.disk_usage(folder).free for folder in folders)
 
 

@@ -225,7 +225,7 @@ class Images:
         listed = await self._engine.list()
         pulled = {pull.image for pull in self._pulls.values()}
         by_name = {name: image for image in listed for name in _names_of(image)}
-        ids = {image.id for image in listed}
+        sizes = {image.id: image.size_bytes for image in listed}
         for record in records:
             current = self._records.get(record.name)
             if record.name in pulled or current is None or current.id != record.id:
@@ -233,8 +233,11 @@ class Images:
             if record.id is None and (image := by_name.get(record.name)) is not None:
                 log.info("pulled_image_found", image=record.name)
                 self._keep(_build_record(parse_image_name(record.name), image, record.classes))
-            elif record.id not in ids:
+            elif record.id not in sizes:
                 self._forget(record.name)
+            elif record.size_bytes != sizes[record.id]:
+                # With the engine's containerd store, only the list counts the unpacked layers.
+                self._keep(replace(record, size_bytes=sizes[record.id]))
         self._present = self._list_present(by_name)
 
     def _list_present(self, names: Iterable[str]) -> tuple[str, ...]:

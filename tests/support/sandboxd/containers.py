@@ -370,7 +370,7 @@ async def _prepare_oci(engine: Engine, limits: SandboxLimits) -> tuple[OciRuntim
         cgroup_version=facts.cgroup_version,
         image_facts=await engine.find_image(IMAGE),
     )
-    return OciRuntime(engine, program, Path(facts.data_root)), spec
+    return OciRuntime(engine, program, facts), spec
 
 
 async def _end_oci(runtime: OciRuntime, name: str) -> None:

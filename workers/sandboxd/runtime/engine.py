@@ -33,6 +33,12 @@ from toolcrew.workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
+from toolcrew.workers.sandboxd.runtime.containerd import (
+    DEFAULT_ADDRESS,
+    SNAPSHOTTER,
+    SNAPSHOTTER_TYPE,
+    Containerd,
+)
 from toolcrew.workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
 from toolcrew.workers.sandboxd.runtime.hardening import AccountFiles, AccountVolume, ImageFacts
 from toolcrew.workers.sandboxd.runtime.image_faults import explain_unfit
@@ -126,6 +132,12 @@ class EngineFacts:
     storage_driver: str = ""
     data_root: str = ""
     """The folder where the engine keeps its data, such as /var/lib/docker."""
+    layer_root: str = ""
+    """The folder below which the layers of images are folders. Empty: the engine keeps them in another way, or in a
+    containerd that this process does not reach.
+    """
+    containerd: str = ""
+    """The socket of the containerd that keeps the images. Empty: the engine keeps them itself."""
     has_memory_limit: bool = True
     has_swap_limit: bool = True
     has_pids_limit: bool = True
@@ -164,7 +176,8 @@ class Engine:
         facts = _build_image_facts(attributes)
         if not facts.id:
             return facts
-        return replace(facts, accounts=await self._run(self._lanes.fills, lambda api: _read_accounts(api, facts.id)))
+        layers = len((attributes.get("RootFS") or {}).get("Layers") or ())
+        return await self._run(self._lanes.fills, lambda api: _read_content(api, facts, layers))
 
     async def volume_path(self, volume: str) -> str:
         """Return the folder of a volume on this host."""
@@ -361,7 +374,22 @@ class Engine:
             self._late_containers.remove_later(name)
 
 
+def _find_containerd(info: Mapping[str, Any]) -> Containerd | None:
+    """Return the containerd that keeps the engine's images; None when the engine keeps them itself."""
+    kind = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2).get("driver-type")
+    address = str((info.get("Containerd") or {}).get("Address") or DEFAULT_ADDRESS)
+    return Containerd(address) if kind == SNAPSHOTTER_TYPE else None
+
+
+def _find_layer_root(info: Mapping[str, Any], containerd: Containerd | None) -> str:
+    driver = info.get("Driver")
+    if containerd is None:
+        return f"{info.get('DockerRootDir')}/overlay2" if driver == "overlay2" else ""
+    return containerd.find_root() if driver == SNAPSHOTTER and containerd.is_reachable else ""
+
+
 def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+    containerd = _find_containerd(info)
     options = [str(option) for option in info.get("SecurityOptions") or []]
     components = {str(part.get("Name", "?")): str(part.get("Version", "?")) for part in version.get("Components") or []}
     return EngineFacts(
@@ -374,6 +402,8 @@ def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
         security=frozenset(option.partition("name=")[2].partition(",")[0] for option in options) - {""},
         storage_driver=str(info.get("Driver") or ""),
         data_root=str(info.get("DockerRootDir") or ""),
+        layer_root=_find_layer_root(info, containerd),
+        containerd="" if containerd is None else containerd.address,
         has_memory_limit=info.get("MemoryLimit") is not False,
         has_swap_limit=info.get("SwapLimit") is not False,
         has_pids_limit=info.get("PidsLimit") is not False,
@@ -408,11 +438,21 @@ def _build_image_facts(attributes: Mapping[str, Any]) -> ImageFacts:
     )
 
 
-def _read_accounts(api: docker.APIClient, image: str) -> AccountFiles:
-    """Return the user database for sandboxes of an image, read from a container that is never started."""
+def _read_content(api: docker.APIClient, facts: ImageFacts, layers: int) -> ImageFacts:
+    """Add the user database for sandboxes of an image, and the folders of its `layers` layers if containerd keeps
+    them. Both are read from a container that is never started: it also protects the layers meanwhile, and a killed
+    sandboxd leaves nothing but this container, which the next one removes.
+    """
     remove_old_fillers(api, PRODUCT_GUEST)
-    with filler(api, image, f"toolcrew-accounts-{secrets.token_hex(8)}", None) as container:
-        return read_accounts(api, container)
+    with filler(api, facts.id, f"toolcrew-accounts-{secrets.token_hex(8)}", None) as container:
+        facts = replace(facts, accounts=read_accounts(api, container))
+        if facts.layers:
+            return facts
+        info = api.info()
+        containerd = _find_containerd(info)
+        if containerd is None or not _find_layer_root(info, containerd):
+            return facts
+        return replace(facts, layers=containerd.find_layers(container, layers))
 
 
 def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: str) -> AttachedContainer:

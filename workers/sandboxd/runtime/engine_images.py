@@ -41,7 +41,8 @@ class PullFailed(SandboxUnavailable):
 @dataclass(frozen=True)
 class EngineImage:
     """An image of the engine. `tags` and `digests`: its names with a tag and with a digest. `size_bytes`: the size of
-    all layers, including layers that other images share.
+    all layers, including layers that other images share. If containerd keeps the images, `find` counts only the layers
+    as they were downloaded, and `list` also the unpacked ones: both are on the disk.
     """
 
     id: str

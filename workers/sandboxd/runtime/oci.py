@@ -101,8 +101,9 @@ def find_obstacle(facts: EngineFacts) -> str | None:
         return "sandboxd is not root"
     if find_program() is None:
         return "neither crun nor runc is installed"
-    if facts.storage_driver != "overlay2" or not (Path(facts.data_root) / "overlay2").is_dir():
-        return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver})"
+    if not facts.layer_root or not Path(facts.layer_root).is_dir():
+        where = f", in the containerd at {facts.containerd}" if facts.containerd else ""
+        return f"the engine's layers are not folders that sandboxd sees (driver {facts.storage_driver}{where})"
     if facts.security & {"rootless", "userns"}:
         return "the engine maps the owners of its layers (rootless or userns-remap)"
     if facts.cgroup_version == 2 and not is_in_host_namespace():
@@ -119,15 +120,15 @@ def find_program() -> str | None:
 
 
 class OciRuntime:
-    """A sandbox runtime (runtime/base.py) of this process. `program`: the path of crun or runc. `data_root`: the folder
-    of the engine.
+    """A sandbox runtime (runtime/base.py) of this process. `program`: the path of crun or runc. `facts`: the engine,
+    with the folders of its data.
 
     Raises SandboxUnavailable when the host lacks something.
     """
 
     stacks_layers = True
 
-    def __init__(self, engine: Engine, program: str, data_root: Path, folder: Path = FOLDER) -> None:
+    def __init__(self, engine: Engine, program: str, facts: EngineFacts, folder: Path = FOLDER) -> None:
         self._engine = engine
         self._program = program
         # crun prints "crun version 1.8.1", runc "runc version 1.1.5+ds1"; more lines follow.
@@ -150,7 +151,8 @@ class OciRuntime:
         _remove_unfinished(self._sandboxes)
         make_skeleton(self._skeleton)
         self._ranges = IdRanges(folder / "ids")
-        needed = (folder, data_root, *map(Path, ("/usr", sys.prefix, sys.base_prefix)), Path(program).resolve())
+        places = (facts.data_root, facts.layer_root, "/usr", sys.prefix, sys.base_prefix)
+        needed = (folder, *map(Path, places), Path(program).resolve())
         self._threads = ThreadPoolExecutor(
             _THREADS, "oci", initializer=functools.partial(enter_private_namespace, needed)
         )

@@ -17,6 +17,7 @@ from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
@@ -111,7 +112,8 @@ async def open_runtime(engine: Any, folder: Path) -> AsyncIterator[OciRuntime]:
     program = find_program()
     if os.geteuid() != 0 or program is None:
         missing("no OCI runtime for root")
-    runtime = OciRuntime(engine, str(program), folder, folder / "oci")
+    facts = EngineFacts("1", 2, True, ("runc",), "6.13", data_root=str(folder), layer_root=str(folder))
+    runtime = OciRuntime(engine, str(program), facts, folder / "oci")
     try:
         yield runtime
     finally:
@@ -161,7 +163,7 @@ from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import enter_host_namespace
 from toolcrew.workers.sandboxd.runtime.oci import find_obstacle
 enter_host_namespace()
-facts = EngineFacts("1", 2, True, ("runc",), "6.13", storage_driver="overlay2", data_root="{root}")
+facts = EngineFacts("1", 2, True, ("runc",), "6.13", storage_driver="overlay2", layer_root="{root}/overlay2")
 print("control group" in (find_obstacle(facts) or ""))
 """
 

@@ -1,0 +1,127 @@
+"""Layers of images that containerd keeps, from replies of a containerd that the test scripts."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.workers.sandboxd.runtime import containerd
+from toolcrew.workers.sandboxd.runtime.containerd import SNAPSHOTTER, Containerd
+
+ROOT = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs"
+LAYERS = tuple(f"{ROOT}/snapshots/{number}/fs" for number in (3, 2, 1))
+OVERLAY = "overlay"
+
+
+class FakeContainerd(grpc.GenericRpcHandler):
+    """A containerd whose replies are the fields of `replies`, by method. Stores each request with its metadata."""
+
+    def __init__(self) -> None:
+        self.replies: dict[str, dict[str, Any]] = {}
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
+
+    def service(self, call: Any) -> Any:
+        method = call.method.rpartition("/")[2]
+
+        def answer(request: Any, context: Any) -> Any:
+            self.requests.append((call.method, dict(call.invocation_metadata), request))
+            if method not in self.replies:
+                context.abort(grpc.StatusCode.NOT_FOUND, f"{method}: not found")
+            return containerd._find_message(f"{method}Reply")(**self.replies[method])
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer,
+            request_deserializer=containerd._find_message(f"{method}Request").FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )
+
+    def mount(self, *options: str, kind: str = OVERLAY) -> None:
+        """Answer requests for mounts with one mount."""
+        self.replies["Mounts"] = {"mounts": [{"type": kind, "source": kind, "options": options}]}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeContainerd]:
+    fake = FakeContainerd()
+    running = grpc.server(ThreadPoolExecutor(2), handlers=[fake])
+    running.add_insecure_port(f"unix:{tmp_path}/containerd.sock")
+    running.start()
+    yield fake
+    running.stop(None).wait()
+
+
+@pytest.fixture
+def client(server: FakeContainerd, tmp_path: Path) -> Containerd:
+    return Containerd(f"{tmp_path}/containerd.sock")
+
+
+def test_layers_are_those_below_the_engine_s_own_one(server: FakeContainerd, client: Containerd) -> None:
+    server.mount("index=off", "workdir=/w", "upperdir=/u", f"lowerdir={ROOT}/snapshots/4/fs:{':'.join(LAYERS)}")
+    assert client.find_layers("a container", 3) == LAYERS
+    [(method, metadata, request)] = server.requests
+    assert method == "/containerd.services.snapshots.v1.Snapshots/Mounts"
+    assert metadata["containerd-namespace"] == "moby"
+    assert (request.snapshotter, request.key) == (SNAPSHOTTER, "a container")
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_another_number_of_layers_than_the_image_has_is_an_error(
+    server: FakeContainerd, client: Containerd, count: int
+) -> None:
+    server.mount(f"lowerdir={':'.join(LAYERS)}")
+    with pytest.raises(SandboxUnavailable, match=f"reports 3 layers of an image that has {count}"):
+        client.find_layers("a container", count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("bind", ["rbind", "ro"]),
+        ("fuse3.overlay", [f"lowerdir={LAYERS[0]}"]),
+        (OVERLAY, ["lowerdir=relative/fs"]),
+        (OVERLAY, ["lowerdir="]),
+        (OVERLAY, [f"lowerdir={LAYERS[0]}", f"lowerdir={LAYERS[1]}"]),
+        (OVERLAY, []),
+    ],
+)
+def test_a_mount_that_is_no_overlay_of_folders_is_an_error(
+    server: FakeContainerd, client: Containerd, kind: str, options: list[str]
+) -> None:
+    server.mount(*options, kind=kind)
+    with pytest.raises(SandboxUnavailable, match="not one overlay"):
+        client.find_layers("a container", 1)
+
+
+def test_a_reply_above_the_limit_is_refused(server: FakeContainerd, client: Containerd) -> None:
+    server.mount("x" * containerd._MAX_REPLY_BYTES)
+    with pytest.raises(SandboxUnavailable, match="RESOURCE_EXHAUSTED"):
+        client.find_layers("a container", 1)
+
+
+def test_root_is_that_of_the_snapshotter(server: FakeContainerd, client: Containerd) -> None:
+    exports = [{"key": "kind", "value": "x"}, {"key": "root", "value": ROOT}]
+    server.replies["Plugins"] = {"plugins": [{"type": "snapshotter", "id": SNAPSHOTTER, "exports": exports}]}
+    assert client.find_root() == ROOT
+    server.replies["Plugins"] = {"plugins": []}
+    with pytest.raises(SandboxUnavailable, match="no snapshotter overlayfs"):
+        client.find_root()
+
+
+@pytest.mark.parametrize("ask", [Containerd.find_root, lambda client: client.find_layers("a", 1)])
+def test_a_refusal_names_the_socket_and_the_reason(
+    server: FakeContainerd, client: Containerd, ask: Callable[[Containerd], object]
+) -> None:
+    with pytest.raises(SandboxUnavailable, match="containerd.sock does not tell .*NOT_FOUND: .*not found"):
+        ask(client)
+
+
+def test_a_missing_socket_is_not_reachable(tmp_path: Path, client: Containerd) -> None:
+    assert client.is_reachable
+    missing = Containerd(f"{tmp_path}/other.sock")
+    assert not missing.is_reachable
+    with pytest.raises(SandboxUnavailable, match="UNAVAILABLE"):
+        missing.find_root()
