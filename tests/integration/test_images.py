@@ -229,7 +229,7 @@ async def test_the_python_image_installs_packages_into_the_workspace(api: APICli
     )
     await shell(sandbox, "pip install -q --no-index ./tiny-1-py3-none-any.whl")
     assert await shell(sandbox, "cd /tmp && python -c 'import tiny; print(tiny.x, tiny.__file__)'") == (
-        "42 /workspace/.local/lib/python3.11/site-packages/tiny.py\n"
+        "42 /home/sandbox/.local/lib/python3.11/site-packages/tiny.py\n"
     )
     # Creating a venv with its own pip takes 5 s of processor time. The test checks only that the required parts are
     # present.
@@ -380,7 +380,7 @@ async def test_the_mounted_guest_cannot_be_written(either_host: Host, foreign_im
 async def test_programs_get_the_environment_of_the_image_and_the_home_of_the_session(
     either_host: Host, foreign_image: str
 ) -> None:
-    assert await bash(await either_host.make(foreign_image), "echo $OF_THE_IMAGE $HOME") == "1 /workspace\n"
+    assert await bash(await either_host.make(foreign_image), "echo $OF_THE_IMAGE $HOME") == "1 /home/sandbox\n"
 
 
 async def test_an_image_that_declares_a_volume_is_refused(api: APIClient, host: Host) -> None:
@@ -452,14 +452,14 @@ WHO = (
 )
 PASSWD = b"root:x:0:0::/root:/bin/sh\n"
 USERS: dict[str, tuple[Files, str]] = {
-    "no /etc/passwd": ([], "sandbox /workspace sandbox /workspace /workspace root False\n"),
+    "no /etc/passwd": ([], "sandbox /home/sandbox sandbox /home/sandbox /home/sandbox root False\n"),
     "a passwd without uid 1000": (
         [("etc/passwd", 0o644, PASSWD.rstrip())],
-        "sandbox /workspace sandbox /workspace /workspace root False\n",
+        "sandbox /home/sandbox sandbox /home/sandbox /home/sandbox root False\n",
     ),
     "uid 1000 of another name": (
         [("etc/passwd", 0o644, PASSWD + b"node:x:1000:1000::/home/node:/bin/sh\n")],
-        "node /home/node node /workspace /workspace root False\n",
+        "node /home/node node /home/sandbox /home/sandbox root False\n",
     ),
 }
 
@@ -473,7 +473,7 @@ async def test_the_user_of_programs_has_a_name_and_a_home_in_any_image(
             sandbox = await either_host.make(image)
             assert (await run(sandbox, "/opt/toolcrew/bin/python3", "-I", "-S", "-c", WHO))[1] == expected
             assert await bash(sandbox, "echo ~ $HOME $USER $LOGNAME") == (
-                f"/workspace /workspace {expected.split()[0]} {expected.split()[0]}\n"
+                f"/home/sandbox /home/sandbox {expected.split()[0]} {expected.split()[0]}\n"
             )
             assert await sandbox.runtime.find_drift(sandbox.container, sandbox.spec) == []
             await either_host.made.pop().remove()

@@ -27,7 +27,7 @@ class Edge:
 
 
 EDGES = {
-    "full /tmp": Edge(FILL.format("/tmp"), text="No space left"),
+    "full /tmp": Edge(FILL.format("/tmp"), text="File size limit"),
     "full /dev/shm": Edge(FILL.format("/dev/shm"), text="No space left"),
     "full /output": Edge("cat /dev/zero > /output/full; export A=1", text="not kept"),
     "full workspace": Edge("head -c 300M /dev/zero > full; echo x > more", text="File size limit"),
@@ -109,7 +109,7 @@ async def test_tools_name_the_path_that_is_no_file_or_may_not_be_read(session: S
 
 @pytest.mark.parametrize("folder", ["/tmp", "/workspace"])
 async def test_a_full_folder_fails_only_the_calls_that_write_there(session: Session, folder: str) -> None:
-    other = "/workspace" if folder == "/tmp" else "/tmp"
+    # /tmp and /workspace share the disk of the session.
     await session.call(
         "bash_tool", {"command": f"echo a > {folder}/f; ulimit -f unlimited; cat /dev/zero > {folder}/full"}
     )
@@ -117,7 +117,7 @@ async def test_a_full_folder_fails_only_the_calls_that_write_there(session: Sess
     text = "new\n" * 100_000
     refused = await session.call("write_tool", {"file_path": f"{folder}/new", "content": text})
     assert refused.error_code == ErrorCode.NO_SPACE, refused
-    assert (await session.call("write_tool", {"file_path": f"{other}/new", "content": text})).success
+    assert (await session.call("write_tool", {"file_path": "/output/new", "content": text})).success
     for tool, arguments in (
         ("read_tool", {"file_path": f"{folder}/f"}),
         ("grep_tool", {"path": f"{folder}/f", "pattern": "a"}),
