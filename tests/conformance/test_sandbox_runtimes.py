@@ -9,7 +9,6 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -459,7 +459,7 @@ USERS: dict[str, tuple[Files, str]] = {
     ),
     "uid 1000 of another name": (
         [("etc/passwd", 0o644, PASSWD + b"node:x:1000:1000::/home/node:/bin/sh\n")],
-        "node /home/node node /home/sandbox /home/sandbox root False\n",
+        "node /home/sandbox node /home/sandbox /home/sandbox root False\n",
     ),
 }
 

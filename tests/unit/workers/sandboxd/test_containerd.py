@@ -115,7 +115,7 @@ def test_root_is_that_of_the_snapshotter(server: FakeContainerd, client: Contain
 def test_a_refusal_names_the_socket_and_the_reason(
     server: FakeContainerd, client: Containerd, ask: Callable[[Containerd], object]
 ) -> None:
-    with pytest.raises(SandboxUnavailable, match="containerd.sock does not tell .*NOT_FOUND: .*not found"):
+    with pytest.raises(SandboxUnavailable, match=r"containerd\.sock does not tell .*NOT_FOUND: .*not found"):
         ask(client)
 
 
