@@ -112,7 +112,7 @@ async def test_a_decompression_bomb_ends_when_the_folder_is_full(
     kind: str, content: Callable[[], bytes], session: Session
 ) -> None:
     with pytest.raises(ToolFailure) as refused:
-        # /tmp is the smallest writable folder of a sandbox.
-        await session._call_verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)
+        # /output is the smallest writable folder of a sandbox.
+        await session._call_verb("import", {"kind": kind, "path": "/output"}, content=content(), timeout_s=60)
     assert refused.value.code is ErrorCode.NO_SPACE
-    assert await output(session, "rm -rf /tmp/*; echo still here") == "still here\n"
+    assert await output(session, "rm -rf /output/*; echo still here") == "still here\n"

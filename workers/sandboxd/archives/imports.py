@@ -22,7 +22,7 @@ _UNTAR = """
 tar -x "${@:2}" -f - -C "$1" --no-same-owner --no-same-permissions --delay-directory-restore 2>&1 >/dev/null |
 while IFS= read -r line; do
     printf '%s\\n' "$line" >&2
-    case $line in *'No space left'* | *'File too large'* | *'quota exceeded'*) kill -TERM 0 ;; esac
+    case $line in *'No space left'* | *'File too large'* | *'quota exceeded'* | *'Wrote only'*) kill -TERM 0 ;; esac
 done
 exit "${PIPESTATUS[0]}"
 """
@@ -53,6 +53,8 @@ _NO_ROOM = (
     "File size limit exceeded",
     "disk full",
     "quota exceeded",
+    # The last block of tar that fits in part.
+    "Wrote only",
 )
 _LEADS_OUT = ("Removing leading", "contains '..'")
 
