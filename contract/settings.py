@@ -51,6 +51,7 @@ OTHERS = frozenset(
         "API_BIND",
         "API_PORT",
         "CGROUP_NAMESPACE",
+        "MEMLOCK",
         "CHAOS_SEED",
         "DOCKERD_ARGS",
         "ENGINE_SOCKET",

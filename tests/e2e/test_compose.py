@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -44,7 +45,6 @@ CAPABILITIES = {
     "SETGID": 6,
     "SETUID": 7,
     "SYS_ADMIN": 21,
-    "SYS_RESOURCE": 24,
     "SETFCAP": 31,
 }
 """Numbers of the capabilities that the file gives to a service."""
@@ -129,6 +129,8 @@ class ComposeStack:
             values["TOOLCREW_ENGINE_SOCKET"] = host.removeprefix("unix://")
         if not os.access("/proc/1/ns/cgroup", os.R_OK):
             values["TOOLCREW_CGROUP_NAMESPACE"] = "/proc/2/ns/cgroup"
+        if run(["sh", "-c", "ulimit -l unlimited"]).status != 0:
+            values["TOOLCREW_MEMLOCK"] = str(resource.getrlimit(resource.RLIMIT_MEMLOCK)[1])
         self.env_file = folder / "compose.env"
         self.env_file.touch(mode=0o600)
         self.env_file.write_text("".join(f"{key}={value}\n" for key, value in values.items()))

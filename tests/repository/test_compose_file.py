@@ -107,11 +107,11 @@ def test_sandboxd_has_only_the_capabilities_to_start_sandboxes() -> None:
         "CHOWN",
         "FOWNER",
         "FSETID",
-        "SYS_RESOURCE",
     ]
     assert sandboxd["device_cgroup_rules"] == ["b 7:* rw", "c 10:237 rw"]
     assert "/var/lib/docker:/var/lib/docker:ro" in sandboxd["volumes"]
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
+    assert sandboxd["ulimits"] == {"memlock": "${TOOLCREW_MEMLOCK:--1}"}
     assert find_mounts("sandboxd")[str(HOST_NAMESPACE)] == "${TOOLCREW_CGROUP_NAMESPACE:-/proc/1/ns/cgroup}"
 
 
