@@ -10,7 +10,6 @@ from functools import cached_property
 from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.image_names import ImageNameError, is_allowed, parse_image_name
-from toolcrew.contract.schema import MAX_NAME_CHARS
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, LargestOptions, SandboxOptions
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy, largest_limit
@@ -57,8 +56,6 @@ class TenantLimits:
         for name in names:
             if name != "all" and not self.policy.allows_tool(name):
                 yield f"the tool {name} is not allowed for this tenant: use another one, or ask the operator"
-            elif name != "all" and self.tools is not None and name not in self.tools:
-                yield f"there is no tool {name[:MAX_NAME_CHARS]}: use {', '.join(self._tool_names) or 'no tool'}"
         class_s = self._largest_timeout_s()
         if class_s is None:
             return
@@ -78,11 +75,6 @@ class TenantLimits:
     def _largest(self) -> Sequence[LargestOptions]:
         tenant_class, unlimited = self.policy.sandbox.tenant_class, LargestOptions(timeout_s=MAX_TIMEOUT_S)
         return [host.largest.get(tenant_class, unlimited) for host in self.hosts]
-
-    @cached_property
-    def _tool_names(self) -> Sequence[str]:
-        """The first names of the tools that the tenant may use."""
-        return sorted(name for name in self.tools or () if self.policy.allows_tool(name))[:MAX_NAMED]
 
     @cached_property
     def _images(self) -> Sequence[str]:

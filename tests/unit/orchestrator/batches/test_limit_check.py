@@ -55,12 +55,6 @@ def check(file: BatchFile, policy: TenantPolicy | None = None, host: HostReport 
         ({"limits": {"tool_timeout_s": 5000}}, {}, "`limits.tool_timeout_s` must be at most 600 s"),
         ({"tool": "bash_tool"}, {"tools": ["read_tool"]}, "the tool bash_tool is not allowed for this tenant"),
         ({"tools": ["bash_tool"]}, {"tools": ["read_tool"]}, "the tool bash_tool is not allowed for this tenant"),
-        ({"tool": "nosuch"}, {}, "there is no tool nosuch: use bash_tool, quick"),
-        (
-            {"tools": ["quick", "bsh_tool"]},
-            {"tools": ["b*", "quick"]},
-            "there is no tool bsh_tool: use bash_tool, quick",
-        ),
         ({"image": "other:1"}, {}, "`image`: 'other:1' is not allowed: use one of base, ghcr.io/team/*"),
         ({"image": "base"}, {"sandbox": {"images": ["ghcr.io/team/*"]}}, "`image`: 'base' is not allowed"),
         ({"network": "egress"}, {}, "`network` is 'egress', which this tenant does not have"),
