@@ -128,8 +128,8 @@ class Clocks(Record):
 class CallUsage(Record):
     """Resources that a call used in its sandbox. Overlapping calls of one session share the resources that were used
     during the overlap. `memory_peak_bytes`: highest memory use of the whole sandbox during the call, including cached
-    files; with cgroup v2 before Linux 6.12, since the start of the sandbox. `read_bytes` and `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both
-    directions.
+    files; with cgroup v2 before Linux 6.12, since the start of the sandbox. `read_bytes` and `written_bytes`: to and
+    from disks; the kernel may write them later. `network_bytes`: both directions.
     """
 
     cpu_s: float = Field(default=0.0, ge=0)

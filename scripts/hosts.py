@@ -25,6 +25,7 @@ SHARE = LAB / "share"
 """Files for the machines, which mount this folder read-only at /mnt."""
 PAGE = ROOT / "docs" / "images.md"
 BEGIN, END = "<!-- hosts: begin, written by scripts/hosts -->\n", "<!-- hosts: end -->\n"
+HEADING = "### On which hosts was this tried?\n\n"
 CHECKOUT = "/root/toolcrew"
 IMAGES = ("toolcrew-sandbox", "toolcrew-sandboxd")
 BOOT_S, POWEROFF_S, ROW_S = 600, 120, 2400
@@ -292,14 +293,15 @@ def prepare_share() -> None:
     SHARE.mkdir(parents=True, exist_ok=True)
     run("git", "bundle", "create", "-q", SHARE / "tree.bundle", "HEAD", cwd=ROOT)
     listed = run("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").split()
-    current = run("docker", "image", "inspect", "--format", "{{.Id}}", "toolcrew-sandbox:dev").strip()
+    current = _find_id("toolcrew-sandbox:dev")
     named = [name for name in listed if name.split(":")[0] in IMAGES]
-    same = [
-        n
-        for n in named
-        if n.endswith(":dev") or run("docker", "image", "inspect", "--format", "{{.Id}}", n).strip() == current
-    ]
-    run("docker", "save", "-o", SHARE / "images.tar", *same)
+    # scripts/build-image finds an image by the tag with the hash of its inputs.
+    wanted = [name for name in named if name.endswith(":dev") or _find_id(name) == current]
+    run("docker", "save", "-o", SHARE / "images.tar", *wanted)
+
+
+def _find_id(image: str) -> str:
+    return run("docker", "image", "inspect", "--format", "{{.Id}}", image).strip()
 
 
 def render(columns: dict[str, tuple[str, dict[str, str]]], rows: dict[str, str]) -> str:
@@ -309,7 +311,7 @@ def render(columns: dict[str, tuple[str, dict[str, str]]], rows: dict[str, str])
     for row in rows:
         results = (found.get(row, "-") for _, found in columns.values())
         lines.append(f"| {' | '.join((row, *results))} |")
-    return f"Run on {datetime.now(UTC):%Y-%m-%d}.\n\n" + "\n".join(lines) + "\n"
+    return f"{HEADING}`scripts/hosts` ran these rows on {datetime.now(UTC):%Y-%m-%d}.\n\n" + "\n".join(lines) + "\n"
 
 
 def write(table: str) -> None:

@@ -27,7 +27,7 @@ def test_a_row_names_files_and_tests_that_exist(title: str) -> None:
 
 def test_the_table_has_a_column_for_each_host_and_a_mark_for_a_row_that_was_not_run() -> None:
     lines = hosts.render(COLUMNS, {"forks": "", "compose": ""}).splitlines()
-    assert lines[2:] == [
+    assert lines[-4:] == [
         "|  | Debian 12 (Linux 6.1) | Debian sid (Linux 7.2) |",
         "|---|---|---|",
         "| forks | works | works |",
