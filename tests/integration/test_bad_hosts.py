@@ -101,7 +101,7 @@ async def test_a_kernel_without_seccomp_starts_no_sandboxes(api: APIClient, tmp_
 
 class EngineWithOtherDriver(Engine):
     async def facts(self) -> EngineFacts:
-        return replace(await super().facts(), storage_driver="zfs")
+        return replace(await super().facts(), storage_driver="zfs", layer_root="")
 
 
 async def test_the_log_and_the_check_say_why_the_engine_starts_the_sandboxes(api: APIClient, tmp_path: Path) -> None:
