@@ -240,8 +240,13 @@ async def test_the_python_image_installs_packages_into_the_workspace(api: APICli
 
 async def test_the_node_image_runs_javascript(api: APIClient, host: Host) -> None:
     sandbox = await host.make(require_image(api, NODE_IMAGE, is_optional=True))
-    assert await shell(sandbox, "node -e 'console.log(6 * 7)'") == "42\n"
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", await shell(sandbox, "npm --version"))
+    assert re.fullmatch(r"v22\.\d+\.\d+\n", await shell(sandbox, "node -e 'console.log(process.version)'"))
+    for program in ("npm", "npx", "corepack"):
+        done, version = await run(sandbox, program, "--version")
+        assert (done["exit_code"], bool(re.fullmatch(r"\d+\.\d+\.\d+\n", version))) == (0, True), version
+    # npm warns about a version of Node.js that it does not support.
+    package = 'echo \'{"scripts": {"show": "node -p 6*7"}}\' > package.json && npm run --silent show'
+    assert await shell(sandbox, f"{package} && npx --no-install node -p 1 2>&1") == "42\n1\n"
 
 
 # --- Other images

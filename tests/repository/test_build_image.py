@@ -1,13 +1,21 @@
 """The command that builds the images, and what it records of them."""
 
+import base64
+import hashlib
 import importlib.util
+import json
 import os
+import platform
 import subprocess
+import sys
 import tarfile
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.web.http_sites import serve_http
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +91,35 @@ def test_only_a_forced_build_pulls_the_base_image(
     log = calls.read_text()
     assert ("pull --quiet debian:bookworm-slim" in log) == has_pull
     assert "BASE=debian:bookworm-slim" in log
+
+
+class PackageRegistry(BaseHTTPRequestHandler):
+    """A registry that answers every request with its path."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_only_npm_packages_with_the_listed_integrity_are_used(tmp_path: Path) -> None:
+    digest = base64.b64encode(hashlib.sha512(b"/tool/-/tool-1.2.3.tgz").digest()).decode()
+    package = {"name": "tool", "version": "1.2.3", "file": "tool.tgz", "integrity": f"sha512-{digest}"}
+    other = {**package, "file": "other.tgz", "machine": "another than " + platform.machine()}
+    packages = tmp_path / "packages.json"
+    with serve_http(PackageRegistry) as port:
+        environment = {**os.environ, "NPM_CONFIG_REGISTRY": f"http://127.0.0.1:{port}"}
+
+        def fetch(*listed: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+            packages.write_text(json.dumps(listed))
+            command = [sys.executable, str(ROOT / "scripts" / "fetch_npm.py"), str(packages), str(tmp_path)]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+        refused = fetch({**package, "version": "1.2.4"})
+        assert refused.returncode != 0
+        assert "check the registry" in refused.stderr
+        assert not (tmp_path / "tool.tgz").exists()
+        assert fetch(package, other).returncode == 0
+        assert [(tmp_path / name).exists() for name in ("tool.tgz", "other.tgz")] == [True, False]
