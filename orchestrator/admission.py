@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from toolcrew.concurrency.tasks import begin_shared, cancel_all
 from toolcrew.contract.calls import RunFailure, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.plurals import count, plural
@@ -37,7 +38,6 @@ from toolcrew.store.slots import (
     restore,
     tick,
 )
-from toolcrew.store.tasks import begin_shared, cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -35,7 +35,16 @@ from toolcrew import ToolClient
 from toolcrew.contract.errors import ToolcrewError
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("contract/", "store/", "telemetry/", "orchestrator/", "workers/", "sandbox-images/guest/")
+FOLDERS = (
+    "contract/",
+    "store/",
+    "telemetry/",
+    "concurrency/",
+    "archives/",
+    "orchestrator/",
+    "workers/",
+    "sandbox-images/guest/",
+)
 ROLES = ("orchestrator", "worker", "sandboxd", "guest")
 WARM_UP = 5
 WINDOWS = 8

@@ -30,18 +30,23 @@ PACKAGES = {
     "toolcrew.orchestrator": "orchestrator",
     "toolcrew.workers": "workers",
     "toolcrew.telemetry": "telemetry",
+    "toolcrew.concurrency": "concurrency",
+    "toolcrew.archives": "archives",
     "toolcrew.store": "store",
     "guest": "sandbox-images/guest",
 }
 
+_SHARED = frozenset(f"toolcrew.{package}" for package in ("contract", "telemetry", "concurrency", "archives", "store"))
 # Package -> other packages of this repository that it may import. All dependencies lead to contract.
 ARROWS: dict[str, frozenset[str]] = {
     "toolcrew": frozenset({"toolcrew.contract", "toolcrew.store", "toolcrew.orchestrator", "toolcrew.workers"}),
     "toolcrew.contract": frozenset(),
     "toolcrew.telemetry": frozenset({"toolcrew.contract"}),
-    "toolcrew.store": frozenset({"toolcrew.contract", "toolcrew.telemetry"}),
-    "toolcrew.orchestrator": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.store"}),
-    "toolcrew.workers": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.store"}),
+    "toolcrew.concurrency": frozenset({"toolcrew.contract", "toolcrew.telemetry"}),
+    "toolcrew.archives": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.concurrency"}),
+    "toolcrew.store": frozenset({"toolcrew.contract", "toolcrew.telemetry", "toolcrew.concurrency"}),
+    "toolcrew.orchestrator": _SHARED,
+    "toolcrew.workers": _SHARED,
     "guest": frozenset(),
 }
 
@@ -108,7 +113,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "langchain_core": ("orchestrator/adapters/langchain.py",),
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),
-    "fsspec": ("store/archives/fsspec_store.py",),
+    "fsspec": ("archives/fsspec_store.py",),
     "inspect_ai": ("orchestrator/adapters/inspect_results.py", "orchestrator/adapters/inspect_sandbox.py"),
     "flower": ("orchestrator/operations/flower.py",),
     "harbor": ("orchestrator/adapters/harbor.py",),

@@ -16,6 +16,7 @@ from typing import Any
 import redis.asyncio
 from pydantic import Field, ValidationError
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.calls import Identifier, Record
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
@@ -28,7 +29,6 @@ from toolcrew.store.audit import AUDIT_LUA, Actor, AuditedStore
 from toolcrew.store.audit import Role as Role
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import SharedReads
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import audit_key, run_key
 from toolcrew.contract.run_events import FailureKind
@@ -27,7 +28,6 @@ from toolcrew.store.batches import (
 )
 from toolcrew.store.run_records import build_cancelled_outcome
 from toolcrew.store.stored_runs import AT_ONCE, BatchCancelled, StoredRuns, ask, in_steps, nearly_full
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.webhooks import seal_webhook
 from toolcrew.telemetry.logs import get_logger
 

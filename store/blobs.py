@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 
+from toolcrew.concurrency.read_memory import Reservation, read_memory
+from toolcrew.concurrency.tasks import Backoff
 from toolcrew.contract.calls import BLOB_TTL_S, MAX_BLOB_BYTES
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import BlobPool, blob_key, is_blob_of
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA
-from toolcrew.store.read_memory import Reservation, read_memory
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import Backoff
 
 TENANT_BLOB_BYTES = 128 * 1024 * 1024
 """Limit of the blobs of a tenant at the same time, for each pool of workers, in bytes. This is a quarter of Redis's

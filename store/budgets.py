@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import redis.asyncio
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.calls import Record
 from toolcrew.contract.clock import Instant, format_instant
 from toolcrew.contract.errors import ErrorCode, ToolFailure
@@ -19,7 +20,6 @@ from toolcrew.contract.tenancy import POLICY_FRESH_S, Budgets
 from toolcrew.store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import SharedReads
 from toolcrew.store.usage import DAY_S, UNITS, UsageStore, usage_prefix
 from toolcrew.telemetry.logs import get_logger
 

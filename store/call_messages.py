@@ -15,6 +15,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable
 from toolcrew.contract.names import (
     account_key,
@@ -31,7 +32,6 @@ from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import RedisClient, broker_error, broker_errors
 from toolcrew.store.scripts import CLOSED, ReplyMissing, ScriptConnection, Value
 from toolcrew.store.slots import held_slots_key
-from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

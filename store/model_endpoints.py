@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.model_endpoints import (
     ENDPOINT_NAME,
@@ -31,7 +32,6 @@ from toolcrew.store.audit import AUDIT_LUA, AuditedStore
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.model_limits import read_limits
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import SharedReads
 
 _SET = Script(
     f"""

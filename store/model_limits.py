@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from toolcrew.concurrency.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.model_endpoints import (
     BLOCK_CAUSES,
@@ -24,7 +25,6 @@ from toolcrew.contract.names import model_limits_key
 from toolcrew.store.clock import read_clock
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

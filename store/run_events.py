@@ -13,6 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
+from toolcrew.concurrency.tasks import begin_shared, cancel_all, check_cancelled
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.names import account_key, run_key, tenant_key
 from toolcrew.contract.run_events import EventsMissed, RunEnded, RunEvent
@@ -20,7 +21,6 @@ from toolcrew.store.batches import NO_BATCH, RUN_TTL_S, batch_key, parse_batch_e
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import begin_shared, cancel_all, check_cancelled
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

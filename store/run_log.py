@@ -22,6 +22,7 @@ from typing import Any
 import redis.asyncio
 from pydantic import JsonValue
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.json_limits import has_more_values_in_text
 from toolcrew.contract.names import account_key, run_key, tenant_key
@@ -45,7 +46,6 @@ from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, describe_no_memory
 from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import SessionStore, open_sessions_key
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from toolcrew.telemetry.logs import get_logger
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.names import runs_prefix
 from toolcrew.contract.signing import SigningKeys
@@ -22,7 +23,6 @@ from toolcrew.store.run_log import RunAttempt
 from toolcrew.store.run_records import RunRecord, build_cancelled_outcome, pack_end
 from toolcrew.store.run_store import RunStore
 from toolcrew.store.stored_runs import AT_ONCE, LEASE_S, BatchCancelled, StoredRuns, ask, in_steps
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

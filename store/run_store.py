@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.names import audit_key, run_key, tenant_key
 from toolcrew.contract.run_events import RunEvent
 from toolcrew.contract.webhooks import Webhook
@@ -31,7 +32,6 @@ from toolcrew.store.run_records import (
     parse_durable_run,
 )
 from toolcrew.store.stored_runs import LEASE_S, StoredRuns, ask
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.webhooks import seal_webhook
 
 MAX_PENDING = 10_000

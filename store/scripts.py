@@ -17,8 +17,8 @@ from redis.connection import ConnectionPool, DefaultParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError
 
+from toolcrew.concurrency.tasks import begin_shared, cancel_all
 from toolcrew.store.connection import REDIS_ERRORS, TIMEOUT_S, RedisClient, SyncRedis
-from toolcrew.store.tasks import begin_shared, cancel_all
 
 Value: TypeAlias = str | bytes | int | float | Sequence[str] | Sequence[str | bytes | int | float]
 """The value of a key or argument of a script. A sequence is the value of a name that ends with `...`."""

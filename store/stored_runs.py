@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 
+from toolcrew.concurrency.tasks import retry_until_available
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ToolFailure
 from toolcrew.contract.names import run_key
 from toolcrew.contract.signing import SigningKeys
@@ -22,8 +24,6 @@ from toolcrew.store.memory import no_memory
 from toolcrew.store.run_log import close_left_sessions
 from toolcrew.store.run_records import RunRecord, parse_run
 from toolcrew.store.run_script import RunScript
-from toolcrew.store.tasks import retry_until_available
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""

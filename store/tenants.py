@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import TypeAdapter, ValidationError
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.calls import Identifier
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import (
@@ -49,7 +50,6 @@ from toolcrew.store.connection import SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.scripts import Script
 from toolcrew.store.stored_bytes import StoredBytes
-from toolcrew.store.tasks import SharedReads
 
 MAX_CACHED_POLICIES = 4096
 """Limit of cached policies. Above the limit, the oldest policy is dropped, and read again when needed."""

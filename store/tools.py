@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import ValidationError
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.names import (
@@ -38,7 +39,6 @@ from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from toolcrew.store.connection import SyncRedis, broker_errors
 from toolcrew.store.scripts import Script
-from toolcrew.store.tasks import SharedReads
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.shares import (
     FILES_PER_KEY,
@@ -16,7 +17,6 @@ from toolcrew.orchestrator.api.shares import (
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.http.app_state import AppState
 from toolcrew.store.pressure import PoolPressure
-from toolcrew.store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
 """Seconds for which a result of the readiness check is cached.

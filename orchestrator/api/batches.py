@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import TenantStore, is_file_id
@@ -33,7 +34,6 @@ from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
 from toolcrew.store.audit import entry_text
 from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.idempotency import KEEP_S
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 from fastapi import Header
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.http.authentication import identify
 from toolcrew.orchestrator.http.body_limits import JSON_BYTES, find_header
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem, response_to
 from toolcrew.store.idempotency import PENDING_S, IdempotencyStore, SlotClaim
-from toolcrew.store.tasks import retry_until_available
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from toolcrew.concurrency.read_memory import Reservation, release_pieces
 from toolcrew.orchestrator.http.body_limits import LEAST_BYTES_PER_S
-from toolcrew.store.read_memory import Reservation, release_pieces
 
 PIECE_BYTES = 256 * 1024
 CONTENT = "application/octet-stream"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import Identifier, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import is_file_id
@@ -38,7 +39,6 @@ from toolcrew.orchestrator.operations.views import RunView, view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.run_events import parse_id
 from toolcrew.store.run_records import DurableRunState
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 

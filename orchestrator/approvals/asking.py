@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 
+from toolcrew.concurrency.tasks import begin_shared
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from toolcrew.contract.settings import OrchestratorSettings
@@ -23,7 +24,6 @@ from toolcrew.store.approvals import (
     question_id,
 )
 from toolcrew.store.connection import RedisClient
-from toolcrew.store.tasks import begin_shared
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

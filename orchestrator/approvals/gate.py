@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.approvals import Decision, canonical_json, digest_call
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
@@ -25,7 +26,6 @@ from toolcrew.contract.schema import Checks, is_quick, prepare_arguments
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.approvals.approvers import ApprovalRequest, Approver
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
+from toolcrew.archives.base import ArchiveStore, NotStored, in_pieces
+from toolcrew.archives.choice import open_client_store
 from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
 from toolcrew.contract.calls import Record
 from toolcrew.contract.clock import Instant
@@ -18,8 +20,6 @@ from toolcrew.contract.file_ids import (
     new_file_id,
 )
 from toolcrew.contract.settings import OrchestratorSettings
-from toolcrew.store.archives.base import ArchiveStore, NotStored, in_pieces
-from toolcrew.store.archives.choice import open_client_store
 from toolcrew.store.stored_bytes import StoredBytes, UploadReservation
 from toolcrew.store.usage import StoredChange
 

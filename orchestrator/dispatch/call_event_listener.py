@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from toolcrew.concurrency.tasks import begin_shared, cancel_all
 from toolcrew.contract.call_events import END, HIDDEN, MAX_PAUSE_S, OUTPUT, STALL_S, CallEvent, encode_answer
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, EnvelopeRefused
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.call_event_streams import READ_COUNT, CallEventStore, Entry
 from toolcrew.store.connection import RedisClient
-from toolcrew.store.tasks import begin_shared, cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from toolcrew.concurrency.tasks import begin_shared, cancel_all
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.hosts import HOST_TTL_S, HostReport, parse_holder
@@ -18,7 +19,6 @@ from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from toolcrew.store.call_records import CallRecord, CallState
 from toolcrew.store.calls import CallStore
 from toolcrew.store.hosts import HostStore
-from toolcrew.store.tasks import begin_shared, cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

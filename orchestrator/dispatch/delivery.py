@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
+from toolcrew.concurrency.tasks import Backoff
 from toolcrew.contract.calls import MAX_TIMEOUT_S, RunFailure, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
 from toolcrew.contract.errors import (
@@ -46,7 +47,6 @@ from toolcrew.store.calls import CallStore
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.sessions import SessionAddress, SessionStore
 from toolcrew.store.slots import SlotRequest
-from toolcrew.store.tasks import Backoff
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.tasks import Backoff
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.invalid_input import describe_invalid
@@ -25,8 +27,6 @@ from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatal
 from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.sessions import SessionAddress
-from toolcrew.store.tasks import Backoff
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.read_memory import Reservation, read_memory
 from toolcrew.contract.call_events import OUTPUT
 from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, Record, SandboxInfo, ToolCall, ToolResult
 from toolcrew.contract.closed_files import OPEN_CLOSED
@@ -44,7 +45,6 @@ from toolcrew.orchestrator.dispatch.session_locator import new_session_name
 from toolcrew.orchestrator.dispatch.workspace_sources import load_source
 from toolcrew.store.api_keys import Credential
 from toolcrew.store.blobs import Blobs
-from toolcrew.store.read_memory import Reservation, read_memory
 
 COPY_TIMEOUT_S = 120.0
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import BUILTIN_TOOLS
 from toolcrew.contract.registry import RELEASING, Switch, check_call, check_switches, check_tools, find_switch
@@ -17,7 +18,6 @@ from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL, TenantPolicy, tools_of
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, Rule
 from toolcrew.store.skills import InstalledSkill, SkillStore
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.tenants import OpenTenants, TenantSource
 from toolcrew.store.tools import CatalogSource, SwitchSource
 

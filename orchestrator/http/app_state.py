@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from toolcrew.contract.settings import OrchestratorSettings, load_tracing_settings
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
@@ -20,7 +21,6 @@ from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.model_endpoints import ModelEndpoints
-from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 MAX_KEYS = 10_000

@@ -3,13 +3,13 @@
 import asyncio
 import secrets
 
+from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.run_events import OnEvent, pass_to
 from toolcrew.orchestrator.metrics.call_meter import CallMeter
 from toolcrew.orchestrator.metrics.run_meter import Replay, RunMeter
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.metrics import Counts, MetricsStore
-from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from toolcrew.archives.base import STORE_SETTING
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
 from toolcrew.contract.names import catalog_key
@@ -39,7 +40,6 @@ from toolcrew.orchestrator.operations.redis_server import find_redis_server, wri
 from toolcrew.orchestrator.operations.stack_data import StackData, open_stack_data
 from toolcrew.orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
 from toolcrew.store.api_keys import ApiKeys
-from toolcrew.store.archives.base import STORE_SETTING
 from toolcrew.store.connection import check_redis, open_redis
 from toolcrew.store.run_log import close_unused_sessions
 

@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from toolcrew.concurrency.read_memory import PARSED_LOG, READ_BYTES, read_memory
+from toolcrew.concurrency.tasks import retry_until_available
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ConfigError, ToolFailure
 from toolcrew.contract.run_events import OnEvent, RunEvent, pass_to
 from toolcrew.contract.settings import OrchestratorSettings
@@ -42,12 +45,9 @@ from toolcrew.store.batches import (
     build_ended,
 )
 from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
-from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from toolcrew.store.run_events import MAX_PROGRESS, BatchEventReader
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.run_records import RunRecord
-from toolcrew.store.tasks import retry_until_available
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 OpenDisplay = Callable[[DisplayedBatch], Display]
 

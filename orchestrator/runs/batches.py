@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import BatchNotice, FailureKind
@@ -18,7 +19,6 @@ from toolcrew.orchestrator.terminal.commands import build_resubmission
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
 from toolcrew.store.run_queue import RunQueue
 from toolcrew.store.stored_runs import AT_ONCE, BatchCancelled
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 DEFAULT_CONCURRENCY = 16
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import TenantStore
@@ -43,7 +45,6 @@ from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, bu
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.batches import NO_BATCH, RUN_DEFAULTS, RUNS_URL, BatchItem, ForkPoint, ForkSource
 from toolcrew.store.connection import RedisClient
-from toolcrew.store.read_memory import PARSED_LOG, PARSED_TRANSCRIPT, Reservation, read_memory, release_pieces
 from toolcrew.store.run_events import RunEventHub, not_found
 from toolcrew.store.run_log import inflate_transcript, measure_transcript
 from toolcrew.store.run_queue import RunQueue
@@ -59,7 +60,6 @@ from toolcrew.store.run_store import (
 )
 from toolcrew.store.sessions import SessionStore
 from toolcrew.store.stored_runs import nearly_full
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.store.tenants import RedisTenants
 
 

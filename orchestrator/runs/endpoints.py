@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.errors import ConfigError, ErrorCode, ModelBlocked, ModelUnavailable, ToolFailure
 from toolcrew.contract.model_endpoints import MAX_FALLBACKS, ModelEndpoint
 from toolcrew.contract.schema import find_nearest
@@ -24,7 +25,6 @@ from toolcrew.store.connection import RedisClient
 from toolcrew.store.model_endpoints import ModelEndpoints, StoredEndpoint
 from toolcrew.store.model_limits import SharedLimits
 from toolcrew.store.secrets import SecretStore, advise_setting
-from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.tenants import RedisTenants
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolcrew.concurrency.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.run_events import (
     ApprovalAsked,
@@ -30,7 +31,6 @@ from toolcrew.contract.run_events import (
 from toolcrew.store.batches import NO_BATCH
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.run_events import EventBatch, ProgressEvent, RunEventStore, build_event
-from toolcrew.store.tasks import begin_shared, check_cancelled, retry_until_available
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

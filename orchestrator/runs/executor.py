@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.tasks import is_being_cancelled, retry_until_available
 from toolcrew.contract.calls import ToolResult, pick_fields
 from toolcrew.contract.errors import (
     ConfigError,
@@ -62,7 +63,6 @@ from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, with
 from toolcrew.store.batches import CHAT_URL, NO_BATCH, BatchDefaults, BatchItem, CallBody, ItemOutcome
 from toolcrew.store.run_queue import RunClaim
 from toolcrew.store.slots import Priority
-from toolcrew.store.tasks import is_being_cancelled, retry_until_available
 
 LEAST_WALL_S = 1.0
 """Minimum time, in seconds, that a resumed run gets even if its time limit has passed. The run replays its log in this

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from toolcrew.concurrency.tasks import check_cancelled
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import BatchNotice, RunEvent
@@ -15,7 +16,6 @@ from toolcrew.orchestrator.terminal.commands import build_resubmission
 from toolcrew.store.batches import BatchRecord, BatchState, ItemOutcome
 from toolcrew.store.run_events import BatchEventReader
 from toolcrew.store.run_queue import RunQueue
-from toolcrew.store.tasks import check_cancelled
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolcrew.concurrency.tasks import is_being_cancelled, retry_until_available
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import ExecResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from toolcrew.contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
@@ -34,8 +36,6 @@ from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.outcomes import GRADER_ERROR, judge_error
 from toolcrew.orchestrator.runs.run_gate import QUOTA_CODES
 from toolcrew.store.batches import ARTIFACTS_FOLDER, Grader
-from toolcrew.store.tasks import is_being_cancelled, retry_until_available
-from toolcrew.store.tenant_threads import in_tenant_thread
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

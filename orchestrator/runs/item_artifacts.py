@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import new_file_id
 from toolcrew.contract.run_events import ArtifactsCopied, BatchNotice, OnEvent
@@ -13,7 +14,6 @@ from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifa
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.store.batches import BatchDefaults, BatchItem
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 NOT_COPIED = frozenset(
     {ErrorCode.FILE_TOO_LARGE, ErrorCode.QUOTA_EXCEEDED, ErrorCode.NO_SPACE, ErrorCode.PERMISSION_DENIED}

@@ -4,6 +4,7 @@ process can remove it.
 
 from contextlib import suppress
 
+from toolcrew.concurrency.tasks import Backoff, retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.run_events import SessionOpened, SessionOpening, StateForking, StateKept
 from toolcrew.contract.session_spec import SessionSpec
@@ -13,7 +14,6 @@ from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.run_slots import RunSlots
 from toolcrew.orchestrator.runs.session_queue import SessionQueue
-from toolcrew.store.tasks import Backoff, retry_until_available
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
 from toolcrew.contract.run_events import (
@@ -31,7 +32,6 @@ from toolcrew.orchestrator.models.chunks import join_content
 from toolcrew.orchestrator.runs.chunks import join_chunks
 from toolcrew.orchestrator.runs.model_account import Count
 from toolcrew.store.run_log import RunLog, RunTaken
-from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.usage import ReplySpending
 
 E = TypeVar("E", bound=RunEvent)

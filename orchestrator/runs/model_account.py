@@ -8,12 +8,12 @@ reply that ends early keeps the estimate of the request and of the part that arr
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.model_endpoints import Prices
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest, TokenUsage
 from toolcrew.orchestrator.dialects.reader import read_usage
 from toolcrew.orchestrator.dialects.token_estimates import CompletionEstimate, estimate_prompt
-from toolcrew.store.tasks import retry_until_available
 from toolcrew.store.usage import ReplySpending
 from toolcrew.telemetry.logs import get_logger
 

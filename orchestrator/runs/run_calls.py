@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from toolcrew.concurrency.tasks import retry_until_available
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.call_events import MODEL
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import BROKER_CODES, BrokerUnavailable, ToolFailure
@@ -31,8 +33,6 @@ from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import refuse_before_approval, with_tenant_rules
 from toolcrew.orchestrator.runs.run_config import RunConfig
 from toolcrew.orchestrator.runs.skill_disclosure import ActiveSkills
-from toolcrew.store.tasks import retry_until_available
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 
 class CallReviewer:

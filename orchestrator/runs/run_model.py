@@ -5,12 +5,12 @@ reported to the gate of its endpoint, and its reply is written to the journal.
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.orchestrator.dialects.model import Chunk, Model, ModelRequest
 from toolcrew.orchestrator.loop.reply_stream import ReplyChanged
 from toolcrew.orchestrator.runs.journal import RunJournal
 from toolcrew.orchestrator.runs.model_account import ModelAccount, ReplyBill
 from toolcrew.orchestrator.runs.run_gate import GatedRun, UngatedRun
-from toolcrew.store.tasks import retry_until_available
 
 
 async def send_at_once() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import ErrorCode, ModelDenied
 from toolcrew.contract.run_events import CallFinished, Failure, FailureKind, OnEvent, RunEvent
 from toolcrew.contract.run_spec import RunBody
@@ -30,7 +31,6 @@ from toolcrew.orchestrator.runs.webhooks import WebhookSender
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.store.batches import BatchDefaults, ItemOutcome
 from toolcrew.store.run_queue import RunClaim, RunQueue
-from toolcrew.store.tasks import cancel_all
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sized
 from contextlib import asynccontextmanager, contextmanager
 
+from toolcrew.concurrency.tasks import is_being_cancelled
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.orchestrator.approvals.approvers import ApprovalRequest, Approver
 from toolcrew.orchestrator.loop.call_runner import RunCall
-from toolcrew.store.tasks import is_being_cancelled
 
 MAX_RUNS_PER_SLOT = 16
 """Maximum number of runs in memory for each slot, including waiting runs. Each run keeps its messages in memory."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from toolcrew.concurrency.tasks import cancel_all, check_cancelled
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
 from toolcrew.contract.run_events import (
     PROGRESS_EVENTS,
@@ -41,7 +42,6 @@ from toolcrew.store.connection import RedisClient
 from toolcrew.store.run_log import RunLog, RunTaken
 from toolcrew.store.run_queue import RunClaim, RunQueue
 from toolcrew.store.stored_runs import LEASE_S, BatchCancelled
-from toolcrew.store.tasks import cancel_all, check_cancelled
 from toolcrew.telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.concurrency.tasks import check_cancelled
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
@@ -25,7 +26,6 @@ from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.runs.batch_status import build_status
 from toolcrew.store.run_queue import RunQueue
-from toolcrew.store.tasks import check_cancelled
 from toolcrew.store.webhooks import DueNotice, DueNotices, open_webhook
 from toolcrew.telemetry.logs import get_logger
 

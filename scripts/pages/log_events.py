@@ -11,7 +11,7 @@ from pathlib import Path
 
 PAGE = "log-events.md"
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("contract", "telemetry", "store", "orchestrator", "workers")
+PACKAGES = ("contract", "telemetry", "concurrency", "archives", "store", "orchestrator", "workers")
 LEVELS = {
     "debug": "debug",
     "info": "info",

@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from tests.conftest import RedisProcess
 from tests.support.api.api_harness import ApiHarness, open_api
 from tests.support.stack.waiting import SOON_S, wait_until_async
+from toolcrew.concurrency.read_memory import ReadMemory
 from toolcrew.orchestrator.api import shares
 from toolcrew.orchestrator.api.calls import NewCall, _stream
 from toolcrew.orchestrator.api.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces
@@ -21,7 +22,6 @@ from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
 from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.http import body_limits, server
 from toolcrew.orchestrator.http.server import HeadTimeoutProtocol
-from toolcrew.store.read_memory import ReadMemory
 
 LONG_LINE = "x" * 100_000
 

@@ -21,9 +21,9 @@ from docker import APIClient
 
 from tests.support.sandboxd.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
 from tests.support.sandboxd.containers import IMAGE
+from toolcrew.archives.folder import FolderStore
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
-from toolcrew.store.archives.folder import FolderStore
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.archives.root_changes import ArchiveHead
 from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES

@@ -81,7 +81,10 @@ def texts_of(path: Path) -> Iterator[str]:
 @cache
 def printed_texts() -> list[tuple[str, str]]:
     """Return every text of a message or a page, with its file."""
-    folders = [ROOT / package for package in ("orchestrator", "contract", "store", "workers", "telemetry")]
+    folders = [
+        ROOT / package
+        for package in ("orchestrator", "contract", "store", "workers", "telemetry", "concurrency", "archives")
+    ]
     modules = [(path, text) for folder in folders for path in folder.rglob("*.py") for text in texts_of(path)]
     pages = [(path, re.sub(r"{{.*?}}", "X", path.read_text())) for path in (ROOT / "orchestrator").rglob("*.html")]
     return [(str(path.relative_to(ROOT)), text) for path, text in (*modules, *pages)]

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.support.stack.waiting import SOON_S
+from toolcrew.archives.base import ArchiveStore, NotStored, StoreThreads
+from toolcrew.archives.choice import open_own_store, open_store
+from toolcrew.archives.folder import FolderStore
+from toolcrew.archives.fsspec_store import FsspecStore
 from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.store.archives.base import ArchiveStore, NotStored, StoreThreads
-from toolcrew.store.archives.choice import open_own_store, open_store
-from toolcrew.store.archives.folder import FolderStore
-from toolcrew.store.archives.fsspec_store import FsspecStore
 
 KINDS = ("folder", "memory", "file")
 _counter = itertools.count()

@@ -10,8 +10,8 @@ import structlog
 
 from tests.conftest import RedisProcess
 from tests.support.redis.admission_harness import DEPLOYMENT, build_request, set_slots
+from toolcrew.concurrency.tasks import begin_shared
 from toolcrew.orchestrator.admission import SharedAdmission
-from toolcrew.store.tasks import begin_shared
 from toolcrew.telemetry.logs import bound
 
 StartedTasks = dict[str, list[dict[str, Any]]]

@@ -17,6 +17,9 @@ NAMES = (
     "orchestrator",
     "contract",
     "telemetry",
+    "store",
+    "concurrency",
+    "archives",
     "toolcrew",
     "sitecustomize",
 )

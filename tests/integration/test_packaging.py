@@ -100,7 +100,9 @@ def test_every_module_imports_with_the_extra_that_its_error_names(
     needless = [
         name
         for name in lacking
-        if name.removeprefix("toolcrew.").startswith(("contract", "store", "orchestrator.sdk", "orchestrator.cli"))
+        if name.removeprefix("toolcrew.").startswith(
+            ("archives", "concurrency", "contract", "store", "orchestrator.sdk", "orchestrator.cli")
+        )
     ]
     assert needless == []
     # The package verifiers can be installed only without the extra `worker`.
@@ -162,10 +164,10 @@ def test_the_named_extras_are_those_of_pyproject() -> None:
     assert set(EXTRAS) == set(read_extras())
 
 
-CLASHING = ("contract", "orchestrator", "store", "telemetry", "workers")
+CLASHING = ("archives", "concurrency", "contract", "orchestrator", "store", "telemetry", "workers")
 CALL = """
 import asyncio
-import config, contract, orchestrator, store, telemetry, workers
+import archives, concurrency, config, contract, orchestrator, store, telemetry, workers
 import toolcrew
 from toolcrew import ToolClient
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.stack.stack import ROOT
 
-PACKAGES = ("contract", "orchestrator", "store", "telemetry", "workers")
+PACKAGES = ("archives", "concurrency", "contract", "orchestrator", "store", "telemetry", "workers")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 

@@ -78,9 +78,7 @@ def test_every_documented_metric_and_alert_exists() -> None:
 
 
 def test_every_documented_file_exists() -> None:
-    pattern = (
-        r"`((?:contract|store|orchestrator|workers|telemetry|tests|scripts|deploy|examples|sandbox-images)/[^`\s*]+)`"
-    )
+    pattern = r"`((?:archives|concurrency|contract|store|orchestrator|workers|telemetry|tests|scripts|deploy|examples|sandbox-images)/[^`\s*]+)`"
     assert {name for name in re.findall(pattern, ALL) if not (ROOT / name.partition("::")[0]).exists()} <= {SKILL_FILE}
 
 

@@ -14,6 +14,7 @@ from tests.conftest import RedisProcess
 from tests.support.runs.batch_rows import accept_any_row, read_ids
 from tests.support.runs.item_harness import ItemHarness, build_run, echo_then
 from tests.support.runs.run_harness import RunHarness, build_outcome
+from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.names import run_key
@@ -23,7 +24,6 @@ from toolcrew.orchestrator.runs.follower import BatchLost, Follower
 from toolcrew.store.batches import BatchState, batch_key
 from toolcrew.store.run_events import BatchEventReader
 from toolcrew.store.run_queue import RunClaim
-from toolcrew.store.tasks import retry_until_available
 
 
 @pytest.fixture

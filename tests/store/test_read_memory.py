@@ -11,15 +11,15 @@ import redis.asyncio
 
 from tests.support.records.builders import KEY
 from tests.support.runs.run_harness import RunHarness, build_outcome
+from toolcrew.concurrency import read_memory
+from toolcrew.concurrency.read_memory import ReadMemory
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.run_forks import read_shared_steps
-from toolcrew.store import read_memory
 from toolcrew.store.blobs import PIECE_BYTES, Blobs
-from toolcrew.store.read_memory import ReadMemory
 from toolcrew.store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
 
 SIZE, COUNT = 200_000, 100

@@ -13,13 +13,13 @@ import redis.asyncio
 
 from tests.conftest import RedisProcess
 from tests.support.stack.waiting import SOON_S, wait_until_async
+from toolcrew.archives.folder import FolderStore
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.file_ids import SHARED, file_created_at, new_file_id, parse_location
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.batches import stored_files
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.store import stored_bytes
-from toolcrew.store.archives.folder import FolderStore
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.usage import DAY_S, StoredChange, UsageStore, sum_rows
 

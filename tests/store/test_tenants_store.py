@@ -16,6 +16,7 @@ from redis.retry import Retry
 from tests.conftest import RedisProcess
 from tests.support.records.builders import KEY as KEYS
 from tests.support.records.builders import build_spec
+from toolcrew.concurrency.tasks import SharedReads
 from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key, tenants_key
@@ -33,7 +34,6 @@ from toolcrew.contract.tenancy import (
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
-from toolcrew.store.tasks import SharedReads
 from toolcrew.store.tenants import MAX_CACHED_POLICIES, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
 
 KEY = tenants_key("test")

@@ -21,11 +21,11 @@ from typing import Any
 
 import structlog
 
+from toolcrew.archives.choice import open_store
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
 from toolcrew.contract.settings import SandboxdSettings
-from toolcrew.store.archives.choice import open_store
 from toolcrew.workers.lifeline import hold_lifeline
 from toolcrew.workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
 from toolcrew.workers.sandboxd.archives.workspaces import WorkspaceFiles

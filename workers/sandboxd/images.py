@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from toolcrew.concurrency.tasks import begin_shared
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import ImageName, ImageNameError, advise_missing, find_matches, parse_image_name
 from toolcrew.contract.tenant_classes import RegistryLogin
-from toolcrew.store.tasks import begin_shared
 from toolcrew.workers.sandboxd.plans import Plans, SandboxPlan
 from toolcrew.workers.sandboxd.pull_queue import PullQueue, PullTicket
 from toolcrew.workers.sandboxd.records import ImageRecord, Records

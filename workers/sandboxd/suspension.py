@@ -14,8 +14,8 @@ from pathlib import Path
 
 import structlog
 
+from toolcrew.archives.choice import open_own_store
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
-from toolcrew.store.archives.choice import open_own_store
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
 from toolcrew.workers.sandboxd.archives.packing import count_max_bytes, find_roots
 from toolcrew.workers.sandboxd.budgets import MemoryBudget

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from markupsafe import Markup
 
+from toolcrew.concurrency.read_memory import PARSED_LOG, READ_BYTES, read_memory
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ToolFailure
 from toolcrew.orchestrator.api.pages.operating import DONE, back
 from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
@@ -18,10 +20,8 @@ from toolcrew.store.audit import Audit, build_entry
 from toolcrew.store.batch_store import PAGE_BYTES
 from toolcrew.store.batches import BatchRecord, BatchState
 from toolcrew.store.overview import Overview, OverviewReader
-from toolcrew.store.read_memory import PARSED_LOG, READ_BYTES, read_memory
 from toolcrew.store.run_events import MAX_PROGRESS_BYTES
 from toolcrew.store.run_records import RunRecord
-from toolcrew.store.tenant_threads import in_tenant_thread
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

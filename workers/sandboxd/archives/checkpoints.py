@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from toolcrew.archives.base import ArchiveStore, NotStored
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import KEEP_S, file_created_at, is_file_id
-from toolcrew.store.archives.base import ArchiveStore, NotStored
 from toolcrew.workers.sandboxd.archives.packing import Packing, PackingGuest, pack_roots
 from toolcrew.workers.sandboxd.archives.root_changes import pack_changes, pack_with_head, unpack_archive
 from toolcrew.workers.sandboxd.budgets import MemoryBudget

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from toolcrew.archives.base import ArchiveHash, in_pieces
 from toolcrew.contract.closed_files import OPEN_CLOSED
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.store.archives.base import ArchiveHash, in_pieces
 from toolcrew.workers.sandboxd.archives.programs import check_programs, missing_program
 from toolcrew.workers.sandboxd.disks.base import find_folders
 from toolcrew.workers.sandboxd.frames import Frame

@@ -13,8 +13,8 @@ import tarfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from toolcrew.archives.base import join_chunks
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.store.archives.base import join_chunks
 from toolcrew.workers.sandboxd.archives.packing import ROOTS, PackingGuest, run_with_input, unpack, unpack_roots
 from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 

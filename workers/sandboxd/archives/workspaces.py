@@ -8,10 +8,10 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
+from toolcrew.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
-from toolcrew.store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from toolcrew.workers.sandboxd.archives.imports import build_import, check_import
 from toolcrew.workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
 from toolcrew.workers.sandboxd.budgets import MemoryBudget

@@ -18,8 +18,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
+from toolcrew.concurrency.tasks import in_thread
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.store.tasks import in_thread
 
 log = structlog.get_logger(__name__)
 

@@ -18,9 +18,9 @@ import docker.utils
 import requests.exceptions
 import urllib3.exceptions
 
+from toolcrew.concurrency.tasks import in_thread
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import ImageName
-from toolcrew.store.tasks import in_thread
 from toolcrew.workers.sandboxd.runtime.base import LABEL_PRODUCT, PRODUCT_PIN
 from toolcrew.workers.sandboxd.runtime.engine import Engine
 

@@ -10,12 +10,12 @@ import pytest
 import redis.asyncio
 
 from tests.support.records.builders import KEY
+from toolcrew.concurrency.tenant_threads import TenantThreads, in_tenant_thread
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.store.batches import BatchDefaults, BatchItem
-from toolcrew.store.tenant_threads import TenantThreads, in_tenant_thread
 
 
 async def test_tenants_take_turns_however_much_work_one_of_them_has() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.guest.local_guest import LocalGuest
 from tests.support.stack.waiting import SOON_S
+from toolcrew.archives.folder import FolderStore
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.store.archives.folder import FolderStore
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints, StoredCheckpoint
 
 

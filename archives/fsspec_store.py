@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from toolcrew.contract.errors import ConfigError, SandboxUnavailable
-from toolcrew.store.archives.base import (
+from toolcrew.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STATE_SETTING,
@@ -32,6 +31,7 @@ from toolcrew.store.archives.base import (
     split_name,
     write_all,
 )
+from toolcrew.contract.errors import ConfigError, SandboxUnavailable
 
 log = structlog.get_logger(__name__)
 

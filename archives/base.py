@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from toolcrew.concurrency.tasks import in_thread
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.store.tasks import in_thread
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from toolcrew.store.archives.base import STATE_SETTING, ArchiveStore
-from toolcrew.store.archives.folder import FolderStore
-from toolcrew.store.archives.fsspec_store import FsspecStore
+from toolcrew.archives.base import STATE_SETTING, ArchiveStore
+from toolcrew.archives.folder import FolderStore
+from toolcrew.archives.fsspec_store import FsspecStore
 
 
 def open_store(setting: str | None, state: Path, free_bytes: int = 0) -> ArchiveStore:

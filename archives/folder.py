@@ -13,8 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.store.archives.base import (
+from toolcrew.archives.base import (
     CHECK_EVERY_BYTES,
     MAX_FACTS_BYTES,
     STORE_SETTING,
@@ -29,6 +28,7 @@ from toolcrew.store.archives.base import (
     split_name,
     write_all,
 )
+from toolcrew.contract.errors import SandboxUnavailable
 
 _READ_BYTES = 1024 * 1024
 _FORGOTTEN_S = 86_400.0

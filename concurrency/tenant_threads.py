@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from toolcrew.store.tasks import in_thread
+from toolcrew.concurrency.tasks import in_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")

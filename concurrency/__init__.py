@@ -1,0 +1,1 @@
+"""Concurrency in one process: tasks of the event loop, and threads and memory that tenants share."""
