@@ -22,7 +22,7 @@ from toolcrew.contract.metrics import CALL_SECONDS, CALLS
 from toolcrew.contract.names import admission_prefix, call_key, host_key, hosts_key, tenants_key
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.orchestrator.metrics.call_meter import CallMeter
+from toolcrew.orchestrator.dispatch.middleware import CallMeter
 from toolcrew.orchestrator.metrics.page import MetricsPage
 from toolcrew.orchestrator.metrics.tally import Tally
 from toolcrew.store.connection import open_redis

@@ -39,9 +39,7 @@ Work = Callable[[], Awaitable[ToolResult]]
 
 
 class CallMiddleware(Protocol):
-    """An optional feature around the calls of a dispatcher: orchestrator/metrics/call_meter.py,
-    orchestrator/dispatch/middleware.py.
-    """
+    """An optional feature around the calls of a dispatcher (orchestrator/dispatch/middleware.py)."""
 
     async def run(self, request: Request, work: Work) -> ToolResult:
         """Run `work`, which makes the call, and return its result. `work` does not raise for a failure of the call;

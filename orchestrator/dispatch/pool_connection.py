@@ -16,7 +16,7 @@ from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
 from toolcrew.orchestrator.dispatch.delivery import Pool
 from toolcrew.orchestrator.dispatch.dispatcher import CallMiddleware, Dispatcher
-from toolcrew.orchestrator.dispatch.middleware import TracedCalls
+from toolcrew.orchestrator.dispatch.middleware import CallMeter, TracedCalls
 from toolcrew.orchestrator.dispatch.session_locator import HostSource
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from toolcrew.orchestrator.metrics.tally import Tally
@@ -58,8 +58,8 @@ class PoolConnection:
     calls: CallReader
     tracer: Tracer | None = None
     """Tracer of the calls; None: tracing is off."""
-    tally: Tally | None = None
-    """Tally of this process's metrics; None: metrics are off."""
+    meter: CallMeter | None = None
+    """Meter of this process's calls; None: metrics are off."""
 
 
 @asynccontextmanager
@@ -117,7 +117,8 @@ async def open_pool(
         stack.push_async_callback(admission.aclose)
         installed = SkillStore(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)
-        middleware: list[CallMiddleware] = [tally.calls]
+        meter = CallMeter(tally.counts)
+        middleware: list[CallMiddleware] = [meter]
         if tracer is not None:
             middleware.append(TracedCalls(tracer))
         dispatcher = Dispatcher(
@@ -133,7 +134,7 @@ async def open_pool(
         )
         reader = CallReader(redis, deployment, keys, settings.flower_url if settings is not None else None)
         yield PoolConnection(
-            redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, reader, tracer, tally
+            redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, reader, tracer, meter
         )
 
 

@@ -5,9 +5,6 @@ import secrets
 
 from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import BrokerUnavailable
-from toolcrew.contract.run_events import OnEvent, pass_to
-from toolcrew.orchestrator.metrics.call_meter import CallMeter
-from toolcrew.orchestrator.metrics.run_meter import Replay, RunMeter
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.metrics import Counts, MetricsStore
 from toolcrew.telemetry.logs import get_logger
@@ -26,7 +23,6 @@ class Tally:
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
         self.counts = Counts()
-        self.calls = CallMeter(self.counts)
         self._store = MetricsStore(client, deployment)
         self._source = secrets.token_hex(8)
         self._task: asyncio.Task[None] | None = None
@@ -44,12 +40,6 @@ class Tally:
                 await self.flush()
         except (BrokerUnavailable, TimeoutError) as error:
             log.warning("metrics_lost", error=str(error) or type(error).__name__)
-
-    def watch_run(self, on_event: OnEvent, replay: Replay | None) -> OnEvent:
-        """Return a listener that counts the events of a run and passes them to `on_event`. `replay`: the journal of a
-        durable run.
-        """
-        return pass_to(RunMeter(self.counts, self.calls, replay).on_event, on_event)
 
     async def flush(self) -> None:
         """Add the counts since the last flush to the sums in Redis. Raises BrokerUnavailable."""

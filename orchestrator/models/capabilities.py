@@ -83,12 +83,9 @@ class HasEndpoint(Protocol):
 
     async def describe(self) -> "ModelFacts | None": ...
 
-
-@runtime_checkable
-class HasFallback(Protocol):
-    """A model with a fallback: another model may answer its requests."""
-
-    def without_fallback(self) -> Model: ...
+    def without_fallback(self) -> Model:
+        """Return a model that alone answers its requests: a fallback may have other capabilities."""
+        ...
 
 
 async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilities:
@@ -99,8 +96,7 @@ async def find_capabilities(model: Model, cache: "CapabilityCache") -> Capabilit
     if isinstance(model, HasCapabilities):
         return model.capabilities
     if isinstance(model, HasEndpoint):
-        probed = model.without_fallback() if isinstance(model, HasFallback) else model
-        return await cache.find(model.address, model.name, lambda: probe(probed))
+        return await cache.find(model.address, model.name, lambda: probe(model.without_fallback()))
     return await probe(model)
 
 

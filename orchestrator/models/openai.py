@@ -160,6 +160,10 @@ class OpenAIModel:
             log.warning("model_tokens_estimated", model=self.name, endpoint=self._endpoint.name, message=message)
         self._is_uncounted = not tokens
 
+    def without_fallback(self) -> Self:
+        """Return this model, because an endpoint of its own has no fallback."""
+        return self
+
     async def describe(self) -> ModelFacts | None:
         """Return the facts that the endpoint's list of models contains (vLLM, llama.cpp, Groq, OpenRouter).
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, SandboxUnavailable
 from toolcrew.contract.registry import Switch, filter_specs, switches_for
-from toolcrew.contract.run_events import SandboxReady
+from toolcrew.contract.run_events import SandboxReady, pass_to
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import SKILL_TOOL
@@ -30,6 +30,7 @@ from toolcrew.orchestrator.runs.model_account import ModelAccount
 from toolcrew.orchestrator.runs.run_calls import CallReviewer, RunCalls
 from toolcrew.orchestrator.runs.run_config import RunConfig
 from toolcrew.orchestrator.runs.run_gate import UngatedRun
+from toolcrew.orchestrator.runs.run_meter import RunMeter
 from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.orchestrator.runs.skill_disclosure import ActiveSkills, disclose
 from toolcrew.store.skills import SkillUses
@@ -83,9 +84,9 @@ class AgentBuilder:
         # No journal contains the answers to model requests of tools.
         asked_by_tools = RunModel(chosen_model.model, account, MemoryJournal(account.count), UngatedRun(), {})
         questions = ModelRequests(asked_by_tools)
-        if self._pool.tally is not None:
-            replay = config.journal if config.journal.is_durable else None
-            config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, replay))
+        if self._pool.meter is not None:
+            count = RunMeter(self._pool.meter, config.journal).on_event
+            config = replace(config, on_event=pass_to(count, config.on_event))
         run_call: RunCall = _refused
         files, has_shell = "", False
         if session is not None:

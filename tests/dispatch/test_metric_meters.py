@@ -24,20 +24,26 @@ from toolcrew.contract.run_events import (
     CallFinished,
     CallSent,
     ModelAnswered,
+    OnEvent,
     RunAborted,
     RunEvent,
     RunFinished,
     RunStarted,
     StepStarted,
+    pass_to,
 )
 from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.middleware import CallMeter
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.loop.limits import TokenUsage
 from toolcrew.orchestrator.metrics.page import MetricsPage
 from toolcrew.orchestrator.metrics.tally import Tally
+from toolcrew.orchestrator.runs.journal import MemoryJournal
+from toolcrew.orchestrator.runs.run_meter import RunMeter
 from toolcrew.store.metrics import metrics_key
+from toolcrew.store.usage import ReplySpending
 
 ECHO = build_spec("echo")
 ROUTE = ("acme", "s1", "host.h1.b00t")
@@ -68,9 +74,15 @@ def build_answer(**fields: Any) -> Any:
     return answer
 
 
-async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> ToolResult:
+async def dispatch(
+    tally: Tally, answer: Any, call: ToolCall | None = None, meter: CallMeter | None = None
+) -> ToolResult:
     dispatcher = Dispatcher(
-        AnsweringTransport(answer), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
+        AnsweringTransport(answer),
+        TenantCatalog(StaticCatalog(ECHO)),
+        KEY,
+        queue_wait_s=60,
+        middleware=[meter or CallMeter(tally.counts)],
     )
     return await dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
@@ -116,9 +128,10 @@ async def test_call_without_a_worker_reply_is_counted_by_its_end(
 
 async def test_unknown_tool_names_are_counted_as_other(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
+        meter = CallMeter(tally.counts)
         for number in range(300):
-            await dispatch(tally, build_answer(), build_call(f"invented-{number}"))
-        tally.calls.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
+            await dispatch(tally, build_answer(), build_call(f"invented-{number}"), meter)
+        meter.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
         series = await read(tally, page)
     assert nonzero_samples(series, "toolcrew_tool_calls_total") == {
         ("TOOL_NOT_FOUND", "error", "other"): 300,
@@ -141,7 +154,7 @@ async def test_cancelled_call_is_counted_unless_its_result_is_kept(redis_server:
             TenantCatalog(StaticCatalog(ECHO)),
             KEY,
             queue_wait_s=60,
-            middleware=[tally.calls],
+            middleware=[CallMeter(tally.counts)],
         )
         for keeps in (False, True):
             began.clear()
@@ -153,10 +166,19 @@ async def test_cancelled_call_is_counted_unless_its_result_is_kept(redis_server:
     assert nonzero_samples(series, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
 
 
-class RunHistory:
-    """The history of a run. The test sets `is_catching_up`."""
+class RunHistory(MemoryJournal):
+    """The journal of a durable run. The test sets `is_catching_up`."""
 
-    is_catching_up = False
+    is_durable = True
+
+
+async def count_nothing(_: ReplySpending) -> None:
+    """Do nothing: the test does not read the usage."""
+
+
+def watch_run(tally: Tally, journal: MemoryJournal | None = None) -> OnEvent:
+    """Return the listener that counts the events of a run."""
+    return RunMeter(CallMeter(tally.counts), journal or MemoryJournal(count_nothing)).on_event
 
 
 def build_step_events(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
@@ -183,7 +205,7 @@ async def test_run_metrics_include_tokens_steps_end_and_unsent_calls(
 ) -> None:
     async with open_tally(redis_server) as (tally, page):
         run_events = list[RunEvent]()
-        on_event = tally.watch_run(run_events.append, None)
+        on_event = pass_to(watch_run(tally), run_events.append)
         events = [
             *build_step_events(is_sent=True),
             *build_step_events(is_sent=False, code=ErrorCode.PERMISSION_DENIED),
@@ -200,9 +222,9 @@ async def test_run_metrics_include_tokens_steps_end_and_unsent_calls(
 
 
 async def test_replayed_run_events_are_not_counted_again(redis_server: RedisProcess) -> None:
-    history = RunHistory()
+    history = RunHistory(count_nothing)
     async with open_tally(redis_server) as (tally, page):
-        on_event = tally.watch_run(lambda _: None, history)
+        on_event = watch_run(tally, history)
         history.is_catching_up = True
         for event in build_step_events(is_sent=False, code=ErrorCode.PERMISSION_DENIED):
             on_event(event)
@@ -217,7 +239,7 @@ async def test_replayed_run_events_are_not_counted_again(redis_server: RedisProc
 
 async def test_approval_requests_and_decisions_are_counted(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
-        on_event = tally.watch_run(lambda _: None, None)
+        on_event = watch_run(tally)
         for is_allowed, is_changed in ((True, False), (True, True), (False, False), (False, False)):
             on_event(ApprovalAsked(run="r", call=build_call(), digest="d", reason="", warning="", expires_at=0.0))
             on_event(

@@ -43,6 +43,9 @@ class Endpoint:
         self.described += 1
         return self.facts
 
+    def without_fallback(self) -> "Endpoint":
+        return self
+
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         yield {}
 
