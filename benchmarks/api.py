@@ -27,9 +27,9 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_events import run_events_key

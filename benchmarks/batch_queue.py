@@ -25,7 +25,7 @@ from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.batches.progress import BatchProgress
 from toolcrew.orchestrator.batches.row_files import RowFiles
-from toolcrew.orchestrator.runs.batch_runs import until_first
+from toolcrew.orchestrator.runs.client_batches import until_first
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.follower import Follower
 from toolcrew.orchestrator.runs.journal import Journal

@@ -15,7 +15,7 @@ from benchmarks.throughput import call_or_raise, until_served
 from toolcrew import ToolClient
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import TenantPolicy
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tenants import RedisTenants
 

@@ -38,7 +38,7 @@ from toolcrew.orchestrator.dispatch import session_locator
 from toolcrew.orchestrator.dispatch.placement import HostRequirements, choose_host
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.runs.client_batches import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.connection import check_redis, open_redis
 from toolcrew.store.hosts import HostStore

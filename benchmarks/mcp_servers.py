@@ -13,7 +13,7 @@ from benchmarks.report import Report, interleave, median
 from benchmarks.sizes import size
 from benchmarks.whole_path import awaited, whole_call
 from toolcrew import ToolClient
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 
 ROUNDS, WARM_UP, FIRSTS = size((100, 10, 10), (2, 1, 1))
 SERVER = """

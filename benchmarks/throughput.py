@@ -21,7 +21,7 @@ from benchmarks.whole_path import IN_FLIGHT, open_sessions, per_second
 from toolcrew import ToolClient
 from toolcrew.contract.errors import ToolcrewError
 from toolcrew.contract.settings import load_settings
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 
 ROUNDS = size(5, 1)

@@ -22,7 +22,7 @@ from benchmarks.throughput import call_or_raise, until_served
 from benchmarks.whole_path import awaited
 from toolcrew import ToolClient
 from toolcrew.contract.names import BUILTIN_TOOLS
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 
 ROUNDS, WARM_UP = size((1000, 20), (2, 1))
 """Number of rounds and of warm-up rounds. Of 1,000 calls, ten are above the p99."""

@@ -15,7 +15,7 @@ from benchmarks.sizes import size
 from benchmarks.warm_call import sandbox_call
 from toolcrew import ToolClient
 from toolcrew.contract.settings import load_settings
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 from toolcrew.workers.sandbox_client import SandboxClient
 

@@ -16,9 +16,9 @@ import httpx
 from playwright.async_api import Browser, async_playwright
 
 from toolcrew.contract.calls import ToolCall
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.local_stack import StackInfo
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")

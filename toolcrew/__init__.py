@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.batches.lines import load_lines as load_lines
     from toolcrew.orchestrator.dialects.model import Message as Message, Model as Model
     from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt as generate_tool_prompt
-    from toolcrew.orchestrator.dispatch.sessions import Checkpoint as Checkpoint, Session as Session
+    from toolcrew.orchestrator.sessions.session import Checkpoint as Checkpoint, Session as Session
     from toolcrew.orchestrator.functions.function_tools import as_tool as as_tool
     from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool as convert_to_openai_tool
     from toolcrew.orchestrator.loop.agent import Agent as Agent, ReActStrategy as ReActStrategy, RunResult as RunResult
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.loop.limits import ReActOptions as ReActOptions
     from toolcrew.orchestrator.models.choice import choose_model as choose_model
     from toolcrew.orchestrator.models.scripted import ScriptedModel as ScriptedModel
-    from toolcrew.orchestrator.runs.batch_runs import RowPaths as RowPaths
+    from toolcrew.orchestrator.runs.client_batches import RowPaths as RowPaths
     from toolcrew.orchestrator.sdk.client import ToolClient as ToolClient
     from toolcrew.orchestrator.sdk.local_tools import LocalTools as LocalTools
     from toolcrew.orchestrator.sdk.seed_names import (
@@ -109,7 +109,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "contract.calls": ("ExecResult", "ToolCall", "ToolResult"),
     "contract.errors": ("ErrorCode", "ToolFailure", "ToolcrewError"),
     "contract.session_spec": ("SandboxOptions",),
-    "orchestrator.dispatch.sessions": ("Checkpoint", "Session"),
+    "orchestrator.sessions.session": ("Checkpoint", "Session"),
     "orchestrator.sdk.client": ("ToolClient",),
     # Tools of your own.
     "contract.functions.call_context": ("CallContext", "ModelAdapter"),
@@ -128,7 +128,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     # Batches.
     "orchestrator.batches.displays": ("JsonLines",),
     "orchestrator.batches.lines": ("load_lines",),
-    "orchestrator.runs.batch_runs": ("RowPaths",),
+    "orchestrator.runs.client_batches": ("RowPaths",),
     # Approvals.
     "contract.approvals": ("Decision",),
     "orchestrator.approvals.approvers": ("AutoApprover", "CallbackApprover"),

@@ -20,8 +20,8 @@ from toolcrew.contract.calls import MAX_TIMEOUT_S
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.session_spec import MIB, SessionSpec
 from toolcrew.orchestrator.adapters.inspect_users import OWN, read_as, run_as, write_as
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 TTL_S = 24 * 3600.0
 _COPIED_INSTRUCTIONS = ("FROM", "WORKDIR")

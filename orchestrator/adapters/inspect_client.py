@@ -10,8 +10,8 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 
 class SharedClient:

@@ -30,7 +30,7 @@ from toolcrew.orchestrator.adapters.inspect_client import client_of_loop
 from toolcrew.orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from toolcrew.orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
 from toolcrew.orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ import os
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.calls import ExecResult as Done
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 
 OWN = ""
 """The user as which programs in the sandbox run if no other user is given."""

@@ -10,9 +10,9 @@ from toolcrew.contract.extras import explain_missing
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.adapters.artifacts import build_artifact
 from toolcrew.orchestrator.approvals import Approver
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
+from toolcrew.orchestrator.sessions.session import Session
 
 try:
     from langchain_core.messages import ToolMessage

@@ -12,9 +12,9 @@ from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.adapters.artifacts import build_artifact
 from toolcrew.orchestrator.approvals import ApprovalRequest, Approver, Decision
 from toolcrew.orchestrator.dialects.native_assembler import parse_arguments
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
+from toolcrew.orchestrator.sessions.session import Session
 
 try:
     from agents import FunctionTool, FunctionToolCustomDataContext, RunContextWrapper, UserError

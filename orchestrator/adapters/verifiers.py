@@ -24,7 +24,6 @@ from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.batches.lines import load_lines
 from toolcrew.orchestrator.dialects.profiles import STANDARD
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.loop.limits import ReActOptions
 from toolcrew.orchestrator.models.choice import ChosenModel
 from toolcrew.orchestrator.models.openai import OpenAIModel
@@ -39,6 +38,7 @@ from toolcrew.orchestrator.runs.grading import (
 )
 from toolcrew.orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.batches import BatchItem, Grader
 
 __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]

@@ -29,8 +29,8 @@ from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from toolcrew.orchestrator.batches.rows import build_row, build_row_line
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
 from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
+from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.store.audit import entry_text
 from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.idempotency import KEEP_S
@@ -234,13 +234,13 @@ async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
         return PieceResponse(_rows(runs, batch_id), {"Content-Type": ROWS_TYPE}, stack.pop_all())
 
 
-async def _rows(runs: BatchRuns, batch: str) -> AsyncIterator[bytes]:
+async def _rows(runs: ClientBatches, batch: str) -> AsyncIterator[bytes]:
     async with aclosing(runs.outcomes(batch)) as outcomes:
         async for outcome in outcomes:
             yield build_row_line(build_row(outcome))
 
 
-async def _batch_of(submission: str, runs: BatchRuns) -> str:
+async def _batch_of(submission: str, runs: ClientBatches) -> str:
     """Return the id of the batch for a submission.
 
     The id is the same when the submission was sent before. After a day, a submission gets a new id.
@@ -257,11 +257,11 @@ async def _batch_of(submission: str, runs: BatchRuns) -> str:
         number += 1
 
 
-def _runs(caller: Caller) -> BatchRuns:
+def _runs(caller: Caller) -> ClientBatches:
     return caller.client.batch_runs(has_traces=False)
 
 
-async def _find_batch(caller: Caller, batch: str) -> BatchRuns:
+async def _find_batch(caller: Caller, batch: str) -> ClientBatches:
     """Return the tenant's batches after a check that `batch` exists. Raises ApiProblem when the
     batch does not exist.
     """
@@ -275,7 +275,7 @@ async def _find_batch(caller: Caller, batch: str) -> BatchRuns:
     return runs
 
 
-async def _view(runs: BatchRuns, batch: str) -> BatchStatus:
+async def _view(runs: ClientBatches, batch: str) -> BatchStatus:
     return build_status(batch, await runs.batches.status(batch), await runs.queue.batches.counts(runs.tenant, batch))
 
 

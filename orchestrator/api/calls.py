@@ -21,9 +21,9 @@ from toolcrew.orchestrator.api.idempotency import IdempotencyKey, mark_not_done
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.http.body_limits import find_header
 from toolcrew.orchestrator.http.problems import REDIS_AWAY
+from toolcrew.orchestrator.sessions.session import Session
 
 WAITING_PIECES = 32
 """Limit of output pieces that wait because the client reads too slowly.

@@ -16,7 +16,7 @@ from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor,
 from toolcrew.orchestrator.api.piece_responses import FileAnswer
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.usage import UsageAmounts
-from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
+from toolcrew.orchestrator.sessions.session import Checkpoint, Session, SessionInfo
 from toolcrew.store.session_list import OpenSession
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())

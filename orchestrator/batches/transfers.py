@@ -13,7 +13,7 @@ from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES, is_stored
 from toolcrew.orchestrator.batches.artifacts import artifact_folder
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
-from toolcrew.orchestrator.dispatch.folders import unpack_stream, write_folder
+from toolcrew.orchestrator.sessions.folders import unpack_stream, write_folder
 from toolcrew.store.batches import BatchItem, ItemOutcome
 from toolcrew.store.stored_bytes import StoredBytes
 

@@ -47,8 +47,8 @@ from toolcrew.orchestrator.cli.clients import open_client, open_pool_client
 from toolcrew.orchestrator.cli.limit_options import with_limits
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
 from toolcrew.orchestrator.cli.session_options import Options
-from toolcrew.orchestrator.runs.batch_runs import RowPaths
 from toolcrew.orchestrator.runs.batches import check_batch_id, new_batch_id
+from toolcrew.orchestrator.runs.client_batches import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.terminal.commands import build_command, build_resubmission
 from toolcrew.orchestrator.terminal.output import escape_controls

@@ -17,7 +17,7 @@ from toolcrew.orchestrator.batches.event_files import write_batch_events
 from toolcrew.orchestrator.batches.live_progress import open_display
 from toolcrew.orchestrator.batches.row_files import RowFiles
 from toolcrew.orchestrator.cli.runner import EXIT_INTERRUPTED
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns, RowPaths
+from toolcrew.orchestrator.runs.client_batches import ClientBatches, RowPaths
 from toolcrew.orchestrator.runs.runner import Runner
 from toolcrew.store.batches import BatchState, RowLocation
 
@@ -113,7 +113,7 @@ def build_row_location(paths: RowPaths) -> RowLocation:
 
 
 async def run_batch(
-    runs: BatchRuns,
+    runs: ClientBatches,
     batch: str,
     paths: RowPaths,
     rows: RowFiles,

@@ -23,8 +23,8 @@ from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.batches.transfers import download_artifacts
 from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from toolcrew.orchestrator.runs.batch_status import build_status
+from toolcrew.orchestrator.runs.client_batches import ClientBatches, RowPaths
 from toolcrew.store.batches import BatchRecord
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
@@ -174,7 +174,7 @@ def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunE
         raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another path") from error
 
 
-async def _print_rows(runs: BatchRuns, batch: str) -> None:
+async def _print_rows(runs: ClientBatches, batch: str) -> None:
     await runs.batches.status(batch)
     async for outcome in runs.outcomes(batch):
         typer.echo(build_row_line(build_row(outcome)).decode(), nl=False)

@@ -16,7 +16,7 @@ from toolcrew.orchestrator.cli.clients import open_client, open_running, show_wa
 from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
 from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, with_session_options
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import build_call
+from toolcrew.orchestrator.sessions.session import build_call
 from toolcrew.orchestrator.terminal.output import LiveOutput, escape_controls, format_times
 
 

@@ -31,8 +31,8 @@ from toolcrew.orchestrator.cli.runner import (
     run_work,
 )
 from toolcrew.orchestrator.cli.session_options import with_session_options
-from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session
 from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.sessions.session import Checkpoint, Session
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
 from toolcrew.store.run_records import DurableRun, RunEnd
 

@@ -28,7 +28,7 @@ from toolcrew.orchestrator.cli.runner import (
     run_work,
 )
 from toolcrew.orchestrator.cli.session_options import with_session_options
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
 from toolcrew.store.session_list import OpenSession

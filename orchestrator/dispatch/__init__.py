@@ -1,1 +1,1 @@
-"""Delivery of calls to workers and of results back, and the sessions that calls run in."""
+"""Delivery of calls to workers and of results back, and the places of the sessions that calls run in."""

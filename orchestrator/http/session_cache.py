@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable
 
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 
 FRESH_S = 60.0
 MAX_SESSIONS = 10_000

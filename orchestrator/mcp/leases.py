@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.http.session_cache import SessionCache
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 NEW = "new"
 """Value that a client sends as the session id to open a new session, which stays open after the call."""

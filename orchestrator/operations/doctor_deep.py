@@ -14,8 +14,8 @@ from toolcrew.contract.metrics import REFUSALS
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.findings import Report
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.clock import SKEW_WARNING_S, read_clock
 
 HOST_S = 90.0

@@ -18,7 +18,6 @@ from toolcrew.orchestrator.dialects.plain import PlainDialect
 from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer, is_offered
 from toolcrew.orchestrator.loop.agent import Agent, RunCall
 from toolcrew.orchestrator.loop.limits import with_window
@@ -33,6 +32,7 @@ from toolcrew.orchestrator.runs.run_gate import UngatedRun
 from toolcrew.orchestrator.runs.run_meter import RunMeter
 from toolcrew.orchestrator.runs.run_model import RunModel
 from toolcrew.orchestrator.runs.skill_disclosure import ActiveSkills, disclose
+from toolcrew.orchestrator.sessions.session import Session, SessionInfo
 from toolcrew.store.skills import SkillUses
 from toolcrew.store.usage import UsageStore
 from toolcrew.telemetry.logs import get_logger

@@ -40,7 +40,6 @@ from toolcrew.orchestrator.batches.rows import build_answer_body, build_call_bod
 from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session, build_call
 from toolcrew.orchestrator.loop.agent import RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
@@ -58,6 +57,7 @@ from toolcrew.orchestrator.runs.run_forks import name_attempt
 from toolcrew.orchestrator.runs.run_gate import GatedRun, RunDeferred, RunGate
 from toolcrew.orchestrator.runs.run_slots import RunSlots, SlotReleasingApprover
 from toolcrew.orchestrator.runs.sent_calls import SentCalls
+from toolcrew.orchestrator.sessions.session import Session, build_call
 from toolcrew.orchestrator.traces.recorder import Traces
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
 from toolcrew.store.batches import CHAT_URL, NO_BATCH, BatchDefaults, BatchItem, CallBody, ItemOutcome

@@ -2,7 +2,7 @@
 
 from toolcrew.contract.errors import ToolcrewError
 from toolcrew.orchestrator.dialects.prompts import clean_line
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

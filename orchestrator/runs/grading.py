@@ -30,11 +30,11 @@ from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tar_archives import read_tar
 from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, choose_paths
 from toolcrew.orchestrator.batches.rewards import InvalidReward, parse_reward
-from toolcrew.orchestrator.dispatch.sessions import SandboxProgramFailed, Session
 from toolcrew.orchestrator.runs.item_sessions import ItemSessions
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.outcomes import GRADER_ERROR, judge_error
 from toolcrew.orchestrator.runs.run_gate import QUOTA_CODES
+from toolcrew.orchestrator.sessions.session import SandboxProgramFailed, Session
 from toolcrew.store.batches import ARTIFACTS_FOLDER, Grader
 from toolcrew.telemetry.logs import get_logger
 

@@ -11,8 +11,8 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import new_file_id
 from toolcrew.contract.run_events import ArtifactsCopied, BatchNotice, OnEvent
 from toolcrew.orchestrator.batches.artifacts import NO_FILE, CopiedFiles, artifact_folder, choose_paths, copy_artifacts
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs.journal import Journal
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.batches import BatchDefaults, BatchItem
 
 NOT_COPIED = frozenset(

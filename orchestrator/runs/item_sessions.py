@@ -10,10 +10,10 @@ from toolcrew.contract.run_events import SessionOpened, SessionOpening, StateFor
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.runs.journal import Journal
 from toolcrew.orchestrator.runs.run_slots import RunSlots
 from toolcrew.orchestrator.runs.session_queue import SessionQueue
+from toolcrew.orchestrator.sessions.session import Session, SessionInfo
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)

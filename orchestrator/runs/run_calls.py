@@ -29,10 +29,10 @@ from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.model_requests import ModelRequests
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import refuse_before_approval, with_tenant_rules
 from toolcrew.orchestrator.runs.run_config import RunConfig
 from toolcrew.orchestrator.runs.skill_disclosure import ActiveSkills
+from toolcrew.orchestrator.sessions.session import Session
 
 
 class CallReviewer:

@@ -19,7 +19,7 @@ from toolcrew.orchestrator.batches.detached import find_paths
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.models.choice import LOCAL
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
-from toolcrew.orchestrator.runs.batch_runs import until_first
+from toolcrew.orchestrator.runs.client_batches import until_first
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
 from toolcrew.orchestrator.runs.executor import Execute, RunExecutor
 from toolcrew.orchestrator.runs.models import Models

@@ -30,9 +30,9 @@ from toolcrew.orchestrator.approvals.approvers import is_interactive
 from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_approvals
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
-from toolcrew.orchestrator.dispatch.sessions import Checkpoint, Session, delete_checkpoint
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
-from toolcrew.orchestrator.dispatch.workspace_sources import name_path
+from toolcrew.orchestrator.sessions.session import Checkpoint, Session, delete_checkpoint
+from toolcrew.orchestrator.sessions.workspace_sources import name_path
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.models.choice import ChosenModel
     from toolcrew.orchestrator.operations.local_stack import StackInfo
     from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
-    from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+    from toolcrew.orchestrator.runs.client_batches import ClientBatches
     from toolcrew.orchestrator.sdk.call_control import KilledCall
     from toolcrew.orchestrator.sdk.client_runs import ClientRuns
     from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
@@ -433,14 +433,15 @@ class ToolClient:
             yield session
         emit(SandboxClosed(run=run, session=session.id))
 
-    def batch_runs(self, *, has_traces: bool = True) -> BatchRuns:
+    def batch_runs(self, *, has_traces: bool = True) -> ClientBatches:
         """Return the batches of the client's tenant. `has_traces`: the events of every run are written to `traces`.
         The calls of a batch do not use the client's key, because another client with another key may continue the
         batch.
         """
-        from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+        from toolcrew.orchestrator.runs.client_batches import ClientBatches
 
-        return BatchRuns(self._settings, self._pool, self._builder, self.tenant, self.traces if has_traces else None)
+        traces = self.traces if has_traces else None
+        return ClientBatches(self._settings, self._pool, self._builder, self.tenant, traces)
 
     @cached_property
     def runs(self) -> ClientRuns:

@@ -17,8 +17,8 @@ from toolcrew.orchestrator.approvals import Approver, PolicyDecision
 from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput
 from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
+from toolcrew.orchestrator.sessions.session import Session
 
 Names = Iterable[str] | Literal["all"]
 """Names of the tools to offer, or "all"."""

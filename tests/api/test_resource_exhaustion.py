@@ -19,9 +19,9 @@ from toolcrew.orchestrator.api.calls import NewCall, _stream
 from toolcrew.orchestrator.api.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.api.shares import ConcurrencyLimit, FairQueue
 from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.http import body_limits, server
 from toolcrew.orchestrator.http.server import HeadTimeoutProtocol
+from toolcrew.orchestrator.sessions.session import Session
 
 LONG_LINE = "x" * 100_000
 

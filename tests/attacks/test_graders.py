@@ -14,7 +14,7 @@ import pytest
 from tests.support.stack.stack import ROOT, Stack
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines
-from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.runs.client_batches import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
 
 # Every item of the batch runs before the first test, and some attacks run until their limit.

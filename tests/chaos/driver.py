@@ -18,8 +18,8 @@ from typing import Any
 
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 KNOWN = "known words\n"
 LIMIT_S = 10.0

@@ -18,12 +18,12 @@ from toolcrew.orchestrator.dialects.native import NativeDialect
 from toolcrew.orchestrator.dialects.profiles import SMALL
 from toolcrew.orchestrator.dialects.tag_gbnf import build_tag_grammar
 from toolcrew.orchestrator.dialects.tags import TagsDialect
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.loop.agent import Agent, RunResult
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.local import LocalModelServer
 from toolcrew.orchestrator.models.weights import DEFAULT_CACHE, load_weights
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = [pytest.mark.model, pytest.mark.stack, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

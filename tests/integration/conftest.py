@@ -8,8 +8,8 @@ from docker import APIClient
 
 from tests.support.stack.daemons import Daemons, open_daemons
 from tests.support.stack.stack import Stack, missing
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 
 @pytest.fixture

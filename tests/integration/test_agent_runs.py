@@ -18,10 +18,10 @@ from toolcrew.contract.model_endpoints import ModelEndpoint
 from toolcrew.contract.run_events import CallFinished, CallStarted, RunEvent
 from toolcrew.orchestrator.dialects.model import Message
 from toolcrew.orchestrator.dialects.tags import build_tag_call
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.loop.limits import ReActOptions, StopReason
 from toolcrew.orchestrator.models.scripted import Calls, Reply, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.model_endpoints import ModelEndpoints
 
 pytestmark = pytest.mark.stack

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

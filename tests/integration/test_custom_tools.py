@@ -25,9 +25,9 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 

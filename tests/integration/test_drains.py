@@ -16,8 +16,8 @@ from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.session_spec import SandboxOptions
 from toolcrew.contract.settings import OrchestratorSettings
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import HostStore
 

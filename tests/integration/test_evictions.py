@@ -14,8 +14,8 @@ from docker import APIClient
 from tests.support.stack.stack import Stack, missing, open_stack
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

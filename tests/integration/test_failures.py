@@ -30,9 +30,9 @@ from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.dispatch import delivery
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.supervision import MAX_ENDS
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

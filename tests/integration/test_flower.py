@@ -24,8 +24,8 @@ from tests.support.stack.log_lines import read_events
 from tests.support.stack.stack import UP_S, Stack, open_stack
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.operations.flower import DEFAULTS
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

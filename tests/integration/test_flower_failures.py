@@ -18,8 +18,8 @@ from tests.support.api.page_harness import CHROMIUM, open_browser
 from tests.support.stack.stack import UP_S, Stack, missing, open_stack
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

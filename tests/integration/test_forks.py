@@ -15,9 +15,9 @@ from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.orchestrator.batches.displays import JsonLines
 from toolcrew.orchestrator.batches.lines import load_lines
-from toolcrew.orchestrator.dispatch.sessions import Session
-from toolcrew.orchestrator.runs.batch_runs import RowPaths
+from toolcrew.orchestrator.runs.client_batches import RowPaths
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.workers.sandboxd.forks import MERGED_LAYERS
 
 pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root")]

@@ -11,9 +11,9 @@ from toolcrew.contract.call_events import MAX_WAITING_BYTES
 from toolcrew.contract.names import call_key
 from toolcrew.contract.run_events import CallFinished, OutputArrived, RunEvent
 from toolcrew.orchestrator.command import app
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

@@ -15,8 +15,8 @@ from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import call_key, location_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.call_records import CALL_TTL_S
 
 pytestmark = pytest.mark.stack

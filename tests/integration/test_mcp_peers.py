@@ -23,8 +23,8 @@ from tests.support.web.web_servers import WebServer
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_key
 from toolcrew.orchestrator.approvals import AutoApprover
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

@@ -14,9 +14,9 @@ from tests.repository.test_metric_files import promtool
 from tests.support.stack.metric_harness import Key, key, nonzero_samples, read_page
 from tests.support.stack.stack import UP_S, Stack, open_stack
 from tests.support.stack.waiting import wait_until_async
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.metrics.page import render_metrics
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 from toolcrew.store.metrics import metrics_key
 from toolcrew.workers.sandbox_client import SandboxClient

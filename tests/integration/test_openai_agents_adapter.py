@@ -10,8 +10,8 @@ from tests.support.stack.stack import Stack, commands_in
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.orchestrator.approvals import AutoApprover, CallbackApprover, Decision
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytest.importorskip("agents")
 

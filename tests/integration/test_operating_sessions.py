@@ -21,8 +21,8 @@ from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import call_key, slots_key
 from toolcrew.orchestrator.command import app
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.call_reader import CallLife
 
 pytestmark = pytest.mark.stack

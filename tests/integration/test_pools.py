@@ -29,10 +29,10 @@ from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.transport import DeliveryFailed
 from toolcrew.orchestrator.operations.local_stack import WEB_CONCURRENCY
 from toolcrew.orchestrator.sdk.call_control import CallControl
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.audit import local_actor
 from toolcrew.store.call_messages import ResultHub
 from toolcrew.store.connection import open_redis

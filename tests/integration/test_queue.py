@@ -24,8 +24,8 @@ from toolcrew.contract.names import call_key, refusals_key
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.dispatch.celery_transport import build_message
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.call_records import CallState, parse_record
 
 pytestmark = pytest.mark.stack

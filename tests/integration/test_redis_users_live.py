@@ -32,12 +32,12 @@ from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.command import app
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.runs.batch_service import BatchService
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.batches import BatchState
 from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import HostStore

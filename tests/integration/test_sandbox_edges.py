@@ -8,8 +8,8 @@ import pytest
 
 from tests.integration.test_sessions import assert_usable
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

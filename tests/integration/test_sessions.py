@@ -15,9 +15,9 @@ from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.names import slots_key
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs.file_list import MAX_FILES, MAX_LINE_CHARS, list_files
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

@@ -18,9 +18,9 @@ from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.skill_sidecars import SIDECAR_FILE
 from toolcrew.orchestrator.approvals import CallbackApprover
 from toolcrew.orchestrator.approvals.approvers import ApprovalRequest
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.workers.skills.loader import load_skill
 
 pytestmark = pytest.mark.stack

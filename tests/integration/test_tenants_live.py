@@ -16,7 +16,7 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.tenancy import CommandRule, TenantPolicy
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import open_redis
 from toolcrew.store.tenants import RedisTenants

@@ -14,8 +14,8 @@ from tests.support.stack.waiting import assert_in_force
 from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.dispatch.request import Request
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = pytest.mark.stack
 

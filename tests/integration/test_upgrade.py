@@ -18,8 +18,8 @@ from tests.support.stack.host_harness import Harness, open_harness
 from tests.support.stack.stack import ROOT, TOOLCREW, UP_S, end_process
 from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.settings import OrchestratorSettings
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.batches import batch_key
 
 SESSIONS, ITEMS = 4, 3

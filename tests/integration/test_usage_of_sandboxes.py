@@ -15,8 +15,8 @@ from tests.support.stack.stack import Stack, all_of, commands_in, open_stack
 from tests.support.stack.waiting import SOON_S, assert_in_force, wait_until_async
 from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.workers.sandboxd.metering import UsageReader
 
 pytestmark = pytest.mark.stack

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-MAX_MODULES = 108
+MAX_MODULES = 109
 """Lower the number when the graph of imports gets thinner. A higher number needs a reason in the commit."""
 
 

@@ -25,11 +25,11 @@ from toolcrew.contract.run_spec import ItemEnvironment, RunBody
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.runs import durable_runs
 from toolcrew.orchestrator.runs.batches import Batches
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.event_publisher import RunEventPublisher
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store import run_log, run_queue, run_store, stored_runs
 from toolcrew.store.audit import Actor, Audit
 from toolcrew.store.batches import NO_BATCH, BatchItem

@@ -16,8 +16,8 @@ from tests.support.stack.stack import Stack, open_stack
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SandboxOptions
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session
 
 pytestmark = [
     pytest.mark.stack,

@@ -29,8 +29,8 @@ from toolcrew.orchestrator.admission import (
 from toolcrew.orchestrator.api.calls import NewCall, _stream
 from toolcrew.orchestrator.cli.clients import show_waiting
 from toolcrew.orchestrator.cli.runner import run_work
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.connection import open_redis
 from toolcrew.store.overview import OverviewReader, TenantSummary
 from toolcrew.store.pressure import Pressure

@@ -17,7 +17,7 @@ from toolcrew.contract.calls import ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished
 from toolcrew.contract.settings import OrchestratorSettings
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.orchestrator.runs.run_forks import read_shared_steps
 from toolcrew.store.blobs import PIECE_BYTES, Blobs
 from toolcrew.store.run_log import RunLog, inflate_transcript, measure_transcript, pack_transcript
@@ -148,13 +148,13 @@ async def test_a_page_of_results_is_reserved_until_its_reader_has_received_it(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = ReadMemory()
-    monkeypatch.setattr("toolcrew.orchestrator.runs.batch_runs.read_memory", lambda: memory)
+    monkeypatch.setattr("toolcrew.orchestrator.runs.client_batches.read_memory", lambda: memory)
     harness = RunHarness(client)
     await harness.submit(2)
     for claim in await harness.queue.claim(2):
         await harness.queue.finish(claim, build_outcome(claim))
     pool = SimpleNamespace(redis=client, keys=KEY, dispatcher=None)
-    runs = BatchRuns(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
+    runs = ClientBatches(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
     outcomes = runs.outcomes("b")
     await anext(outcomes)
     assert memory.used > 0

@@ -14,7 +14,7 @@ from toolcrew.orchestrator.api.pages.people import FormSender, PageViewer, Perso
 from toolcrew.orchestrator.api.pages.rendering import render
 from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.batches.report import build_sections
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.orchestrator.runs.durable_runs import build_transcript
 from toolcrew.store.audit import Audit, build_entry
 from toolcrew.store.batch_store import PAGE_BYTES
@@ -141,7 +141,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Respon
         return await _show_item(person, runs, batch, run)
 
 
-async def _show_item(person: Person, runs: BatchRuns, batch: str, run: str) -> Response:
+async def _show_item(person: Person, runs: ClientBatches, batch: str, run: str) -> Response:
     try:
         record, entries = await runs.queue.runs.read_log(person.owner, run, batch)
     except ToolFailure as error:
@@ -188,11 +188,11 @@ def _has_failed(record: RunRecord | None) -> bool:
     return record is not None and record.outcome is not None and record.outcome.failure is not None
 
 
-def _runs(person: Person) -> BatchRuns:
+def _runs(person: Person) -> ClientBatches:
     return person.client.batch_runs(has_traces=False)
 
 
-async def _find_batch(runs: BatchRuns, batch: str) -> BatchRecord:
+async def _find_batch(runs: ClientBatches, batch: str) -> BatchRecord:
     try:
         return await runs.batches.status(batch)
     except ToolFailure as error:

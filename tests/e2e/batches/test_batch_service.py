@@ -29,7 +29,7 @@ from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
 from toolcrew.orchestrator.batches.lines import load_lines
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, ItemOutcome
@@ -144,11 +144,11 @@ def service(user_shell: ServiceShell) -> Iterator[Service]:
         yield service
 
 
-async def find_outcomes(runs: BatchRuns, batch: str) -> list[ItemOutcome]:
+async def find_outcomes(runs: ClientBatches, batch: str) -> list[ItemOutcome]:
     return [outcome async for outcome in runs.outcomes(batch)]
 
 
-async def check_rows(runs: BatchRuns, batch: str, items: list[str]) -> None:
+async def check_rows(runs: ClientBatches, batch: str, items: list[str]) -> None:
     """Fail unless each item has exactly one correct answer."""
     answers = [(outcome.body or {}).get("answer") or outcome.failure for outcome in await find_outcomes(runs, batch)]
     assert sorted(map(str, answers)) == sorted(f"{item} acted {STEPS} times" for item in items)

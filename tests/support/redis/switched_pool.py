@@ -31,9 +31,9 @@ from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, 
 from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
-from toolcrew.orchestrator.dispatch.sessions import Session, SessionInfo
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sessions.session import Session, SessionInfo
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.call_reader import CallReader

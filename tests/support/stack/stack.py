@@ -35,7 +35,7 @@ from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
 
 if TYPE_CHECKING:
-    from toolcrew.orchestrator.dispatch.sessions import Session
+    from toolcrew.orchestrator.sessions.session import Session
 
 ROOT = Path(__file__).parents[3]
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")

@@ -28,8 +28,8 @@ from toolcrew.orchestrator.cli.batches_options import parse_webhook
 from toolcrew.orchestrator.cli.models import _build as build_endpoint
 from toolcrew.orchestrator.cli.policy_options import apply_options, read_policy
 from toolcrew.orchestrator.cli.session_options import parse_options
-from toolcrew.orchestrator.dispatch.sessions import build_call
 from toolcrew.orchestrator.mcp.calls import _parse_call as parse_mcp_call
+from toolcrew.orchestrator.sessions.session import build_call
 from toolcrew.store.secrets import _build_info as build_secret
 from toolcrew.workers.mcp.settings import HttpEntry, load_servers
 from toolcrew.workers.sandboxd.connection import parse_spec

@@ -30,7 +30,7 @@ from toolcrew.orchestrator.batches.artifacts import (
     choose_paths,
     copy_artifacts,
 )
-from toolcrew.orchestrator.dispatch.sessions import WorkspaceListing, _parse_listing, build_list_command
+from toolcrew.orchestrator.sessions.session import WorkspaceListing, _parse_listing, build_list_command
 from toolcrew.store.batches import MAX_ID_CHARS
 from toolcrew.workers.sandboxd.archives.packing import pack_list
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.orchestrator.cli.run import WorkspaceSaver
 from toolcrew.orchestrator.command import app
-from toolcrew.orchestrator.dispatch.sessions import Checkpoint
 from toolcrew.orchestrator.loop.limits import StopReason
+from toolcrew.orchestrator.sessions.session import Checkpoint
 from toolcrew.store.run_records import DurableRun, DurableRunState, RunEnd
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from toolcrew.contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION
 from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt
-from toolcrew.orchestrator.dispatch.sessions import SessionInfo
+from toolcrew.orchestrator.sessions.session import SessionInfo
 from toolcrew.workers.tools.builtin import build_registry
 
 

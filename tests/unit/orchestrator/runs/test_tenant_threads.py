@@ -14,7 +14,7 @@ from toolcrew.concurrency.tenant_threads import TenantThreads, in_tenant_thread
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
-from toolcrew.orchestrator.runs.batch_runs import BatchRuns
+from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.store.batches import BatchDefaults, BatchItem
 
 
@@ -105,7 +105,7 @@ async def test_every_check_of_a_batch_reads_its_lines_in_the_thread_of_its_tenan
         tenants=_KnownTenant(),
         offers=_KnownTenant(),
     )
-    runs = BatchRuns(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
+    runs = ClientBatches(OrchestratorSettings(deployment="d"), pool, None, "acme")  # type: ignore[arg-type]
     file, defaults = BatchFile(_WatchedItems(), "", 1, None), BatchDefaults()
     for check in (
         runs.check_tools(file, "the body"),

@@ -15,8 +15,8 @@ from toolcrew.contract.calls import ToolCall, ToolContext, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.workers.tools.builtin import build_registry
 
 SPECS = tuple(build_registry().specs())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
-from toolcrew.orchestrator.dispatch import folders
-from toolcrew.orchestrator.dispatch.folders import pack_folder, unpack_archive
+from toolcrew.orchestrator.sessions import folders
+from toolcrew.orchestrator.sessions.folders import pack_folder, unpack_archive
 
 Adder = Callable[[tarfile.TarFile], None]
 

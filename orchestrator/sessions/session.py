@@ -39,10 +39,10 @@ from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_handler
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
-from toolcrew.orchestrator.dispatch.folders import pack_folder, unpack_archive
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
-from toolcrew.orchestrator.dispatch.workspace_sources import load_source
+from toolcrew.orchestrator.sessions.folders import pack_folder, unpack_archive
+from toolcrew.orchestrator.sessions.workspace_sources import load_source
 from toolcrew.store.api_keys import Credential
 from toolcrew.store.blobs import Blobs
 

@@ -14,9 +14,9 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from toolcrew.orchestrator.dispatch.placement import HostCapacity
-from toolcrew.orchestrator.dispatch.sessions import Session
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.runs.session_queue import MAX_STALL_S, SessionQueue
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.workers.tools.builtin import build_registry
 
 SESSION_FACTS = {

@@ -1,4 +1,6 @@
-"""Executes a batch from this process until every item has its row. Other orchestrators of the pool share the items."""
+"""The batches of one client: checks their files, executes their items until each has its row, and shows them. Other
+orchestrators of the pool share the items.
+"""
 
 import asyncio
 import time
@@ -78,7 +80,7 @@ class RowPaths:
         return RowFiles.open(self.output, self.failures, belongs)
 
 
-class BatchRuns:
+class ClientBatches:
     """Runs, shows and exports the batches of one client's tenant."""
 
     def __init__(
