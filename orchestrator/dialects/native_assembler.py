@@ -4,12 +4,13 @@
 - Two entries of one index in a delta: merged. No index: a known id continues its call; a new id, or a name while the
   last call has one, starts a new call; otherwise the last call continues.
 - Index 0 for every call: a new id with a name starts a new call. Another id on a continuation: the first id stays.
+- Arguments alone at an unused index: they continue the last call, unless its first fragment is one whole object.
 - A repeated id or name is a repetition; another piece of a name before the arguments is appended.
 - No id, or the id of an earlier call: an id is made of run, step and position.
 - No id, or the id of an earlier call, but the same name and another whole object as arguments: a new call.
-- Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: accepted. So is an object in a JSON
-  string, an object that was sent twice, an empty object before or after the real one, and a text with unescaped line
-  breaks.
+- Arguments that are empty, blank, null, an empty list or text, or missing: `{}`. Arguments as an object: accepted. So
+  is an object in a JSON string, an object that was sent twice, an empty object before or after the real one, and a text
+  with unescaped line breaks.
 - Other invalid JSON, two different objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
 - A `function_call` without `tool_calls`: a call.
 - Any finish_reason with calls: reported, but it does not decide whether there are calls. After an abnormal end the last
@@ -242,13 +243,13 @@ def _finish_call(call: PartialCall, call_id: str, position: int) -> NativeCall |
 
 
 def parse_arguments(raw: str) -> dict[str, Any]:
-    """Return the arguments of a call. Blank text and `null` mean no arguments. Raises ValueError."""
+    """Return the arguments of a call. Blank text and the other texts of _NOTHING mean none. Raises ValueError."""
     return _read_arguments(raw)[0]
 
 
 def _read_arguments(raw: str) -> tuple[dict[str, Any], str]:
     """Return the arguments and their JSON text: `raw` if it is plain JSON. Raises ValueError."""
-    if raw.strip() in ("", "null"):
+    if raw.strip() in _NOTHING:
         return {}, raw
     try:
         arguments = parse_json_object(raw, "the arguments")
@@ -270,6 +271,8 @@ def _is_plain(text: str) -> bool:
         return False
 
 
+_NOTHING = ("", "null", "None", "[]", '""')
+"""Arguments of a call without arguments. PHP servers encode an empty object as a list."""
 _CONTROL = re.compile(r"[\x00-\x1f]")
 MAX_COPIES = 8
 """Limit of the values in one argument string that are compared."""

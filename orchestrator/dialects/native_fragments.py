@@ -50,7 +50,10 @@ def parse_fragment(entry: Any) -> Fragment | None:
     if not isinstance(entry, dict):
         return None
     function = entry.get("function")
-    function = function if isinstance(function, dict) else {}
+    if not isinstance(function, dict):
+        # Some servers put the name and the arguments into the entry itself.
+        function = {key: entry[key] for key in FUNCTION_FIELDS if key in entry}
+        entry = {key: value for key, value in entry.items() if key not in FUNCTION_FIELDS}
     return Fragment(
         _parse_index(entry.get("index")),
         _parse_text(entry.get("id")),
@@ -114,6 +117,8 @@ class CallSlots:
         # A continuation has no name. Some servers count its index up.
         call = same_id if same_id is not None and (same_id.index == index or not fragment.name) else None
         call = call or self._by_index.get(index)
+        if call is None and self._last is not None and _continues(self._last, fragment):
+            return self._last
         if call is None or _starts_new_call(call, fragment):
             return self._open(index)
         return call
@@ -132,6 +137,14 @@ class CallSlots:
         self._by_index[index] = call
         self._next_index = max(self._next_index, index + 1)
         return call
+
+
+def _continues(call: PartialCall, fragment: Fragment) -> bool:
+    """Return whether a fragment at an unused index continues the last call: it has only arguments, and the call does
+    not have all of its own. Some servers count the index up at each fragment, or number later calls differently.
+    """
+    has_only_arguments = bool(fragment.arguments) and not fragment.id and not fragment.name
+    return has_only_arguments and not (call.fragments and _begins_whole(call))
 
 
 def _starts_new_call(call: PartialCall, fragment: Fragment) -> bool:
@@ -155,9 +168,13 @@ def _is_another_whole_call(call: PartialCall, fragment: Fragment) -> bool:
     text = fragment.arguments if isinstance(fragment.arguments, str) else ""
     if len(call.fragments) != 1 or not text or (fragment.id and text == call.fragments[0]):
         return False
+    return _begins_whole(call) and is_object(text)
+
+
+def _begins_whole(call: PartialCall) -> bool:
     if call.begins_whole is None:
         call.begins_whole = is_object(call.fragments[0])
-    return call.begins_whole and is_object(text)
+    return call.begins_whole
 
 
 def is_object(text: str) -> bool:

@@ -1,5 +1,6 @@
 """Chunks of a reply: normalises streamed deltas, and splits a whole reply into chunks."""
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,13 +19,25 @@ _CONTENT_FIELDS = (
 )
 
 
-def normalize(chunk: Chunk) -> Chunk:
+_TEXT_TYPES = (None, "text", "output_text")
+_NO_REASON = ("null", "none")
+"""A missing finish_reason, as some servers write it in each chunk."""
+
+
+def normalize(chunk: Chunk, *, is_first: bool = False) -> Chunk:
     """Return the chunk with its text in `content`, and other parts of the content in PARTS. Some servers send parts, or
-    a refusal in a separate field.
+    a refusal in a separate field. `is_first`: the reply has no content yet, so a `message` without a delta is all of
+    it.
     """
     choices = chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
-        delta = choice.get("delta") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict):
+            continue
+        if is_first and "delta" not in choice and isinstance(message := choice.get("message"), dict):
+            choice["delta"] = _as_delta(message)
+        if isinstance(reason := choice.get("finish_reason"), str) and reason.lower() in _NO_REASON:
+            choice["finish_reason"] = None
+        delta = choice.get("delta")
         if isinstance(delta, dict) and not (isinstance(content := delta.get("content"), str) and content):
             _normalize_delta(delta)
     return chunk
@@ -55,16 +68,26 @@ def join_content(chunks: Iterable[Chunk]) -> str:
     return "".join(texts)
 
 
-def is_end(chunk: Chunk) -> bool:
-    """Return whether the chunk ends the reply: it has a finish_reason, or the usage after the last choice. Some servers
-    send only one of the two.
+class EndFinder:
+    """Finds out whether a streamed reply has ended: it has a finish_reason, or usage after its last content. Some
+    servers send only one of the two, and some send usage first.
     """
-    choices = chunk.get("choices")
-    if not choices:
-        return bool(chunk.get("usage"))
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict) and choice.get("finish_reason") for choice in choices
-    )
+
+    def __init__(self) -> None:
+        self._has_reason = self._is_counted = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_reason or self._is_counted
+
+    def feed(self, chunk: Chunk) -> None:
+        """Read the next normalised chunk."""
+        choices = chunk.get("choices")
+        if not choices:
+            self._is_counted = self._is_counted or bool(chunk.get("usage"))
+        elif isinstance(choices, list):
+            self._has_reason |= any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)
+            self._is_counted = self._is_counted and not has_content(chunk)
 
 
 def split_reply(reply: Any) -> Iterator[Chunk] | None:
@@ -86,13 +109,7 @@ def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any
     head = {key: reply[key] for key in ("id", "model", "created", "prompt_token_ids") if key in reply} | {
         "object": "chat.completion.chunk"
     }
-    delta = dict(message)
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        # Numbered by position: some servers send index 0 for every call.
-        delta["tool_calls"] = [
-            {**call, "index": position} for position, call in enumerate(calls) if isinstance(call, dict)
-        ]
+    delta = _as_delta(message)
     tokens = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
     yield normalize({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **tokens}]})
     # The reply is complete even without a finish_reason, because it is one JSON value.
@@ -101,19 +118,38 @@ def _split(reply: dict[str, Any], choice: dict[str, Any], message: dict[str, Any
         yield {**head, "choices": [], "usage": reply["usage"]}
 
 
+def _as_delta(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a whole message as one delta. Its calls are numbered by position: some servers send index 0 for each."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    numbered = [{**call, "index": position} for position, call in enumerate(calls) if isinstance(call, dict)]
+    return {**message, "tool_calls": numbered}
+
+
 def _normalize_delta(delta: dict[str, Any]) -> None:
     content, refusal = delta.get("content"), delta.get("refusal")
+    if isinstance(content, dict) and ("type" in content or "text" in content):
+        content = [content]
     if isinstance(content, list):
         delta["content"] = "".join(_part_text(part) for part in content)
-        others = [part for part in content if isinstance(part, dict) and part.get("type") not in (None, "text")]
+        others = [part for part in content if isinstance(part, dict) and not _is_text(part)]
         delta[PARTS] = [number_part(part) for part in others] or None
-    elif not content and isinstance(refusal, str) and refusal:
+    elif content not in (None, ""):
+        # A number, or an object that a server has parsed: the model wrote its JSON text.
+        delta["content"] = json.dumps(content, ensure_ascii=False)
+    elif isinstance(refusal, str) and refusal:
         delta["content"] = refusal
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") in _TEXT_TYPES
 
 
 def _part_text(part: Any) -> str:
     """Return the text of one part of a message. For a part with reasoning, return "", because reasoning is never
     searched for calls.
     """
-    text = part.get("text") if isinstance(part, dict) and part.get("type") in (None, "text") else None
-    return text if isinstance(text, str) else ""
+    if isinstance(part, dict):
+        part = part.get("text") if _is_text(part) else None
+    return part if isinstance(part, str) else ""

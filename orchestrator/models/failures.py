@@ -36,15 +36,13 @@ class AttemptFailure:
     is_final: bool = False
     """The server states that a retry cannot succeed."""
     name: str = ""
-    """Detail of the failure. For `unknown`: the name of the SDK's exception. For `no_chat`: the format of the
-    response, if known.
-    """
+    """The name of the SDK's exception, for `unknown`."""
 
     @property
     def codes(self) -> frozenset[str]:
-        """Return the server's `code` and `type`, in lower case."""
+        """Return the server's `code`, `type` and `status`, in lower case."""
         body = self.body if isinstance(self.body, dict) else {}
-        return frozenset(str(body[key]).lower() for key in ("code", "type") if body.get(key) is not None)
+        return frozenset(str(body[key]).lower() for key in ("code", "type", "status") if body.get(key) is not None)
 
     @property
     def reason(self) -> str:
@@ -115,6 +113,24 @@ def is_rate_limit(failure: AttemptFailure) -> bool:
     return status == 429 or failure.wait_s is not None
 
 
+def build_no_chat(reply: object) -> AttemptFailure:
+    """Return the failure for a JSON value that is no chat reply: an error, if it has an HTTP status."""
+    failure = AttemptFailure("in_reply", body=reply)
+    return failure if _embedded_status(failure) else AttemptFailure("no_chat", body=reply)
+
+
+def find_retry_delay(body: object) -> float | None:
+    """Return the seconds in the `retryDelay` of an error's details: Gemini sends no header."""
+    details = body.get("details") if isinstance(body, dict) else None
+    delays = (
+        [detail.get("retryDelay") for detail in details if isinstance(detail, dict)]
+        if isinstance(details, list)
+        else []
+    )
+    found = next((match for delay in delays if (match := re.fullmatch(r"(\d{1,6}(?:\.\d{1,9})?)s", str(delay)))), None)
+    return float(found[1]) if found is not None else None
+
+
 def build_error(
     failure: AttemptFailure, endpoint: FailedEndpoint, *, attempts: int = 1, max_wait_s: float | None = None
 ) -> ModelUnavailable:
@@ -160,15 +176,29 @@ def build_interruption(failure: AttemptFailure, endpoint: FailedEndpoint) -> Mod
 # --- Too long ---------------------------------------------------------------------------------------------------------
 
 _TOO_LONG_CODES = frozenset(
-    {"context_length_exceeded", "exceed_context_size_error", "model_max_prompt_tokens_exceeded"}
+    {
+        "context_length_exceeded",
+        "exceed_context_size_error",
+        "model_max_prompt_tokens_exceeded",
+        "tokens_limit_reached",
+        "request_too_large",
+    }
 )
+# Servers say it in their own words. The subject and the verb are in one sentence, and neither a time, a limit of the
+# reply nor another kind of input is between them.
+_OTHER_LIMIT = r"deadline|max_|completion|output|\bper\b|\brate|quota|image|file|audio|video|schema|tool|function|valid"
+_GAP = rf"(?:(?!{_OTHER_LIMIT})(?:[^.:;\n\"{{}}]|\.\d)){{0,80}}?"
 _TOO_LONG = re.compile(
     r"maximum (?:context|model|prompt) length|context[ _]length[ _]exceeded|"
     r"exceeds? (?:the |model'?s? )?(?:maximum |available |max )?context"
     r"|exceeded max context length|context window of \d|prompt (?:is )?too long|context length is only \d"
     r"|reduce the length of the (?:messages|prompt|input)|input token count.{0,40}exceeds"
     r"|greater than the context length"
-    r"|longer than the (?:model's )?context|context (?:the )?overflows|inputs. tokens \+ .max_new_tokens. must be",
+    r"|longer than the (?:model's )?context|context (?:the )?overflows|inputs. tokens \+ .max_new_tokens. must be"
+    rf"|(?:prompt|input|context|messages|history|total tokens){_GAP}"
+    r"(?:too (?:long|large)|exceed|overflow|must be less than max|only supports up to|should be \[)"
+    rf"|exceed{_GAP}(?:model token limit|max message tokens)|too many (?:input |prompt )?tokens(?! per)"
+    r"|max_tokens must be at least 1, got -\d",
     re.IGNORECASE,
 )
 # Each pattern captures the limit. Numbers that may be the request's own length are not matched.
@@ -182,6 +212,11 @@ _LIMITS = tuple(
         r"maximum number of tokens allowed \((\d{1,12})\b",
         r"\b(\d{1,12}) maximum context length",
         r"max_new_tokens. must be <= (\d{1,12})\b",
+        r"token limit: (\d{1,12})\b",
+        r"length should be \[\d+, (\d{1,12})\]",
+        r"max_seq_len \((\d{1,12})\)",
+        r"maximum length of (\d{1,12})\b",
+        r"only supports up to (\d{1,12})\b",
     )
 )
 _LIMIT_KEYS = ("n_ctx", "max_model_len", "context_length", "max_context_length")
@@ -191,7 +226,8 @@ def is_too_long(failure: AttemptFailure) -> bool:
     """Return whether the request exceeds the context window. Knows the messages of OpenAI, llama.cpp, vLLM, Ollama and
     compatible servers.
     """
-    if failure.kind not in ("status", "in_reply") or failure.status in (401, 403, 404, 429):
+    status = failure.status if failure.kind == "status" else _embedded_status(failure)
+    if failure.kind not in ("status", "in_reply") or status in (401, 403, 404, 429):
         return False
     return (
         bool(failure.codes & _TOO_LONG_CODES)
@@ -234,7 +270,8 @@ def _build_sentence(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:
                 f"a chat endpoint; {endpoint.check(_URL)}"
             )
         case "no_chat":
-            return f"{subject} did not answer as a chat endpoint does{_streaming_hint(failure)}; {endpoint.check(_URL)}"
+            about = f" ({_detail(failure, endpoint)})" if failure.body else ""
+            return f"{subject} did not answer as a chat endpoint does{about}; {endpoint.check(_URL)}"
         case "status":
             return _build_status_sentence(failure, endpoint, subject)
         case "in_reply":
@@ -244,10 +281,6 @@ def _build_sentence(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:
 
 
 _URL = "OPENAI_BASE_URL (it ends in /v1)"
-
-
-def _streaming_hint(failure: AttemptFailure) -> str:
-    return " that streams (when it cannot, set TOOLCREW_MODEL_STREAMING=false)" if failure.name == "json" else ""
 
 
 def _build_status_sentence(failure: AttemptFailure, endpoint: FailedEndpoint, subject: str) -> str:
@@ -306,17 +339,30 @@ def _embedded_status(failure: AttemptFailure) -> int | None:
     return next((int(code) for code in failure.codes if re.fullmatch(r"[45]\d\d", code)), None)
 
 
+_MESSAGE_KEYS = ("message", "detail", "msg", "error_msg")
+
+
+def has_message(body: dict[str, Any]) -> bool:
+    """Return whether an object in place of a chunk has the message of an error."""
+    return not body.get("choices") and any(body.get(key) for key in _MESSAGE_KEYS)
+
+
 def _error_text(body: Any) -> str:
-    """Return the server's message, or its whole body as text."""
+    """Return the server's message with the objects next to it, in which gateways put the error of their own server; the
+    whole body if it has no message.
+    """
     if body is None:
         return "the server gave no reason"
-    message = (body.get("message") or body.get("detail") or body) if isinstance(body, dict) else body
-    if isinstance(message, str):
-        return message
+    message = next((body[key] for key in _MESSAGE_KEYS if body.get(key)), body) if isinstance(body, dict) else body
+    inner = [part for part in body.values() if part and isinstance(part, dict | list)] if message is not body else []
     try:
-        return json.dumps(message, ensure_ascii=False, default=str)
+        return " ".join(map(_as_text, [message, *(part for part in inner if part is not message)]))
     except RecursionError:
         return "the reason of the server is nested too deeply"
+
+
+def _as_text(part: Any) -> str:
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False, default=str)
 
 
 def _detail(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:

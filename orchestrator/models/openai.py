@@ -23,13 +23,16 @@ from toolcrew.orchestrator.dialects.reply_fields import build_origin, has_fields
 from toolcrew.orchestrator.dialects.thinking import REASONING, LoneEndFinder, mark_reasoning
 from toolcrew.orchestrator.dialects.token_estimates import estimate_prompt
 from toolcrew.orchestrator.models.capabilities import ModelFacts
-from toolcrew.orchestrator.models.chunks import has_content, is_end, join_content, normalize, split_reply
+from toolcrew.orchestrator.models.chunks import EndFinder, has_content, join_content, normalize, split_reply
 from toolcrew.orchestrator.models.failures import (
     AttemptFailure,
     FailedEndpoint,
     build_error,
     build_interruption,
+    build_no_chat,
     build_refusal,
+    find_retry_delay,
+    has_message,
     is_rate_limit,
     is_too_long,
     is_transient,
@@ -283,48 +286,62 @@ class OpenAIModel:
 
     async def _read_stream(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
         """Make one attempt. It yields nothing until the reply has content, so an earlier failure can be retried."""
+        async with await self._open(request) as stream:
+            if (reply := await _read_whole(stream)) is not None:
+                for chunk in self._split(reply):
+                    yield chunk
+                return
+            async with aclosing(self._read_chunks(stream)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _read_chunks(self, stream: AsyncStream[object]) -> AsyncGenerator[Chunk, None]:
         # Chunks without content are held until content arrives. A break before that can be retried unnoticed.
         pending: list[Chunk] | None = []
-        has_ended = False
-        async with await self._open(request) as stream:
-            try:
-                async for chunk in stream:
-                    if not isinstance(chunk, dict):
-                        continue
-                    _raise_embedded_error(chunk)
-                    has_ended = has_ended or is_end(chunk)
-                    mark_origin(normalize(chunk), self._origin)
-                    if pending is None:
-                        yield chunk
-                        continue
-                    pending.append(chunk)
-                    if self._opens_reasoning:
-                        pending[0][REASONING] = True
-                    if has_content(chunk):
-                        for pending_chunk in pending:
-                            yield pending_chunk
-                        pending = None
-            except (openai.APIConnectionError, *_BROKEN):
-                # The reply is complete. Only its last part, the usage, is lost.
-                if not has_ended:
-                    raise
-        if not has_ended:
-            raise _AttemptFailed(_build_unfinished(stream, has_started=pending is None))
+        end, message = EndFinder(), None
+        try:
+            async for chunk in stream:
+                if not isinstance(chunk, dict):
+                    continue
+                _raise_embedded_error(chunk)
+                message = chunk if has_message(chunk) else message
+                mark_origin(normalize(chunk, is_first=pending is not None), self._origin)
+                end.feed(chunk)
+                if pending is None:
+                    yield chunk
+                    continue
+                pending.append(chunk)
+                if self._opens_reasoning:
+                    pending[0][REASONING] = True
+                if has_content(chunk):
+                    for pending_chunk in pending:
+                        yield pending_chunk
+                    pending = None
+        except (openai.APIConnectionError, *_BROKEN):
+            # The reply is complete. Only its last part, the usage, is lost.
+            if not end.has_ended:
+                raise
+        if not end.has_ended:
+            raise _AttemptFailed(_build_unfinished(stream, message, has_started=pending is None))
         for pending_chunk in pending or ():
             yield pending_chunk
 
     async def _read_complete(self, request: ModelRequest) -> AsyncGenerator[Chunk, None]:
-        reply = await self._open(request)
+        for chunk in self._split(await self._open(request)):
+            yield chunk
+
+    def _split(self, reply: object) -> list[Chunk]:
+        """Return the chunks of a whole reply."""
         if isinstance(reply, dict):
             _raise_embedded_error(reply)
         chunks = split_reply(reply)
         if chunks is None:
-            raise _AttemptFailed(AttemptFailure("no_chat"))
+            raise _AttemptFailed(build_no_chat(reply))
         parts = list(chunks)
         mark_reasoning(parts, join_content(parts))
         for chunk in parts:
             mark_origin(chunk, self._origin)
-            yield chunk
+        return parts
 
     async def _open(self, request: ModelRequest) -> Any:
         """Return the open stream, or the whole reply. If the server rejects an optional part of the request, send the
@@ -453,11 +470,13 @@ def _classify_error(error: Exception) -> AttemptFailure:
         return AttemptFailure("connection")
     if isinstance(error, openai.APIStatusError):
         headers = error.response.headers
+        body = _as_error_object(error.body) if _is_json(error.response.text) else error.response.text
+        wait_s = parse_retry_after(headers)
         return AttemptFailure(
             "status",
             error.status_code,
-            _as_error_object(error.body) if _is_json(error.response.text) else error.response.text,
-            parse_retry_after(headers),
+            body,
+            find_retry_delay(body) if wait_s is None else wait_s,
             is_final=headers.get("x-should-retry") == "false",
         )
     if isinstance(error, openai.APIError):
@@ -480,7 +499,9 @@ def _raise_embedded_error(reply: dict[str, Any]) -> None:
 
 
 def _as_error_object(body: object) -> object:
-    """Return the error as an object, even if the server sent only a text."""
+    """Return the error as an object, even if the server sent only a text, or a list with the error."""
+    if isinstance(body, list) and body and isinstance(body[0], dict):
+        return body[0].get("error") or body[0]
     return {"message": body} if isinstance(body, str) else body
 
 
@@ -492,12 +513,25 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _build_unfinished(stream: AsyncStream[object], *, has_started: bool) -> AttemptFailure:
-    """Return the failure of a reply without an end: a stream that broke off, or a response that was no stream."""
-    content_type = stream.response.headers.get("content-type", "")
-    if has_started or "event-stream" in content_type:
-        return AttemptFailure("unfinished")
-    return AttemptFailure("no_chat", name="json" if "json" in content_type else "")
+async def _read_whole(stream: AsyncStream[object]) -> dict[str, Any] | None:
+    """Return the JSON object that a server sent in place of a stream: a whole reply, or an error. None for a stream."""
+    if "json" not in stream.response.headers.get("content-type", ""):
+        return None
+    text = (await stream.response.aread()).strip()
+    reply = json.loads(text) if text.startswith(b"{") else None
+    return reply if isinstance(reply, dict) else None
+
+
+def _build_unfinished(
+    stream: AsyncStream[object], message: dict[str, Any] | None, *, has_started: bool
+) -> AttemptFailure:
+    """Return the failure of a reply without an end: a stream that broke off, or a response that was no stream.
+    `message`: the last object in the stream that has a message and no choices.
+    """
+    if message is not None:
+        return AttemptFailure("in_reply", body=message)
+    is_stream = has_started or "event-stream" in stream.response.headers.get("content-type", "")
+    return AttemptFailure("unfinished" if is_stream else "no_chat")
 
 
 def _find_window(entry: dict[str, Any]) -> int | None:

@@ -97,6 +97,13 @@ ASSEMBLED: dict[str, tuple[list[Any], list[Any]]] = {
     "null before the fragments": ([entry(0, "a", "one", "null"), entry(0, arguments='{"x":1}')], [A]),
     "an empty object at the end": ([entry(0, "a", "one", '{"x":1}'), entry(0, arguments="{}")], [A]),
     "an index that counts fragments": ([entry(0, "a", "one", '{"x"'), entry(1, "a", arguments=":1}")], [A]),
+    "an index that counts fragments without an id": ([entry(0, "a", "one"), entry(1, arguments='{"x"'), entry(2, arguments=":1}")], [A]),
+    "a call at index 0 whose arguments are at index 1": (
+        [entry(0, "a", "one", '{"x"'), entry(0, arguments=":1}"), entry(0, "b", "two"), entry(1, arguments='{"y"'), entry(1, arguments=":2}")],
+        [A, B],
+    ),
+    "arguments before the id and the name": ([entry(0, "a", "one", '{"x":1}'), entry(1, arguments='{"y":2}'), entry(1, "b", "two")], [A, B]),
+    "a name and arguments outside of a function": ([{"index": 0, "id": "a", "name": "one", "arguments": '{"x":1}'}], [A]),
     "an object in a JSON string": ([entry(0, "a", "one", json.dumps('{"x":1}'))], [A]),
 }  # fmt: skip
 
@@ -124,7 +131,7 @@ def test_call_without_a_unique_id_gets_one_from_run_step_and_position() -> None:
     assert ids[0] == "same" != ids[1]
 
 
-@pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null"])
+@pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null", "None", "[]", [], '""'])
 def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
     assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
 

@@ -27,8 +27,14 @@ from toolcrew.contract.errors import ContextWindowExceeded, ModelInterrupted, Mo
 from toolcrew.orchestrator.dialects.model import Chunk, ModelRequest
 from toolcrew.orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from toolcrew.orchestrator.dialects.reply_fields import ORIGIN
-from toolcrew.orchestrator.models.chunks import has_content, is_end, normalize, split_reply
-from toolcrew.orchestrator.models.failures import AttemptFailure, FailedEndpoint, build_error, is_transient
+from toolcrew.orchestrator.models.chunks import EndFinder, has_content, normalize, split_reply
+from toolcrew.orchestrator.models.failures import (
+    AttemptFailure,
+    FailedEndpoint,
+    build_error,
+    find_retry_delay,
+    is_transient,
+)
 from toolcrew.orchestrator.models.openai import OpenAIModel
 from toolcrew.orchestrator.models.retries import RetryPolicy, parse_retry_after
 
@@ -122,7 +128,13 @@ BROKEN_STREAMS = [
     (stream(HELLO, done=False), "ended its reply without a finish_reason"),
     (stream(HELLO, {"error": {"message": f"out of memory, {KEY}"}}), "out of memory, ***"),
     (stream({"object": "error", "message": "out of memory", "code": 400}), "out of memory"),
-    (answer(200, {"choices": []}), "set TOOLCREW_MODEL_STREAMING=false"),
+    (answer(200, {"choices": []}), "did not answer as a chat endpoint does"),
+    (answer(200, {"detail": f"no such key {KEY}"}), "(no such key ***)"),
+    (answer(200, {"code": 429, "msg": "too many requests"}), "too many requests"),
+    (answer(200, {"base_resp": {"status_msg": "log in again"}, "choices": None}), "log in again"),
+    (answer(200, "<p>blocked</p>", "text/html"), "did not answer as a chat endpoint does"),
+    (stream({"detail": f"no such key {KEY}"}, done=False), "no such key ***"),
+    (stream(HELLO, {"message": "out of memory"}), "out of memory"),
     (HEAD + b"{broken\n\n", "interrupted its reply"),
     (HEAD + b"[" * 200_000 + b"\n\n", "interrupted its reply"),
     (cut_stream(HELLO), "interrupted its reply"),
@@ -170,6 +182,49 @@ async def test_a_silent_endpoint_times_out(streaming: bool) -> None:
     assert "did not answer in time" in str(error)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        answer(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}}]}),
+        stream({"choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}]}),
+        stream({"choices": [{"index": 0, "delta": {"content": "yes"}}]}, END).replace(b"text/event-stream", b"application/json"),
+    ],
+    ids=["one JSON value", "a message in a chunk", "a stream named JSON"],
+)  # fmt: skip
+async def test_a_streamed_reply_may_have_another_form(reply: bytes) -> None:
+    async with serving([reply]) as server:
+        assert text_of(await ask(server.url)) == "yes"
+
+
+async def test_a_message_after_deltas_repeats_them() -> None:
+    deltas = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in ("y", "es")]
+    repeated = {"choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}]}
+    async with serving([stream(*deltas, repeated)]) as server:
+        chunks = await ask(server.url)
+    assert [chunk["choices"][0].get("delta") for chunk in chunks] == [{"content": "y"}, {"content": "es"}, None]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"type": "text", "text": "yes"}, "yes"),
+        (["ye", {"type": "output_text", "text": "s"}], "yes"),
+        (42, "42"),
+        (0, "0"),
+        (False, "false"),
+        ({"tool": None, "reply": "é"}, '{"tool": null, "reply": "é"}'),
+        ([{"type": "thinking", "thinking": "hm"}], ""),
+        ([], ""),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_content_of_any_type_is_its_text(content: Any, text: str, streaming: bool) -> None:
+    reply = stream({"choices": [{"index": 0, "delta": {"content": content}}]}, END)
+    async with serving([reply if streaming else answer(200, whole({"content": content}))]) as server:
+        assert text_of(await ask(server.url, streaming=streaming)) == text
+
+
 # Replies that arrive complete
 
 
@@ -210,7 +265,9 @@ def test_refusal_is_used_as_text_only_without_content() -> None:
 def test_chunk_with_another_structure_passes_unchanged(chunk: Chunk) -> None:
     assert normalize(chunk) == chunk
     assert not has_content(chunk)
-    assert not is_end(chunk)
+    end = EndFinder()
+    end.feed(chunk)
+    assert not end.has_ended
 
 
 async def test_model_without_streaming_reads_one_whole_reply() -> None:
@@ -356,6 +413,21 @@ async def test_interruption_after_content_is_an_error(part: Chunk, is_cut: bool,
     assert [{name: chunk[name] for name in chunk if name != ORIGIN} for chunk in chunks] == [ROLE, part]
 
 
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [{"choices": [], "usage": {"prompt_tokens": 3}}, HELLO],
+        [HELLO, {"choices": [], "usage": {"prompt_tokens": 3}}, HELLO],
+        [{"choices": [{"index": 0, "delta": {"content": "he"}, "finish_reason": "null"}]}],
+        [{"choices": [{"index": 0, "delta": {"content": "he"}, "finish_reason": "None"}]}],
+    ],
+    ids=["usage first", "usage between", "a reason null", "a reason None"],
+)
+async def test_a_cut_reply_without_a_real_end_is_an_interruption(chunks: list[Chunk]) -> None:
+    async with serving([stream(*chunks, done=False)]) as server:
+        assert isinstance(await failure(ask(server.url)), ModelInterrupted)
+
+
 async def test_server_error_after_content_is_an_interruption_or_a_window_error(
     waits: RecordedSleep,
 ) -> None:
@@ -403,6 +475,30 @@ TOO_LONG: list[tuple[int, Any, int | None]] = [
     (413, {"message": "Please reduce the length of the messages or completion."}, None),
     (400, "<p>maximum context length is 77 tokens</p>", 77),
     (400, {"message": f"maximum context length is {'9' * 100_000} tokens"}, None),
+    (400, {"message": "Invalid request: Your request exceeded model token limit: 131072 (requested: 150000)"}, 131072),
+    (400, {"message": "Prompt exceeds max length", "code": "1261"}, None),
+    (400, {"message": "<400> InternalError.Algo.InvalidParameter: Range of input length should be [1, 98304]"}, 98304),
+    (400, {"message": "invalid params, context window exceeds limit (2013)"}, None),
+    (400, {"message": "Input is too long for requested model."}, None),
+    (400, {"message": "too many tokens: total number of tokens in the prompt cannot exceed 4081"}, None),
+    (413, {"code": "tokens_limit_reached", "message": "Request body too large. Max size: 8000 tokens."}, None),
+    (400, {"code": 20015, "message": "length of prompt_tokens (40000) must be less than max_seq_len (32768)."}, 32768),
+    (400, {"message": "the number of input tokens 5000 cannot exceed the total tokens limit 4096"}, None),
+    (400, {"message": "The sum of prompt length (9000.0), query length (0) should not exceed max_num_tokens"}, None),
+    (400, {"message": "Input length 200123 exceeds the maximum length of 131072 tokens"}, 131072),
+    (400, {"message": "Unable to submit: the input token count is 15 but model only supports up to 10"}, 10),
+    (400, {"message": "Total tokens of image and text exceed max message tokens."}, None),
+    (400, {"message": "max_tokens must be at least 1, got -1245."}, None),
+    (400, {"error_code": 336007, "error_msg": "Prompt tokens too long"}, None),
+    (500, {"message": "Context size has been exceeded."}, None),
+    (
+        400,
+        {
+            "message": "Provider returned error",
+            "metadata": {"raw": '{"error": {"message": "This model\'s maximum context length is 32768 tokens."}}'},
+        },
+        32768,
+    ),
 ]
 
 
@@ -424,12 +520,43 @@ def test_context_window_error_is_recognised_for_each_server(status: int, body: A
         (404, "the model `maximum context length` does not exist"),
         (500, "The server had an error while processing your request"),
         (422, "context: field required"),
+        (500, "context deadline exceeded"),
+        (400, "Input validation error: max_new_tokens exceeds 512"),
+        (422, "Input should be greater than or equal to 1"),
+        (400, "Invalid 'input[3].id': string too long. Expected a string with maximum length 64"),
+        (400, "input image exceeds 5 MB"),
+        (400, "max_tokens is too large: 5000. This model supports at most 4096 completion tokens"),
+        (400, "exceeded the limit of input tokens per minute"),
+        (400, "the messages contain too many images"),
     ],
 )
 def test_other_errors_are_not_context_window_errors(status: int, message: str) -> None:
     assert not isinstance(
         build_error(AttemptFailure("status", status, {"message": message}), ENDPOINT), ContextWindowExceeded
     )
+
+
+def test_an_error_of_a_gateway_has_the_reason_of_its_server() -> None:
+    body = {"message": "Provider returned error", "code": 400, "metadata": {"raw": "the tool name sk-secret is bad"}}
+    error = build_error(AttemptFailure("status", 400, body), ENDPOINT)
+    assert "Provider returned error" in str(error)
+    assert "the tool name *** is bad" in str(error)
+
+
+async def test_a_delay_in_the_details_of_a_rate_limit_is_kept(waits: RecordedSleep) -> None:
+    retry = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "6s"}
+    limited = answer(429, [{"error": {"code": 429, "message": "slower", "details": [{"violations": []}, retry]}}])
+    async with serving([limited, stream(END)]) as server:
+        await read(build(server.url, waits))
+    assert waits.kept == [pytest.approx(6.0, abs=1.0)]
+
+
+@pytest.mark.parametrize(
+    "details",
+    [None, 7, [], [7], [{}], [{"retryDelay": 6}], [{"retryDelay": "-6s"}], [{"retryDelay": "9" * 5000 + "s"}]],
+)
+def test_other_details_have_no_delay(details: Any) -> None:
+    assert find_retry_delay({"details": details}) is None
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 501])
