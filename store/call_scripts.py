@@ -17,7 +17,7 @@ may still decide.
      |    |                                  |
      |    |--lose, reap--------------------> |--give up--> unknown (the call may have acted) or lost
      |    |
-     |    '--forbid, refuse, kill--> forbidden (the call never starts)
+     |    '--cancel, refuse--> forbidden (the call never starts)
      '-- publish
 
     script          called by                                    state changes
@@ -26,8 +26,8 @@ may still decide.
     confirm         worker, some seconds later                   queued -> running, if Redis lost its last second
     refuse          worker, for a call that it must not run      queued, or running by itself -> forbidden
     finish          worker, with the result                      running -> done
-    forbid          orchestrator or worker that cancels          queued -> forbidden
-    kill            operator                                     queued -> forbidden; marks a running call
+    cancel          orchestrator or worker for the caller;       queued -> forbidden
+                    operator who kills the call                  queued -> forbidden; marks a call that runs or is lost
     lose            orchestrator that sees that a worker died;   queued, running -> lost
                     worker whose process died during the call
     reap            orchestrator, for the queue of a dead host   queued -> lost
@@ -103,27 +103,56 @@ return reply('sent')
     args=("attempt", "nonce", "tool", "message", "task", "ticket", "slot", "call_id", "session", "fence", "extra_s"),
 )
 
-# Returns the previous state of the call, or `queued` if there was no record: the call may still be on its way. Returns
-# `superseded` if another attempt decides. If Redis has lost the write that renewed the call, the record of an earlier
-# attempt is there again. That attempt was given up, so this attempt decides, as in a claim. `given_attempt` '': any.
-FORBID = Script(
-    """
-local record = redis.call('HMGET', call, 'state', 'attempt')
+# Returns the previous state of the call: `queued` if the call waited, or had no record, and now never starts. Without a
+# record, the call may still be on its way. Returns `superseded` if another attempt decides. If Redis has lost the write
+# that renewed the call, the record of an earlier attempt is there again. That attempt was given up, so this attempt
+# decides, as in a claim. `given_attempt` '': any.
+#
+# `order`, `message`, `entry`: of an operator who kills the call; '' if its caller cancels it. `kill_keys`: the list of
+# orders and the audit log. A killed call that runs or is lost is only marked. Only the sender knows a call without a
+# record: the script returns '', and the sender reads the order from the list and sends it with `is_ours`.
+CANCEL = Script(
+    AUDIT_LUA
+    + f"""
+local record = redis.call('HMGET', call, 'state', 'attempt', 'killed')
+local orders, audit_log = unpack(kill_keys)
+local time, state = redis.call('TIME'), record[1]
+local now = string.format('%d.%06d', time[1], time[2])
+local function note()
+  redis.call('ZADD', orders, now, order)
+  redis.call('ZREMRANGEBYSCORE', orders, '-inf', now - {KILL_TTL_S})
+  redis.call('ZREMRANGEBYRANK', orders, 0, {-1 - MAX_KILLS})
+  redis.call('EXPIRE', orders, {2 * KILL_TTL_S})
+end
+if not state and orders and is_ours ~= '1' then
+  note()
+  return ''
+end
 local stored_attempt = tonumber(record[2] or '1') or 1e9
 local attempt = tonumber(given_attempt) or stored_attempt
-local is_forgotten = stored_attempt < attempt and (record[1] == 'queued' or record[1] == 'lost')
-if record[1] and not is_forgotten then
+local is_forgotten = stored_attempt < attempt and (state == 'queued' or state == 'lost')
+if state and not is_forgotten then
   if stored_attempt ~= attempt then return 'superseded' end
-  if record[1] ~= 'queued' then return record[1] end
+  if state ~= 'queued' then
+    if orders and (state == 'running' or state == 'lost') and not record[3] then
+      audit(audit_log, entry)
+      redis.call('HSET', call, 'killed', message)
+    end
+    return state
+  end
 end
-local time = redis.call('TIME')
+if orders then
+  audit(audit_log, entry)
+  redis.call('HSET', call, 'killed', message, 'code', 'CANCELLED')
+  note()
+end
 redis.call('HSET', call, 'state', 'forbidden', 'attempt', given_attempt ~= '' and given_attempt or record[2] or 1,
-  'ended_at', string.format('%d.%06d', time[1], time[2]))
-redis.call('EXPIRE', call, ttl_s)
+  'ended_at', now)
+redis.call('EXPIRE', call, {CALL_TTL_S})
 return 'queued'
 """,
-    keys=("call",),
-    args=("given_attempt", "ttl_s"),
+    keys=("call", "kill_keys..."),
+    args=("given_attempt", "order", "message", "entry", "is_ours"),
 )
 
 # Returns the resulting state of the record.
@@ -162,42 +191,6 @@ return 1
 """,
     keys=("call",),
     args=("attempt", "expected", "state", "noticed_by", "reason"),
-)
-
-KILL = Script(
-    AUDIT_LUA
-    + f"""
--- Returns the resulting state of the call; '' if the call has no record, so that its sender must read the order.
--- `is_ours` '1': the sender of the call sends the order, so a call without a record waits for its slot.
-local record = redis.call('HMGET', call, 'state', 'killed')
-local time, state = redis.call('TIME'), record[1]
-local now = string.format('%d.%06d', time[1], time[2])
-local function note()
-  redis.call('ZADD', orders, now, order)
-  redis.call('ZREMRANGEBYSCORE', orders, '-inf', now - {KILL_TTL_S})
-  redis.call('ZREMRANGEBYRANK', orders, 0, {-1 - MAX_KILLS})
-  redis.call('EXPIRE', orders, {2 * KILL_TTL_S})
-end
-if not state and is_ours ~= '1' then
-  note()
-  return ''
-end
-if not state or state == 'queued' then
-  audit(audit_log, entry)
-  redis.call('HSET', call, 'state', 'forbidden', 'killed', message, 'code', 'CANCELLED', 'ended_at', now)
-  if not state then redis.call('HSET', call, 'attempt', 1) end
-  redis.call('EXPIRE', call, {CALL_TTL_S})
-  note()
-  return 'forbidden'
-end
-if (state == 'running' or state == 'lost') and not record[2] then
-  audit(audit_log, entry)
-  redis.call('HSET', call, 'killed', message)
-end
-return state
-""",
-    keys=("call", "orders", "audit_log"),
-    args=("order", "message", "entry", "is_ours"),
 )
 
 # Returns the number of removed messages; -1 if the host lives or its state is unknown. A script that waited while Redis

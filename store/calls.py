@@ -32,7 +32,7 @@ from toolcrew.store.call_records import (
     KillOrder,
     parse_record,
 )
-from toolcrew.store.call_scripts import CHANGE, CLAIM, FINISH, FORBID, KILL, LOSE, REAP, REFUSE, STORE
+from toolcrew.store.call_scripts import CANCEL, CHANGE, CLAIM, FINISH, LOSE, REAP, REFUSE, STORE
 from toolcrew.store.clock import SharedClock, read_clock
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.scripts import WorkerScript
@@ -52,6 +52,8 @@ still have sent a message to the queue.
 """
 READ_BATCH = 500
 _NO_DEADLINE = 1e12
+_BY_CALLER: dict[str, Any] = {"kill_keys": [], "order": "", "message": "", "entry": "", "is_ours": 0}
+"""Arguments of CANCEL for a call that its own caller cancels."""
 
 # --- Orchestrators ----------------------------------------------------------------------------------------------------
 
@@ -94,11 +96,8 @@ class CallStore:
         forbidden, `superseded` if the record belongs to another attempt.
         """
         with broker_errors("it is not known whether the call has started"):
-            state = await FORBID.run(
-                self._client,
-                call=call_key(self._deployment, tenant, call_id),
-                given_attempt=attempt,
-                ttl_s=CALL_TTL_S,
+            state = await CANCEL.run(
+                self._client, call=call_key(self._deployment, tenant, call_id), **_BY_CALLER, given_attempt=attempt
             )
         return _text(state)
 
@@ -140,17 +139,19 @@ class CallStore:
         `is_ours`: this process makes the call.
         """
         with broker_errors("the call was not killed"):
-            state = await KILL.run(
+            state = await CANCEL.run(
                 self._client,
                 call=call_key(self._deployment, order.tenant, order.call),
-                orders=kills_key(self._deployment),
-                audit_log=audit_key(self._deployment),
+                kill_keys=[kills_key(self._deployment), audit_key(self._deployment)],
+                given_attempt="",
                 order=order.model_dump_json(),
                 message=order.describe(),
                 entry=order.entry,
                 is_ours=int(is_ours),
             )
-        return CallState(_text(state)) if state else None
+        if not state:
+            return None
+        return CallState.FORBIDDEN if _text(state) == CallState.QUEUED else CallState(_text(state))
 
     async def recent_kills(self, after: float) -> list[tuple[float, KillOrder]]:
         """Return the orders of the last minute that were given after `after`, each with its time."""
@@ -331,9 +332,7 @@ class WorkerCallStore:
     def forbid(self, tenant: str, call_id: str) -> bool:
         """Forbid a call that may be on its way. Return False if the call has started."""
         with broker_errors("the call was not cancelled"):
-            state = FORBID.run_blocking(
-                self._client, call=self._key(tenant, call_id), given_attempt="", ttl_s=CALL_TTL_S
-            )
+            state = CANCEL.run_blocking(self._client, call=self._key(tenant, call_id), **_BY_CALLER, given_attempt="")
         return _text(state) in (CallState.QUEUED, CallState.FORBIDDEN)
 
     def holder(self, tenant: str, call_id: str) -> str | None:

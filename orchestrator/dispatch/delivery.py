@@ -14,7 +14,6 @@ slow is then refused.
 import asyncio
 import contextlib
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +35,7 @@ from toolcrew.contract.signing import ResultSeal, SigningKeys
 from toolcrew.orchestrator.admission import Admission, UnlimitedAdmission
 from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
-from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
+from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest, build_cancel
 from toolcrew.orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
 from toolcrew.orchestrator.tracing import CURRENT_CALL
@@ -163,7 +162,7 @@ class Delivery:
 
     async def _cancel(self, request: CheckedRequest, queue: str) -> None:
         """Order the pool's workers to cancel the call. If Redis does not answer, the call runs until its own limit."""
-        order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": request.call.id})
+        order = build_cancel(request.call.id)
         with contextlib.suppress(BrokerUnavailable):
             await self.send_order(queue, order, request.tenant, request.session, request.queue_wait_s)
 

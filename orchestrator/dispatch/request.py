@@ -2,6 +2,7 @@
 send it.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -99,3 +100,10 @@ class Attempt(CallAttempt):
     envelope: str
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""
+
+
+def build_cancel(call_id: str) -> ToolCall:
+    """Return the order to a worker to cancel a call. Workers read orders at once, even when they are busy: a waiting
+    call never starts, and a running call ends.
+    """
+    return ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})

@@ -1,12 +1,11 @@
 """Records the running calls of runs in sessions that existed before them, so that they end with their run."""
 
-import secrets
 from contextlib import suppress
 
-from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import BrokerUnavailable
 from toolcrew.contract.run_events import CallFinished, CallSent, OnEvent, RunEvent
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
+from toolcrew.orchestrator.dispatch.request import build_cancel
 from toolcrew.store.run_queue import RunClaim
 
 
@@ -35,10 +34,9 @@ class SentCalls:
         """Cancel the running calls of a run that does not continue."""
         session = claim.record.item.environment.session
         for call in self._calls.pop((claim.tenant, claim.run), ()):
-            order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
             # If Redis does not answer, the call ends at its own time limit.
             with suppress(BrokerUnavailable):
-                await dispatcher.send_order(order, claim.tenant, session)
+                await dispatcher.send_order(build_cancel(call), claim.tenant, session)
 
     def forget(self, claim: RunClaim) -> None:
         """Forget a run: it has ended, or another process continues it."""

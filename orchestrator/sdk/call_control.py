@@ -3,14 +3,13 @@ on its host.
 """
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 
-from toolcrew.contract.calls import ToolCall
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.hosts import parse_holder
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.request import build_cancel
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.store.audit import Actor, build_entry, entry_text
 from toolcrew.store.call_reader import unknown_call
@@ -83,12 +82,9 @@ class CallControl:
                 )
 
     async def _cancel_in_worker(self, tenant: str, call_id: str, record: CallRecord) -> None:
-        """Send the cancel order to the worker that runs the call. The worker reads orders immediately, even when it
-        is busy.
-        """
+        """Send the order to the worker that runs the call."""
         queue, _ = parse_holder(record.holder)
-        order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
-        await self._dispatcher.send_order(order, tenant, record.session or None, queue or record.queue)
+        await self._dispatcher.send_order(build_cancel(call_id), tenant, record.session or None, queue or record.queue)
 
     async def _await_end(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
         """Return the record of the call if it ends within that time; None if not."""

@@ -39,7 +39,7 @@ from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_handler
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
-from toolcrew.orchestrator.dispatch.request import Request
+from toolcrew.orchestrator.dispatch.request import Request, build_cancel
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
 from toolcrew.orchestrator.sessions.folders import pack_folder, unpack_archive
 from toolcrew.orchestrator.sessions.workspace_sources import load_source
@@ -267,7 +267,7 @@ class Session:
             # With `keeps_result` another process continues the run and reads the result, so the call must go on.
             # Otherwise the order goes past the host's queue. For a call that is still on its way, it forbids the start.
             if not request.keeps_result:
-                await asyncio.shield(self._send_order("cancel", {"call_id": request.call.id}))
+                await asyncio.shield(self._send_order(build_cancel(request.call.id)))
             raise
 
     async def exec(
@@ -484,7 +484,7 @@ class Session:
         if self._closed:
             return
         # The order goes out first: the wait below may be too short for a busy host, and is then given up.
-        await self._send_order("close")
+        await self._send_order(ToolCall(id=_call_id(), name="session.close"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_WAIT_S):
                 await self.close()
@@ -494,13 +494,12 @@ class Session:
         if self._credential is not None:
             await self._credential.check(self.tenant)
 
-    async def _send_order(self, verb: str, arguments: Mapping[str, Any] | None = None) -> None:
+    async def _send_order(self, order: ToolCall) -> None:
         """Send an order to the host. If Redis does not answer, the call runs until its limit, and the sandbox until
         it expires.
         """
-        call = ToolCall(id=_call_id(), name=f"session.{verb}", arguments=dict(arguments or {}))
         with contextlib.suppress(BrokerUnavailable):
-            await self._dispatcher.send_order(call, self.tenant, self.id)
+            await self._dispatcher.send_order(order, self.tenant, self.id)
 
     async def _call_verb(
         self,
