@@ -43,7 +43,7 @@ tar -C "/usr/lib/$version" -c \
     --exclude='./lib-dynload/_ssl*' --exclude='./lib-dynload/_hashlib*' --exclude='./lib-dynload/_sqlite3*' \
     --exclude='./lib-dynload/_curses*' --exclude='./lib-dynload/readline*' --exclude='./lib-dynload/_dbm*' \
     --exclude='./lib-dynload/_crypt*' --exclude='./lib-dynload/nis*' --exclude='./lib-dynload/_lsprof*' \
-    --exclude='./lib-dynload/_codecs_*' --exclude='./lib-dynload/_bz2*' --exclude='./lib-dynload/_lzma*' \
+    --exclude='./lib-dynload/_bz2*' --exclude='./lib-dynload/_lzma*' \
     --exclude='./lib-dynload/_uuid*' --exclude='./lib-dynload/*test*' \
     . | tar -C "$kit/lib/$version" -x
 for module in "$kit/lib/$version"/lib-dynload/*.so; do

@@ -107,6 +107,32 @@ async def test_tools_name_the_path_that_is_no_file_or_may_not_be_read(session: S
     await assert_usable(session)
 
 
+ENCODED = {
+    "latin-1": "café crème, naïve",
+    "cp1252": "“quoted” – café",
+    "gb18030": "你好世界，这是一个测试文件",
+    "shift_jis": "こんにちは、これはテストです",
+    "euc_kr": "안녕하세요 이것은 시험 문서입니다",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+async def test_tools_read_and_change_files_of_other_encodings(session: Session, encoding: str) -> None:
+    text = ENCODED[encoding]
+    octal = "".join(f"\\{byte:03o}" for byte in f"{text}\n".encode(encoding))
+    await session.call("bash_tool", {"command": f"printf '{octal}' > encoded.txt"})
+    assert text in (await session.call("read_tool", {"file_path": "encoded.txt"})).output
+    change = {"file_path": "encoded.txt", "old_string": text[:2], "new_string": "x"}
+    assert (await session.call("edit_tool", change)).success
+    named = await session.call("read_tool", {"file_path": "encoded.txt", "encoding": encoding})
+    assert f"x{text[2:]}" in named.output
+
+
+async def test_tools_and_the_shell_mean_the_same_home(session: Session) -> None:
+    assert (await session.call("write_tool", {"file_path": "~/notes.txt", "content": "hello\n"})).success
+    assert (await session.call("bash_tool", {"command": "cat ~/notes.txt"})).output == "hello\n"
+
+
 @pytest.mark.parametrize("folder", ["/tmp", "/workspace"])
 async def test_a_full_folder_fails_only_the_calls_that_write_there(session: Session, folder: str) -> None:
     await session.call(
