@@ -78,6 +78,9 @@ HARMLESS_DEVICES = frozenset(
         "shm",
         "random",
         "urandom",
+        # Bash connects to a port in place of opening these.
+        "tcp",
+        "udp",
     )
 )
 

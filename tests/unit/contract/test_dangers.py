@@ -70,6 +70,7 @@ def test_a_dangerous_command_is_detected_with_a_reason(text: str) -> None:
         "case $x in *.c) echo 1;; *) echo 2;; esac", "(cd src && make) || { echo failed; exit 1; }",
         "sed -i 's/a/b/' f && awk '{print $1}' f", "bash run.sh && bash -c 'ls -la'",
         "cp a /tmp/b; tar xzf a.tgz; mkdir -p a/b",
+        "(echo > /dev/tcp/127.0.0.1/8000) 2> /dev/null && exec 3<> /dev/udp/localhost/53",
     ],
 )  # fmt: skip
 def test_an_everyday_command_is_not_dangerous(text: str) -> None:
