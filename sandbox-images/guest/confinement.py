@@ -135,7 +135,7 @@ class _Resolver:
 
     def resolve(self, path: bytes) -> DirectoryEntry:
         """Return the entry of the path. Raises RequestFailure and OSError."""
-        parts = self._enter_root(os.path.join(read_folder(self._paths), path))
+        parts = self._enter_root(self._paths.absolute(path, read_folder(self._paths)))
         while True:
             if len(parts) > 1:
                 parts = self._skip_parents(parts)

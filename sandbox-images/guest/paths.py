@@ -59,6 +59,17 @@ class GuestPaths:
         self.ripgrep = (ripgrep, b"--threads=%d" % threads)
         self.environment: Mapping[str, str] = ENVIRONMENT
 
+    def absolute(self, path: bytes, folder: bytes) -> bytes:
+        """Return a path as an absolute one. Relative paths start at `folder`. As in the shell, `~` is the home. Models
+        also write a `file:` URL, and line breaks around a path.
+        """
+        path = path.strip(b"\r\n")
+        if path == b"~" or path.startswith(b"~/"):
+            path = os.fsencode(self.environment["HOME"]) + path[1:]
+        elif path.startswith(b"file:///"):
+            path = path.removeprefix(b"file://")
+        return os.path.join(folder, path)
+
     def add_variables(self, variables: Mapping[str, str]) -> None:
         """Add environment variables of the image or of the session, if their value is printable. They replace earlier
         ones.

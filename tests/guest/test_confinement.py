@@ -51,6 +51,20 @@ def root(paths: GuestPaths) -> Path:
     return Path(os.fsdecode(paths.workspace))
 
 
+@pytest.mark.parametrize("path", ["~/f", "file://{root}/f", "f\n", "\r\n~/f\r\n", "file://{root}/sub/../f"])
+def test_a_path_may_begin_at_the_home_or_be_a_file_url(paths: GuestPaths, path: str) -> None:
+    paths.add_variables({"HOME": str(root(paths))})
+    assert read(path.format(root=root(paths)), paths) == "in f"
+
+
+@pytest.mark.parametrize("path", ["~", "~/f", "file:///etc/passwd"])
+def test_a_home_outside_the_roots_is_refused(paths: GuestPaths, path: str) -> None:
+    paths.add_variables({"HOME": "/etc"})
+    with pytest.raises(RequestFailure) as caught:
+        read(path, paths)
+    assert caught.value.code == "PATH_NOT_ALLOWED"
+
+
 @pytest.mark.parametrize(
     ("path", "content"),
     [

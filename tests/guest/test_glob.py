@@ -250,6 +250,14 @@ def test_another_reading_of_a_pattern_is_used_if_nothing_matches(
     assert "as it is written" in found["hints"][0]
 
 
+def test_a_pattern_may_begin_at_the_home(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.make("src/a.ts")
+    monkeypatch.setattr("guest.paths.ENVIRONMENT", {"HOME": str(harness.workspace)})
+    found = harness.glob("~/src/*.ts")
+    assert found.lines == ["src/a.ts"]
+    assert "home" in found["hints"][0]
+
+
 def test_a_file_whose_name_is_a_list_is_found_as_it_is_written(harness: Harness) -> None:
     for name in ("a,b.ts", "a", "b.ts"):
         harness.make(name)

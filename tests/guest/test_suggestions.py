@@ -58,6 +58,15 @@ def test_suggestions_are_ranked_by_similarity(tree: Tree) -> None:
     assert tree.suggest("main.py") == ["z/main.py", "Main.py", "mian.py", "main.ts"]
 
 
+@pytest.mark.parametrize("target", ["nowhere", "/etc/nowhere", "a\nb"])
+def test_a_link_without_its_target_is_named_as_one(tree: Tree, target: str) -> None:
+    tree.make("dangling.txt")
+    (tree.workspace / "dangling").symlink_to(target)
+    message = missing_file("dangling", tree.paths).message
+    assert f"a link to {escaped(target.encode())}" in message
+    assert "did you mean" not in message
+
+
 def test_at_most_five_paths_are_suggested_nearest_first(tree: Tree) -> None:
     tree.make(*(f"{letter}/deep/x.py" for letter in "abcdefgh"), "src/deep/x.py")
     assert tree.suggest("src/dep/x.py")[0] == "src/deep/x.py"

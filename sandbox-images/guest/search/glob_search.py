@@ -57,7 +57,7 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     live = _LiveMatches(request, context.writer) if request.live_bytes else None
     finder = _Finder(request, clock, paths, live)
     _search(text, request, paths, finder)
-    for other_text, how in _build_readings(text) if finder.is_empty else ():
+    for other_text, how in _build_readings(text, paths) if finder.is_empty else ():
         other = _Finder(request, clock, paths, live)
         with contextlib.suppress(RequestFailure):
             _search(other_text, request, paths, other)
@@ -68,13 +68,15 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     return finder.send(request, context.writer)
 
 
-def _build_readings(text: str) -> Iterator[tuple[str, str]]:
+def _build_readings(text: str, paths: GuestPaths) -> Iterator[tuple[str, str]]:
     """Yield the other readings of a pattern that has matched nothing, and how each one is written."""
     bare = text.strip().strip("'\"`").strip()
     items = split_list(bare)
     readings = {text.replace("\\", "/"): "with / for \\", bare: "without quotes and blanks around it"}
     if len(items) > 1:
         readings["{" + ",".join(items) + "}"] = "as a list of patterns"
+    if bare.startswith("~/"):
+        readings[paths.environment["HOME"] + bare[1:]] = "with the home for ~"
     if not text.isascii():
         readings |= {unicodedata.normalize(form, text): _LOOK_ALIKE for form in ("NFC", "NFD")}
     yield from ((reading, how) for reading, how in readings.items() if reading and reading != text)

@@ -40,7 +40,13 @@ def missing_file(path: str, paths: GuestPaths) -> RequestFailure:
     The message names the path, the working directory and up to five similar paths.
     """
     cwd = read_folder(paths)
-    tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
+    tried = os.path.normpath(paths.absolute(encode_text(path, "'path'"), cwd))
+    with contextlib.suppress(OSError):
+        target = os.readlink(tried)
+        return RequestFailure(
+            FILE_NOT_FOUND,
+            f"{_shorten(escaped(tried))}: a link to {_shorten(escaped(target))}, which does not exist",
+        )
     missing_name = _MissingName(tried)
     for found in _list_candidates(tried, paths):
         missing_name.compare(found)
