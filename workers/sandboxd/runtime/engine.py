@@ -463,9 +463,10 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
             f"the engine has no image {config['Image']}: {advise_missing(config['Image'])}"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-    # Duplicate the descriptor: the SDK's object can then be closed without closing the connection.
+    # Duplicate the descriptor: the SDK's response can then be closed without closing the connection. Close the response
+    # and not only its file: from Python 3.13 on, a response that finds its file closed reports this on stderr.
     sock = socket.socket(fileno=os.dup(attached.fileno()))
-    attached.close()
+    attached._response.close()
     try:
         api.start(container)
         process = int(api.inspect_container(container)["State"]["Pid"])
