@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,17 @@ def test_make_env_creates_every_secret_and_never_overwrites_the_file(tmp_path: P
     # Even root cannot read this link in some virtual machines.
     assert os.access(text.get("TOOLCREW_CGROUP_NAMESPACE", "/proc/1/ns/cgroup"), os.R_OK) or os.geteuid() != 0
     assert subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_limits_of_a_user_who_is_not_root_are_not_those_of_the_engine() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        for name in ("make-env", ".env.example"):
+            shutil.copy(ROOT / "deploy" / name, folder)
+        os.chown(folder, 65534, 65534)
+        limits = ["prlimit", "--memlock=65536:65536", f"{folder}/make-env", f"{folder}/env"]
+        subprocess.run(limits, user=65534, group=65534, capture_output=True, timeout=20, check=True)
+        assert "\n#TOOLCREW_MEMLOCK=-1\n" in Path(folder, "env").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", WORKERS)
