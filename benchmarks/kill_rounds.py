@@ -21,8 +21,8 @@ from benchmarks.warm_call import sandbox_call
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.disks.image import TEMPLATES
+from toolcrew.workers.sandboxd.disks.mounts import list_mounts
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, encode_frame
-from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 AT_ONCE = 4

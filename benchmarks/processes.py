@@ -21,7 +21,7 @@ from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandbox_client import SandboxClient
 from toolcrew.workers.sandboxd.daemon import STOP_AND_REMOVE
 from toolcrew.workers.sandboxd.disks.loop_mounts import unmount
-from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
+from toolcrew.workers.sandboxd.disks.mounts import list_mounts
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 60.0

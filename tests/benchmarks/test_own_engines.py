@@ -15,7 +15,7 @@ from benchmarks.image_hosts import running_engine
 from benchmarks.processes import temporary_folder
 from tests.support.stack.stack import missing, open_footprint, require_engine
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.runtime.mounts import list_mounts
+from toolcrew.workers.sandboxd.disks.mounts import list_mounts
 
 
 @pytest.fixture

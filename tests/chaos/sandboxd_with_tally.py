@@ -8,9 +8,9 @@ from typing import Any
 
 from toolcrew.workers.sandboxd import daemon
 from toolcrew.workers.sandboxd.__main__ import main
+from toolcrew.workers.sandboxd.disks.mounts import ROOTS, attach_below, clone_tree
 from toolcrew.workers.sandboxd.runtime.base import AttachedContainer
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec
-from toolcrew.workers.sandboxd.runtime.mounts import ROOTS, attach_below, clone_tree
 from toolcrew.workers.sandboxd.runtime.oci import OciRuntime
 
 PLACE = "srv"

@@ -31,7 +31,7 @@ from toolcrew.workers.sandboxd.disks.loop_mounts import (
     try_lock,
     unmount,
 )
-from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
+from toolcrew.workers.sandboxd.disks.mounts import attached_together, mount_overlay, run_in_private_namespace
 from toolcrew.workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
 
 IMAGE = "disk"
@@ -265,16 +265,18 @@ async def _merge(place: Path, layers: Sequence[int], *, tenant: str) -> None:
         # Read the layers through an overlay, because only an overlay finds the content of folders that were renamed in
         # a layer.
         if len(lower) > 1:
-            with open_context("overlay") as context:
-                for fd in lower:
-                    context.set("lowerdir+", fd)
-                for option, value in FILES_OPTIONS.items():
-                    context.set(option, value)
-                lower = [context.mount(NOSUID | NODEV | RDONLY)]
-            stack.callback(os.close, lower[0])
+            overlay = await run_to_end(lambda: run_in_private_namespace(lambda: _stack(layers)), undo=os.close)
+            stack.callback(os.close, overlay)
+            lower = [overlay]
         shutil.rmtree(place / FILES)  # The merge makes its own folders, with the attributes of the layers.
         (place / FILES).mkdir()
         await _run_merging(tenant, place / FILES, lower)
+
+
+def _stack(layers: Sequence[int]) -> int:
+    """Return the descriptor of a read-only overlay of the files of layers. Raises OSError."""
+    with attached_together(layers, "disks"), ExitStack() as stack:
+        return mount_overlay(list(open_each(layers, FILES, stack)), None, options=FILES_OPTIONS)
 
 
 async def _run_merging(tenant: str, target: Path, sources: Sequence[int]) -> None:

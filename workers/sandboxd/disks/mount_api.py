@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
-_SET_FLAG, _SET_STRING, _SET_FD, _CREATE = 0, 1, 5, 6
+_SET_FLAG, _SET_STRING, _CREATE = 0, 1, 6
 _CLOEXEC = 1
 RDONLY: Final = 1
 NOSUID: Final = 2
@@ -23,26 +23,23 @@ class MountContext:
         self._fd = fd
         self._kind = kind
 
-    def set(self, key: str, value: str | int | None = None) -> None:
-        """Set a parameter to a text, to a descriptor, or as a flag."""
-        if isinstance(value, int):
-            self._configure(_SET_FD, key, None, value)
-        else:
-            self._configure(_SET_FLAG if value is None else _SET_STRING, key, value)
+    def set(self, key: str, value: str | None = None) -> None:
+        """Set a parameter to a text, or as a flag."""
+        self._configure(_SET_FLAG if value is None else _SET_STRING, key, value)
 
     def mount(self, attributes: int) -> int:
         """Return the descriptor of the mount."""
         self._configure(_CREATE, None)
         return check(LIBC.syscall(_FSMOUNT, self._fd, _CLOEXEC, attributes), self._kind)
 
-    def _configure(self, command: int, key: str | None, value: str | None = None, fd: int = 0) -> None:
+    def _configure(self, command: int, key: str | None, value: str | None = None) -> None:
         arguments = (key.encode() if key else None, value.encode() if value else None)
-        check(LIBC.syscall(_FSCONFIG, self._fd, command, *arguments, fd), f"{self._kind}, {key or 'create'}")
+        check(LIBC.syscall(_FSCONFIG, self._fd, command, *arguments, 0), f"{self._kind}, {key or 'create'}")
 
 
 @contextmanager
 def open_context(kind: str) -> Iterator[MountContext]:
-    """Yield the parameters of a new file system of a kind, such as `overlay`. Raises OSError."""
+    """Yield the parameters of a new file system of a kind, such as `ext4`. Raises OSError."""
     fd = check(LIBC.syscall(_FSOPEN, kind.encode(), _CLOEXEC), kind)
     try:
         yield MountContext(fd, kind)

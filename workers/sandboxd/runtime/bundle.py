@@ -7,8 +7,8 @@ mount.
 import errno
 import hashlib
 import json
+import os
 import platform
-import secrets
 import shutil
 import socket
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.disks.base import HOME
+from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
 from toolcrew.workers.sandboxd.runtime.hardening import (
     LOADER_VARIABLES,
     MASKED_PATHS,
@@ -28,7 +29,6 @@ from toolcrew.workers.sandboxd.runtime.hardening import (
     tmpfs_options,
     ulimits,
 )
-from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 
 NAMESPACES: Final = ("user", "pid", "mount", "network", "ipc", "uts", "cgroup")
 CPU_PERIOD_US: Final = 100_000
@@ -54,6 +54,9 @@ _FOLDERS: Final[Mapping[str, int]] = {
     "root": 0o700,
 }
 
+_TIME: Final = 1_577_836_800
+"""2020-01-01. For 1970 tar would print a warning."""
+
 
 def host_files(hostname: str) -> dict[str, str]:
     """Return the files of /etc that contain the name of the sandbox. Programs look up the address of their own name."""
@@ -66,37 +69,44 @@ _FILES: Final[Mapping[str, str]] = {
 }
 
 
-def skeleton_name() -> str:
-    """Return the folder name of the skeleton (`make_skeleton`). Releases with different content have different
-    names.
+def skeleton_name(base: int) -> str:
+    """Return the folder name of the skeleton of an id range (`make_skeleton`). Releases with different content have
+    different names.
     """
-    content = json.dumps([dict(_FOLDERS), dict(_FILES)])
-    return f"skeleton-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    content = json.dumps([dict(_FOLDERS), dict(_FILES), _TIME])
+    return f"skeleton-{hashlib.sha256(content.encode()).hexdigest()[:12]}-{base}"
 
 
-def make_skeleton(place: Path) -> None:
-    """Make the skeleton: the folder that is stacked on the layers of every image. It has the mount points, and files
-    such as /etc/hosts.
+def make_skeleton(place: Path, base: int) -> None:
+    """Make the skeleton of an id range: the folder that is stacked on the layers of an image. It has the mount points,
+    and files such as /etc/hosts. `base`: the first id of the range, which owns all of it.
 
-    Another process may make it at the same time. Raises OSError.
+    An id map on one skeleton for all ranges would not do: Linux before 6.3 has none for a tmpfs, such as /run. Only the
+    process that holds the range may call this. Raises OSError.
     """
     if place.exists():
         return
-    unfinished = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
-    unfinished.mkdir(parents=True)
+    unfinished = place.with_name(f"{place.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)  # Remove what a killed process may have left.
+    unfinished.mkdir()
     unfinished.chmod(0o755)
     for folder, mode in _FOLDERS.items():
-        (unfinished / folder).mkdir(exist_ok=True)
+        (unfinished / folder).mkdir()
         (unfinished / folder).chmod(mode)
     for file, text in _FILES.items():
         (unfinished / file).write_text(text, encoding="ascii")
         (unfinished / file).chmod(0o644)
-    try:
-        unfinished.rename(place)
-    except OSError:
-        shutil.rmtree(unfinished)
-        if not place.exists():
-            raise
+    give_tree(unfinished, base)
+    unfinished.rename(place)
+
+
+def give_tree(top: Path, owner: int) -> None:
+    """Give a folder of sandboxd, with its content, to a user and its group, and a fixed time of change: a session that
+    moves to another range or host must not see other times. Raises OSError.
+    """
+    for path in (top, *top.rglob("*")):
+        os.chown(path, owner, owner)
+        os.utime(path, (_TIME, _TIME))
 
 
 def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, seccomp_bpf: str | None) -> dict[str, Any]:

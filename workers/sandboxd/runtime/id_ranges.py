@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
+from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
 
 FIRST_ID: Final = 0x4000_0000
 """First host id of all ranges. It is above the ids of users, of the user namespaces of users, and of systemd's

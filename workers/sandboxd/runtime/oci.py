@@ -40,6 +40,16 @@ from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.base import FILES, find_folders
 from toolcrew.workers.sandboxd.disks.image import CHANGES, FILES_OPTIONS, FOLDER_FLAGS, open_each
 from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
+from toolcrew.workers.sandboxd.disks.mounts import (
+    ROOTS,
+    attach_below,
+    attached,
+    attached_together,
+    clone_tree,
+    enter_private_namespace,
+    mount_overlay,
+    set_attributes,
+)
 from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -48,20 +58,11 @@ from toolcrew.workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, host_files, make_skeleton, skeleton_name
+from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, give_tree, host_files, make_skeleton, skeleton_name
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE, is_in_host_namespace
 from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges
-from toolcrew.workers.sandboxd.runtime.mounts import (
-    ROOTS,
-    attach_below,
-    attached,
-    clone_tree,
-    enter_private_namespace,
-    mount_overlay,
-    set_attributes,
-)
 from toolcrew.workers.sandboxd.runtime.oci_drift import find_kernel_drift
 
 log = structlog.get_logger(__name__)
@@ -135,9 +136,9 @@ class OciRuntime:
         shown = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_S, check=False)
         self.version = " ".join(shown.stdout.split("\n")[0].split(" version "))[:60]
         """The program and its version, such as `crun 1.8.1`."""
+        self._folder = folder
         self._sandboxes = folder / "sandboxes"
         self._state = folder / "state"
-        self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
         self._running: dict[str, _RunningSandbox] = {}
         self._forgetting = threading.Lock()
@@ -149,7 +150,6 @@ class OciRuntime:
         for place in (self._sandboxes, self._state):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(self._sandboxes)
-        make_skeleton(self._skeleton)
         self._ranges = IdRanges(folder / "ids")
         places = (facts.data_root, facts.layer_root, "/usr", sys.prefix, sys.base_prefix)
         needed = (folder, *map(Path, places), Path(program).resolve())
@@ -345,8 +345,11 @@ class OciRuntime:
                 content = _Content()
                 if disks:
                     content = stack.enter_context(_divided(disks, namespace, sandbox, running.base, spec.is_root))
-                stacked = [*_write_own_files(place, spec), self._skeleton]
-                lower: list[str | Path | int] = [*content.changed, *stacked, *spec.image_facts.layers]
+                skeleton = self._folder / skeleton_name(running.base)
+                make_skeleton(skeleton, running.base)
+                own = [*_write_own_files(place, spec, running.base), skeleton]
+                stacked = [_open_folder(folder, stack) for folder in own]
+                lower: list[str | int] = [*content.changed, *stacked, *spec.image_facts.layers]
                 root = mount_overlay(lower, namespace, content.changes)
                 stack.callback(os.close, root)
                 (ROOTS / sandbox).mkdir()
@@ -539,6 +542,7 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, base: int, is_r
     with ExitStack() as stack:
         # Attach the mount: the kernel clones a subfolder only from an attached mount.
         place = stack.enter_context(_attached_at(disk, f"{sandbox}.disk"))
+        stack.enter_context(attached_together(layers, f"{sandbox}.layers"))
         lower = list(open_each(layers, FILES, stack))
         _prepare_disk(place, lower, base, is_root)
         files = place / FILES
@@ -606,21 +610,24 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     unfinished.rename(place)
 
 
-def _write_own_files(place: Path, spec: SandboxSpec) -> list[Path]:
+def _write_own_files(place: Path, spec: SandboxSpec, base: int) -> list[Path]:
     """Write the user database and the host name below the folder of a sandbox. Return the folder of these files as a
-    layer, if there are any.
+    layer, if there are any. `base`: the host id of their owner, the sandbox's root user.
     """
     files = dict(spec.image_facts.accounts.items())
     if spec.hostname != DEFAULT_HOSTNAME:
         files |= {name: text.encode() for name, text in host_files(spec.hostname).items()}
+    if not files:
+        return []
     layer = place / "own"
+    for folder in (layer, layer / "etc"):
+        folder.mkdir()
+        folder.chmod(0o755)
     for name, content in files.items():
-        file = layer / "etc" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-        for path, mode in ((layer, 0o755), (file.parent, 0o755), (file, 0o644)):
-            path.chmod(mode)
-    return [layer] if files else []
+        (layer / "etc" / name).write_bytes(content)
+        (layer / "etc" / name).chmod(0o644)
+    give_tree(layer, base)
+    return [layer]
 
 
 def _remove_unfinished(sandboxes: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from toolcrew.workers.sandboxd.cgroups import Cgroups
 from toolcrew.workers.sandboxd.disks.base import find_folders
+from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
 from toolcrew.workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
 from toolcrew.workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
@@ -19,7 +20,6 @@ from toolcrew.workers.sandboxd.runtime.hardening import (
     tmpfs_options,
     ulimits,
 )
-from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 
 _LINKS: Final = {"mount": "mnt", "network": "net"}
 """Names of namespaces in /proc that differ from those of the OCI specification."""

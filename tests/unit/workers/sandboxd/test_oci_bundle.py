@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -152,15 +153,21 @@ def test_compiled_filter_replaces_the_rules_and_refuses_all_without_it() -> None
     assert config["linux"]["seccomp"] == {"defaultAction": "SCMP_ACT_ERRNO"}
 
 
-def test_skeleton_has_every_mount_point_and_is_created_once(tmp_path: Path) -> None:
-    path_in_skeleton = tmp_path / "skeleton"
-    make_skeleton(path_in_skeleton)
-    before = path_in_skeleton.stat().st_ino
-    make_skeleton(path_in_skeleton)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
+def test_skeleton_has_every_mount_point_of_root_inside_and_is_created_once(tmp_path: Path) -> None:
+    skeleton = tmp_path / "skeleton"
+    (tmp_path / "skeleton.new/left by a killed process").mkdir(parents=True)
+    make_skeleton(skeleton, BASE)
+    before = skeleton.stat().st_ino
+    make_skeleton(skeleton, BASE)
 
-    assert path_in_skeleton.stat().st_ino == before
+    assert skeleton.stat().st_ino == before
     assert [path.name for path in tmp_path.iterdir()] == ["skeleton"]
     for folder in ("workspace", "output", "tmp", "home/sandbox", "opt/toolcrew", "skills", "proc", "sys", "dev"):
-        assert (path_in_skeleton / folder).is_dir()
-    assert (path_in_skeleton / "tmp").stat().st_mode & 0o7777 == 0o1777
-    assert "localhost" in (path_in_skeleton / "etc/hosts").read_text()
+        assert (skeleton / folder).is_dir()
+    attributes = {path.stat() for path in (skeleton, *skeleton.rglob("*"))}
+    assert {(row.st_uid, row.st_gid) for row in attributes} == {(BASE, BASE)}
+    assert len({row.st_mtime_ns for row in attributes}) == 1
+    modes = {name: (skeleton / name).stat().st_mode & 0o7777 for name in (".", "tmp", "root", "etc", "etc/hosts")}
+    assert modes == {".": 0o755, "tmp": 0o1777, "root": 0o700, "etc": 0o755, "etc/hosts": 0o644}
+    assert "localhost" in (skeleton / "etc/hosts").read_text()

@@ -15,12 +15,12 @@ from tests.unit.workers.sandboxd.test_oci_bundle import build_spec
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
+from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges, id_map
-from toolcrew.workers.sandboxd.runtime.mounts import ID_RANGE
 from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_program
 
 SANDBOX = "5a5a5a5a5a5a5a5a"

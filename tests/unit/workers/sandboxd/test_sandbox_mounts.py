@@ -4,23 +4,24 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.stack.stack import missing
-from toolcrew.workers.sandboxd.runtime.id_ranges import FIRST_ID, IdRanges
-from toolcrew.workers.sandboxd.runtime.mounts import (
+from toolcrew.workers.sandboxd.disks.mounts import (
     ROOTS,
     attach_below,
     attached,
+    attached_together,
     clone_tree,
-    enter_private_namespace,
+    list_mounts,
     mount_overlay,
+    run_in_private_namespace,
     set_attributes,
 )
+from toolcrew.workers.sandboxd.runtime.id_ranges import FIRST_ID, IdRanges
 
 REDIRECTS = Path("/sys/module/overlay/parameters/redirect_dir")
 
@@ -34,24 +35,6 @@ def namespace(tmp_path: Path) -> Iterator[int]:
         yield ranges.namespace(FIRST_ID)
     finally:
         ranges.close()
-
-
-def in_private_namespace(work: Callable[[], None], needed: Path) -> None:
-    """Run `work` in a thread with a mount namespace of its own, as sandboxd does, and raise its error."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            enter_private_namespace([needed])
-            work()
-        except BaseException as error:  # noqa: BLE001  # raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 @contextlib.contextmanager
@@ -75,7 +58,7 @@ def make_overlay(folder: Path, namespace: int) -> int:
     set_attributes(mount, 0, namespace)
     with attached(mount, ROOTS):
         fds = tuple(os.open(ROOTS / part, os.O_PATH | os.O_DIRECTORY) for part in ("changes", "work"))
-        root = mount_overlay([folder / "lower"], namespace, (fds[0], fds[1]))
+        root = mount_overlay([str(folder / "lower")], namespace, (fds[0], fds[1]))
     for fd in (mount, *fds):
         os.close(fd)
     return root
@@ -96,7 +79,7 @@ def test_folders_of_an_image_cannot_be_renamed_where_the_kernel_allows_redirects
             assert refused.value.errno == errno.EXDEV
         os.close(root)
 
-    in_private_namespace(work, tmp_path)
+    run_in_private_namespace(work, [tmp_path])
 
 
 @pytest.mark.parametrize("link", ["/run", "../../..", "/proc/self/root", "other"])
@@ -118,7 +101,7 @@ def test_a_mount_point_behind_a_link_is_refused(tmp_path: Path, folder: str, lin
                 attach_below(mount, root, "opt/toolcrew")
             assert refused.value.errno in (errno.ELOOP, errno.ENOTDIR)
 
-    in_private_namespace(work, tmp_path)
+    run_in_private_namespace(work, [tmp_path])
 
 
 def test_a_mount_is_attached_to_the_folder_below_the_root(tmp_path: Path) -> None:
@@ -134,4 +117,64 @@ def test_a_mount_is_attached_to_the_folder_below_the_root(tmp_path: Path) -> Non
             assert os.listdir(ROOTS / "opt/toolcrew") == ["content"]
         assert not (ROOTS / "opt").exists()
 
-    in_private_namespace(work, tmp_path)
+    run_in_private_namespace(work, [tmp_path])
+
+
+def test_layers_can_have_any_name_and_only_the_overlay_remains(tmp_path: Path, namespace: int) -> None:
+    layers = [tmp_path / name for name in ("a:b", "c,d=e", "f\\g")]
+    for layer in layers:
+        layer.mkdir()
+        (layer / layer.name).touch()
+
+    def work() -> int:
+        before = list_mounts()
+        overlay = mount_overlay([str(layer) for layer in layers], namespace)
+        assert list_mounts() == before
+        return overlay
+
+    before, overlay = list_mounts(), run_in_private_namespace(work, [tmp_path])
+    assert sorted(os.listdir(f"/proc/self/fd/{overlay}")) == sorted(layer.name for layer in layers)
+    os.close(overlay)
+    assert list_mounts() == before
+
+
+def test_folders_of_detached_mounts_are_layers_after_they_are_attached(tmp_path: Path, namespace: int) -> None:
+    mounts = []
+    for name in ("upper", "lower"):
+        (tmp_path / name / "files" / name).mkdir(parents=True)
+        mounts.append(clone_tree(tmp_path / name, id_map=namespace))
+
+    def work() -> int:
+        with attached_together(mounts, "disks"):
+            folders = [os.open("files", os.O_PATH | os.O_DIRECTORY, dir_fd=mount) for mount in mounts]
+            overlay = mount_overlay(folders, None)
+            for fd in folders:
+                os.close(fd)
+        return overlay
+
+    overlay = run_in_private_namespace(work)
+    assert sorted(os.listdir(f"/proc/self/fd/{overlay}")) == ["lower", "upper"]
+    for fd in (overlay, *mounts):
+        os.close(fd)
+
+
+def test_more_layers_than_the_kernel_reads_are_refused_with_their_number(tmp_path: Path, namespace: int) -> None:
+    def work() -> None:
+        with pytest.raises(OSError, match=r"too many layers \(400\)") as refused:
+            mount_overlay([str(tmp_path)] * 400, namespace)
+        assert refused.value.errno == errno.E2BIG
+        assert os.listdir(ROOTS) == []
+
+    run_in_private_namespace(work, [tmp_path])
+
+
+def test_as_many_layers_as_an_image_and_its_forks_have_are_mounted(tmp_path: Path, namespace: int) -> None:
+    for number in range(240):
+        (tmp_path / str(number) / f"in-{number}").mkdir(parents=True)
+
+    def work() -> int:
+        return mount_overlay([str(tmp_path / str(number)) for number in range(240)], namespace)
+
+    overlay = run_in_private_namespace(work, [tmp_path])
+    assert len(os.listdir(f"/proc/self/fd/{overlay}")) == 240
+    os.close(overlay)

@@ -6,14 +6,18 @@ that is killed at any point leaves no mount on the host.
 """
 
 import ctypes
+import errno
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from toolcrew.workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check, open_context
+from toolcrew.workers.sandboxd.disks.mount_api import LIBC, NODEV, NOSUID, RDONLY, check
+
+T = TypeVar("T")
 
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
@@ -33,6 +37,8 @@ ROOTS: Final = Path("/mnt")
 """Folder in a private namespace under which the root file systems of sandboxes are mounted."""
 ID_RANGE: Final = 65_536
 """Number of user and group ids of one sandbox."""
+_PAGE: Final = 4096
+"""Maximum size of the options of a mount, with a zero at the end."""
 
 
 def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None) -> int:
@@ -57,31 +63,70 @@ def set_attributes(mount: int, attributes: int, id_map: int | None = None) -> No
 
 
 def mount_overlay(
-    lower: Sequence[str | Path | int],
-    id_map: int,
+    lower: Sequence[str | int],
+    id_map: int | None,
     upper: tuple[int, int] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the descriptor of an overlay over the folders of `lower`, the top one first. `upper`: descriptors of the
-    folder for changes and of the work folder, both below one mount; without it, the overlay is read-only. These folders
-    and those of `lower` must be in mounts with the `id_map`. `options` replace `_OVERLAY_OPTIONS`. Raises OSError.
+    """Return the descriptor of an overlay over the folders of `lower`, the top one first: paths, which are mapped by
+    `id_map`, or descriptors of folders, which are used as they are. `upper`: descriptors of the folder for changes and
+    of the work folder, both below one mount; without it, the overlay is read-only. `options` replace
+    `_OVERLAY_OPTIONS`.
+
+    Linux before 6.13 takes only paths as layers, and before 6.15 only folders of attached mounts. So all descriptors
+    must be of attached mounts, and this must run in a private namespace. Raises OSError.
     """
-    with ExitStack() as stack:
-        context = stack.enter_context(open_context("overlay"))
-        for folder in lower:
+    with attached_together([], "layers") as place:
+        names = []
+        for number, folder in enumerate(lower):
             if isinstance(folder, int):
-                context.set("lowerdir+", folder)
+                names.append(_path_of(folder))
                 continue
-            fd = clone_tree(folder, RDONLY, id_map)
-            stack.callback(os.close, fd)
-            context.set("lowerdir+", fd)
+            layer = clone_tree(folder, RDONLY, id_map)
+            try:
+                names.append(_attach_at(layer, place / str(number)))
+            finally:
+                os.close(layer)
+        settings = {"lowerdir": ":".join(names), **_OVERLAY_OPTIONS, **(options or {})}
         if upper is not None:
-            context.set("upperdir", upper[0])
-            context.set("workdir", upper[1])
-        for name, value in {**_OVERLAY_OPTIONS, **(options or {})}.items():
-            context.set(name, value)
-        context.set("source", "toolcrew")
-        return context.mount(NOSUID | NODEV | (RDONLY if upper is None else 0))
+            settings |= {"upperdir": _path_of(upper[0]), "workdir": _path_of(upper[1])}
+        text = ",".join(f"{name}={value}" for name, value in settings.items()).encode()
+        # The kernel reads one page and would ignore the rest.
+        if len(text) >= _PAGE:
+            raise OSError(errno.E2BIG, f"an image and its forks have too many layers ({len(names)}) for one mount")
+        top = place / "top"
+        top.mkdir()
+        flags = ctypes.c_ulong(NOSUID | NODEV | (RDONLY if upper is None else 0))
+        check(LIBC.mount(b"toolcrew", os.fsencode(top), b"overlay", flags, text), "overlay")
+        return clone_tree(top)
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _attach_at(mount: int, place: Path) -> str:
+    place.mkdir()
+    _move(mount, _AT_FDCWD, os.fsencode(place), 0)
+    return str(place)
+
+
+@contextmanager
+def attached_together(mounts: Sequence[int], name: str) -> Iterator[Path]:
+    """Attach detached mounts below a new folder of a private namespace inside the block, so that folders of them can be
+    layers of an overlay. Yield the folder, below which more can be attached. One call of the kernel detaches all, as
+    each call waits for all processors.
+    """
+    place = ROOTS / name
+    place.mkdir()
+    try:
+        check(LIBC.mount(b"none", os.fsencode(place), b"tmpfs", ctypes.c_ulong(0), b"mode=711,size=1m"), str(place))
+        with _unmounted(place):
+            for number, mount in enumerate(mounts):
+                _attach_at(mount, place / str(number))
+            yield place
+    finally:
+        place.rmdir()
 
 
 @contextmanager
@@ -90,6 +135,12 @@ def attached(mount: int, place: Path) -> Iterator[None]:
     sandbox may be able to change the path `place`.
     """
     _move(mount, _AT_FDCWD, os.fsencode(place), 0)
+    with _unmounted(place):
+        yield
+
+
+@contextmanager
+def _unmounted(place: Path) -> Iterator[None]:
     try:
         yield
     finally:
@@ -116,6 +167,17 @@ def _open_below(root: int, folder: str) -> int:
 def _move(mount: int, parent: int, path: bytes, flags: int) -> None:
     flags |= _MOVE_MOUNT_F_EMPTY_PATH
     check(LIBC.syscall(_MOVE_MOUNT, mount, b"", parent, path, flags), path.decode(errors="replace") or "move_mount")
+
+
+def run_in_private_namespace(work: Callable[[], T], needed: Sequence[Path] = ()) -> T:
+    """Run `work` in a new thread after `enter_private_namespace`, and return its result. Raises OSError."""
+
+    def run() -> T:
+        enter_private_namespace(needed)
+        return work()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def enter_private_namespace(needed: Sequence[Path]) -> None:
