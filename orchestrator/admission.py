@@ -15,14 +15,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolcrew.concurrency.tasks import begin_shared, cancel_all
+from toolcrew.concurrency.tasks import SharedReads, begin_shared, cancel_all
 from toolcrew.contract.calls import RunFailure, ToolResult
-from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.plurals import count, plural
-from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.slots import (
@@ -33,6 +32,7 @@ from toolcrew.store.slots import (
     SlotRequest,
     SlotStore,
     WaitReason,
+    find_reasons,
     grants_channel,
     renew,
     restore,
@@ -48,17 +48,7 @@ NOTICE_S = 0.5
 """Waiting time, in seconds, after which users are informed that a call waits for a slot. Short waits are not reported:
 in a busy pool, most calls wait for some milliseconds.
 """
-PAUSE_POLL_S = 0.5
-"""Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
-continue within two seconds.
-"""
-MIN_WAIT_S = 1.0
-"""Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
-QUEUE_MARGIN_S = 0.4
-"""Seconds by which a call of a paused tenant may wait longer in `inner`, the admission that PausableAdmission wraps,
-than its own limit allows.
-"""
 TICK_S = 1.0
 """Interval at which a queue with waiting calls is checked for new slots, in seconds."""
 RENEWALS_A_LEASE = 4
@@ -187,130 +177,6 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
     return WaitNotice(request.call_id, tenant, request.tool, reason, message)
 
 
-class PolicySource(Protocol):
-    """Source of the present policies of tenants."""
-
-    async def policy(self, tenant: str) -> TenantPolicy: ...
-
-
-class PausableAdmission:
-    """Adds the pausing of tenants to another admission, `inner`. `inner` grants the slots, and counts the calls of
-    paused tenants as waiting.
-
-    If the tenant is paused before a call is sent, the call releases its slot and waits.
-    """
-
-    def __init__(self, inner: Admission, tenants: PolicySource) -> None:
-        self._inner = inner
-        self._tenants = tenants
-        self._waiting: Counter[str] = Counter()
-        self._watches: dict[str, asyncio.Task[None]] = {}
-
-    @asynccontextmanager
-    async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """Wait for a slot as Admission.slot does. Urgent calls are never paused, because they only end calls and
-        sessions.
-
-        Also raises ToolFailure(RATE_LIMITED): the tenant is still paused after `wait_s`.
-        """
-        # A paused tenant must still be able to close its sessions. They hold resources that other tenants wait for.
-        if request.is_urgent:
-            async with self._inner.slot(request, is_early=is_early) as slot:
-                yield slot
-            return
-        until = asyncio.get_running_loop().time() + request.wait_s
-        policy = request.policy
-        while True:
-            if policy.is_paused:
-                policy = await self._until_resumed(replace(request, policy=policy), until)
-                wait_s = max(MIN_WAIT_S, until - asyncio.get_running_loop().time())
-                request = replace(request, policy=policy, wait_s=wait_s)
-                continue
-            async with self._inner.slot(request, is_early=is_early) as slot:
-                # The policy is read again, because the tenant may have been paused while the call waited for the slot.
-                policy = await self._tenants.policy(request.tenant)
-                if not policy.is_paused:
-                    yield slot
-                    return
-                # No call ran in the slot, so the tenant is not charged.
-                slot.used_s = 0.0
-
-    async def aclose(self) -> None:
-        """Close `inner`. Calls of paused tenants that wait in `inner` fail."""
-        watches = list(self._watches.values())
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        await self._inner.aclose()
-
-    async def _until_resumed(self, request: SlotRequest, until: float) -> TenantPolicy:
-        """Return the policy of the resumed tenant. Raises ToolFailure: the tenant is still paused at `until`, or too
-        many of its calls wait.
-        """
-        tenant, remaining_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
-        # `inner` counts the call as waiting. The limit of this method is reached first: its message says that the
-        # tenant is paused.
-        slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=remaining_s + QUEUE_MARGIN_S)))
-        self._waiting[tenant] += 1
-        try:
-            # Count this call before looking for the task `_watch`, which ends when no call of its tenant counts as
-            # waiting.
-            watch = self._watches.get(tenant)
-            if watch is None:
-                watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
-            done, _ = await asyncio.wait({watch, slot_hold}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            slot_hold.cancel()
-            await asyncio.gather(slot_hold, return_exceptions=True)
-            self._waiting[tenant] -= 1
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
-        if watch in done:
-            return await self._tenants.policy(tenant)
-        # `_hold_place` ends before the timeout only with an error: too many calls wait, Redis does not answer, or the
-        # client was closed.
-        if slot_hold in done:
-            slot_hold.result()
-        raise _still_paused(request, await self._tenants.policy(tenant))
-
-    async def _hold_place(self, request: SlotRequest) -> None:
-        """Wait in `inner`, so that the call counts as waiting. `inner` grants no slot to a paused tenant, so the method
-        ends only with an exception.
-        """
-        async with self._inner.slot(request):
-            raise AssertionError(f"tenant {request.tenant} is paused and got a slot")
-
-    async def _watch(self, tenant: str) -> None:
-        """Wait until the tenant is resumed, or until none of its calls waits. There is one task per tenant."""
-        try:
-            # The policy is in Redis, which sends no event when the policy changes.
-            while self._waiting[tenant] and await self._is_paused(tenant):  # noqa: ASYNC110
-                await asyncio.sleep(PAUSE_POLL_S)
-        finally:
-            del self._watches[tenant]
-
-    async def _is_paused(self, tenant: str) -> bool:
-        try:
-            return (await self._tenants.policy(tenant)).is_paused
-        except BrokerUnavailable as error:
-            # If the policy cannot be read, the tenant stays paused, because operators use a pause to stop a tenant.
-            log.warning("pause_state_not_read", tenant=tenant, error=str(error))
-            return True
-        except (ToolFailure, OperatorError):
-            # The tenant was removed, or its policy is unreadable. Each of its calls continues and fails with that
-            # error.
-            return False
-
-
-def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
-    reason = f" ({policy.pause_reason})" if policy.pause_reason else ""
-    sentence = (
-        f"{request.tool} was not run: tenant {request.tenant} is paused{reason}; its calls continue when an operator "
-        f"resumes it (toolcrew tenants resume {request.tenant})"
-    )
-    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
-
-
 @dataclass
 class _Ticket:
     """A call that waits for a slot or holds a slot. `is_known`: Redis has the request. `reason`: why the call waits.
@@ -345,6 +211,9 @@ class SharedAdmission:
         clock: Clock | None = None,
         scripts: ScriptConnection | None = None,
     ) -> None:
+        self._client = client
+        self._deployment = deployment
+        self._reasons = SharedReads[dict[tuple[str, str], WaitReason]]()
         self._scripts = scripts or ScriptConnection(client)
         self._owns_scripts = scripts is None
         self.id = secrets.token_hex(6)
@@ -431,7 +300,19 @@ class SharedAdmission:
         except TimeoutError:
             if self._outage is not None:
                 raise _unavailable(f"Redis does not answer ({self._outage})") from None
-            raise _none_free(ticket.request) from None
+            raise _still_waits(ticket.request, await self._find_reason(ticket)) from None
+
+    async def _find_reason(self, ticket: _Ticket) -> WaitReason | None:
+        """Return why the call waits now, or the last known reason if Redis does not answer."""
+        pair = (ticket.request.tenant, ticket.request.queue)
+        try:
+            # Many calls of a tenant may reach their limits at the same time.
+            reasons = await self._reasons.read(
+                "|".join(pair), lambda: find_reasons(self._client, self._deployment, [pair])
+            )
+        except BrokerUnavailable:
+            return ticket.reason
+        return reasons[pair]
 
     async def _report_wait(self, ticket: _Ticket) -> None:
         """Report the reason for the wait to the listener of the task, if there is one."""
@@ -585,13 +466,25 @@ def _too_many(request: SlotRequest, retry_after_s: float) -> ToolFailure:
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=round(retry_after_s, 3), **NOT_ADMITTED)
 
 
-def _none_free(request: SlotRequest) -> ToolFailure:
+def _still_waits(request: SlotRequest, reason: WaitReason | None) -> ToolFailure:
+    """Return the failure of a call that has waited for its whole time."""
+    if reason is WaitReason.PAUSED:
+        return _still_paused(request)
     retry_after_s = min(MAX_RETRY_S, max(1.0, request.wait_s))
     sentence = (
         f"{request.tool} was not run: none of the slots that tenant {request.tenant} may use became free within "
         f"{request.wait_s:g} s; try again in {retry_after_s:.0f} s, or with fewer calls at a time"
     )
     return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=retry_after_s, **NOT_ADMITTED)
+
+
+def _still_paused(request: SlotRequest) -> ToolFailure:
+    reason = f" ({request.policy.pause_reason})" if request.policy.pause_reason else ""
+    sentence = (
+        f"{request.tool} was not run: tenant {request.tenant} is paused{reason}; its calls continue when an operator "
+        f"resumes it (toolcrew tenants resume {request.tenant})"
+    )
+    return ToolFailure(ErrorCode.RATE_LIMITED, sentence, retry_after_s=PAUSED_RETRY_S, is_paused=True, **NOT_ADMITTED)
 
 
 async def until_admitted(send: Callable[[], Awaitable[ToolResult]]) -> ToolResult:

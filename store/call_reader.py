@@ -46,7 +46,7 @@ from toolcrew.store.calls import CallStore
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.scripts import Script
 from toolcrew.store.sessions import parse_session_location
-from toolcrew.store.slots import WaitReason
+from toolcrew.store.slots import WaitReason, find_reasons
 
 MAX_SEARCHED = 200_000
 """Maximum number of waiting calls that a search for one call reads. Waiting calls are stored by the id of their slot
@@ -217,11 +217,11 @@ class CallReader:
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         slots, is_also_cut = await self._scan("held", MAX_LISTED)
         waiting, granted = _select(tickets, tenants), _select(slots, tenants)
-        limits = await self._limits(tenants)
+        reasons = await find_reasons(self._client, self._deployment, {_pair_of(entry) for entry in waiting.values()})
         # The order of the index is not the order of the ends, so pages need all of its entries.
         recent = await self._recent(tenants, CALLS_LISTED if len(tenants) == 1 else limit + 1)
         names = sorted((granted.keys() | recent) - waiting.keys())
-        listed = [_build_waiting(entry, limits[tenant]) for (tenant, _), entry in waiting.items()]
+        listed = [_build_waiting(entry, reasons[_pair_of(entry)]) for entry in waiting.values()]
         for (tenant, call), record in zip(names, await self._records.find_all(names), strict=True):
             if record is not None:
                 listed.append(_build_listed(tenant, call, record))
@@ -251,13 +251,6 @@ class CallReader:
                 return found, False
         return found, True
 
-    async def _limits(self, tenants: Sequence[str]) -> dict[str, Mapping[bytes, bytes]]:
-        """Return admission's hash of each tenant: its limits and their use."""
-        pipe = self._client.pipeline(transaction=False)
-        for tenant in tenants:
-            pipe.hgetall(f"{admission_prefix(self._deployment)}tenant:{tenant}")
-        return dict(zip(tenants, await _ask(pipe.execute()), strict=True))
-
     async def _recent(self, tenants: Sequence[str], limit: int) -> set[tuple[str, str]]:
         pipe = self._client.pipeline(transaction=False)
         for tenant in tenants:
@@ -272,9 +265,7 @@ class CallReader:
     # --- One call --------------------------------------------------------------------------------------------------
 
     async def read(self, tenant: str, call_id: str) -> CallLife | None:
-        """Return the state of a tenant's call; None for an unknown call. A call that waits because its tenant is
-        paused is known only to the program that sent it.
-        """
+        """Return the state of a tenant's call; None for an unknown call."""
         # The id becomes a part of keys, and of a text that is searched for. A `:` could name a key of another kind.
         if not _NAME.fullmatch(call_id):
             return None
@@ -383,13 +374,14 @@ class CallReader:
         ticket, fields = tickets[0]
         lane = f"{admission_prefix(self._deployment)}lane:{fields['queue']}|{tenant}:{fields.get('lane')}"
         run, batch = await self._run(tenant, call_id)
-        limits = (await self._limits([tenant]))[tenant]
+        limits: Any = await _ask(self._client.hgetall(f"{admission_prefix(self._deployment)}tenant:{tenant}"))
+        [reason] = (await find_reasons(self._client, self._deployment, [_pair_of(fields)])).values()
         return CallLife(
             id=call_id,
             tenant=tenant,
             tool=str(fields.get("tool", "")) or None,
             state=WAITING,
-            reason=_find_reason(fields, limits).value,
+            reason=reason.value,
             queued_at=float(fields.get("since", 0.0)) or None,
             tenant_in_flight=int(limits.get(b"held", b"0")),
             tenant_limit=int(limits[b"in_flight"]) if b"in_flight" in limits else None,
@@ -455,8 +447,7 @@ def unknown_call(text: str, tenant: str | None) -> ToolFailure:
     whose = f" of tenant {tenant}" if tenant is not None else ""
     return ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"call {text[:128]}{whose} was not found: check the id and --tenant. Calls are stored for a day. While a "
-        "tenant is paused, only the program that sent a waiting call can show it",
+        f"call {text[:128]}{whose} was not found: check the id and --tenant. Calls are stored for a day",
     )
 
 
@@ -498,29 +489,20 @@ def _select(
     }
 
 
-def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> ListedCall:
+def _pair_of(entry: Mapping[str, Any]) -> tuple[str, str]:
+    return str(entry["tenant"]), str(entry["queue"])
+
+
+def _build_waiting(entry: Mapping[str, Any], reason: WaitReason) -> ListedCall:
     return ListedCall(
         id=str(entry["call"]),
         tenant=str(entry["tenant"]),
         tool=str(entry.get("tool", "")) or None,
         state="waiting",
         since=float(entry.get("since", 0.0)) or None,
-        reason=_find_reason(entry, limits),
+        reason=reason,
         host=host_of(str(entry["queue"])),
     )
-
-
-def _find_reason(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> WaitReason:
-    """Return why a call waits. The rules are the same as those of `waiting_reason` in slots_operations.lua."""
-
-    def number(name: bytes) -> float:
-        return float(limits.get(name, b"0"))
-
-    if entry.get("lane") == "paused":
-        return WaitReason.PAUSED
-    if number(b"held") >= number(b"in_flight"):
-        return WaitReason.IN_FLIGHT
-    return WaitReason.RATE if number(b"blocked") else WaitReason.SLOTS
 
 
 def _rank(call: ListedCall) -> tuple[int, float, str, str]:

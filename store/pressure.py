@@ -131,17 +131,13 @@ class Pressure:
     async def _run_scan(self) -> _Scan:
         """Read all waiting calls in steps. Redis serves other clients between two steps."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
-        paused = Counter[str]()
         cursor, rows = 0, dict[bytes, bytes]()
         while True:
             answer: Any = await self._client.hscan(f"{self._prefix}waiting", cursor, count=SCAN)
             cursor, rows = answer
             for text in rows.values():
                 call = json.loads(text)
-                if call["lane"] == "paused":
-                    paused[call["queue"]] += 1
-                else:
-                    calls[call["queue"], call["tenant"]].append(float(call["since"]))
+                calls[call["queue"], call["tenant"]].append(float(call["since"]))
             if cursor == 0:
                 break
         pairs = list(calls)
@@ -150,7 +146,7 @@ class Pressure:
             for queue, tenant in pairs:
                 pipe.hget(f"{self._prefix}pair:{queue}|{tenant}", "blocked")
             blocked = await pipe.execute()
-        scan = _Scan(Counter(), paused, {})
+        scan = _Scan(Counter(), Counter(), {})
         for (queue, tenant), is_blocked in zip(pairs, blocked, strict=True):
             instants = calls[queue, tenant]
             if float(is_blocked or 0) > 0:

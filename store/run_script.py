@@ -12,12 +12,13 @@ from toolcrew.store.audit import AUDIT_LUA
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.scripts import Script
+from toolcrew.store.tenants import PAUSE_LUA
 
 _FOLDER = resources.files("toolcrew.store")
 _STEPS = "\n".join(_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("runs.lua", "durable_runs.lua"))
 _CALL = "return steps[operation](unpack(values))"
 _SCRIPT = Script(
-    "\n".join([AUDIT_LUA, UNSEAL_LUA, MEMORY_LUA, _STEPS, _CALL]),
+    "\n".join([AUDIT_LUA, UNSEAL_LUA, PAUSE_LUA, MEMORY_LUA, _STEPS, _CALL]),
     args=("deployment", "runs", "operation", "values..."),
 )
 _PARAMETERS = {

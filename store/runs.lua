@@ -216,22 +216,6 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
   return batch
 end
 
--- Returns whether the policy of the tenant pauses its runs (contract/tenancy.py). A step reads each policy once.
-local paused_tenants = {}
-local function is_paused(tenant)
-  if paused_tenants[tenant] == nil then
-    local key = deployment .. 'tenants'
-    local policies = redis.call('HMGET', key, tenant, 'default', '#version')
-    local is_open = redis.call('HLEN', key) == (policies[2] and 1 or 0) + (policies[3] and 1 or 0)
-    local policy = unsealed(policies[1] or is_open and policies[2] or '')
-    -- Most policies do not contain the field and need no parsing.
-    local mentions_pause = string.find(policy, 'is_paused', 1, true)
-    local is_json, fields = pcall(cjson.decode, mentions_pause and policy or '{}')
-    paused_tenants[tenant] = is_json and type(fields) == 'table' and fields.is_paused == true
-  end
-  return paused_tenants[tenant]
-end
-
 local steps = {}
 
 -- `...`: tenants and how many of their notices the sender has. Claims notices that are due; no other process
@@ -339,7 +323,7 @@ function steps.claim(owner, max_claims, lease_s, only_batch, tenants, ...)
   local tokens, claims, abandoned, full_tenants = {...}, {}, {}, {}
   max_claims, lease_s = tonumber(max_claims), tonumber(lease_s)
   local function is_eligible(tenant, batch)
-    if is_paused(tenant) then return false end
+    if is_paused(deployment .. 'tenants', tenant) then return false end
     if only_batch ~= '' then return only_batch == tenant .. '|' .. batch end
     if tenants ~= '' and not string.find(tenants, ',' .. tenant .. ',', 1, true) then return false end
     return batch == NO_BATCH or redis.call('HGET', batch_key(tenant, batch), 'is_detached') == '1'

@@ -44,10 +44,11 @@ class Script:
         self._one_arg, self._more_args = _split_names(args)
 
     @classmethod
-    def load(cls, *files: str, args: Sequence[str]) -> "Script":
-        """Return a script from files of this package."""
+    def load(cls, *files: str, args: Sequence[str], functions: str = "") -> "Script":
+        """Return a script from files of this package. `functions`: Lua functions that they use."""
         folder = resources.files("toolcrew.store")
-        return cls("\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in files), args=args)
+        texts = (folder.joinpath(name).read_text(encoding="utf-8") for name in files)
+        return cls("\n".join((functions, *texts)), args=args)
 
     def arrange(self, values: Mapping[str, Value]) -> list[Any]:
         """Return the arguments of EVALSHA after the digest: the number of keys, the keys, and the arguments."""

@@ -11,17 +11,19 @@ import asyncio
 import contextvars
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
 from toolcrew.contract.errors import BrokerUnavailable
-from toolcrew.contract.names import admission_prefix, slots_key
+from toolcrew.contract.names import admission_prefix, slots_key, tenants_key
+from toolcrew.contract.signing import UNSEAL_LUA
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.scripts import CLOSED, ReplyMissing, Script, ScriptConnection
+from toolcrew.store.tenants import PAUSE_LUA
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -71,16 +73,16 @@ def count_slots_in_use(in_flight: int, slots: int) -> int:
 
 LEASE_S = 20.0
 """Time, in seconds, after which a slot or a request for a slot ends if its orchestrator no longer renews it."""
-_FILES = ("slots_state.lua", "slots_operations.lua")
+PAIRS_AT_ONCE = 500
+_FUNCTIONS = UNSEAL_LUA + PAUSE_LUA
+_NAMES = ("prefix", "slots_prefix", "tenants", "this_orchestrator", "lease_s", "at", "operations_json")
 
 Operation = Sequence[object]
 
 
 def load_script() -> Script:
     """Return the Lua script that divides the slots."""
-    return Script.load(
-        *_FILES, args=("prefix", "slots_prefix", "this_orchestrator", "lease_s", "at", "operations_json")
-    )
+    return Script.load("slots_state.lua", "slots_operations.lua", args=_NAMES, functions=_FUNCTIONS)
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
@@ -98,7 +100,7 @@ def held_slots_key(deployment: str) -> str:
 def script_arguments(
     deployment: str,
     orchestrator: str,
-    operations: Iterable[Operation],
+    operations: Iterable[Operation | Mapping[str, str]],
     *,
     lease_s: float = LEASE_S,
     now: float | None = None,
@@ -107,12 +109,29 @@ def script_arguments(
     return {
         "prefix": admission_prefix(deployment),
         "slots_prefix": slots_key(deployment, ""),
+        "tenants": tenants_key(deployment),
         "this_orchestrator": orchestrator,
         "lease_s": repr(lease_s),
         "at": "" if now is None else repr(now),
         # One text for all operations: Lua limits the number of arguments.
         "operations_json": json.dumps(list(operations), separators=(",", ":")),
     }
+
+
+async def find_reasons(
+    client: RedisClient, deployment: str, pairs: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], WaitReason]:
+    """Return why calls wait for a slot, by tenant and queue. The functions of the step decide. Raises
+    BrokerUnavailable.
+    """
+    script = Script.load("slots_state.lua", "slots_reasons.lua", args=_NAMES, functions=_FUNCTIONS)
+    reasons, remaining = dict[tuple[str, str], WaitReason](), iter(pairs)
+    while some := list(itertools.islice(remaining, PAIRS_AT_ONCE)):
+        fields = [{"tenant": tenant, "queue": queue} for tenant, queue in some]
+        with broker_errors("the reasons for waiting were not read"):
+            reply = await script.run(client, **script_arguments(deployment, "", fields))
+        reasons |= {pair: WaitReason(reason.decode()) for pair, reason in zip(some, reply, strict=True)}
+    return reasons
 
 
 def enqueue(call: str, request: SlotRequest) -> Operation:
@@ -177,7 +196,6 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         "limit": request.limit_s,
         "batch": request.priority == "batch",
         "urgent": request.is_urgent,
-        "paused": policy.is_paused,
     }
     limits = {
         "weight": policy.weight,

@@ -181,7 +181,7 @@ end
 local function grant_at_once(id, call, queue, pair, tenant)
   local seconds = estimate(call)
   local is_long, fields = seconds >= LONG_S, pair.fields
-  if call.paused or queue.fields.waiting > 0 or tenant.fields.blocked > 0 then return false end
+  if queue.fields.waiting > 0 or tenant.fields.blocked > 0 then return false end
   if queue.fields.held >= (seconds < TINY_S and queue.tiny_capacity or queue.capacity) then return false end
   if is_long and (fields.long >= queue.long_each or queue.fields.long >= queue.slots) then return false end
   if limit_of(tenant) then return false end
@@ -217,9 +217,7 @@ function operations.enqueue(id, call, policy)
   end
   if grant_at_once(id, call, queue, pair, tenant) then return end
   add(queue, 'sequence', 1)
-  -- Calls in the lane 'paused' get no slot. They count as waiting until their orchestrator removes them.
-  local lane = (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
-  call.seq, call.lane = queue.fields.sequence, call.paused and 'paused' or lane
+  call.seq, call.lane = queue.fields.sequence, (call.batch and 'batch:' or 'interactive:') .. (is_long and 'long' or 'short')
   call.since = now  -- for reports of waiting times
   calls[id] = call
   redis.call('HSET', prefix .. 'waiting', id, cjson.encode(call))
@@ -232,13 +230,6 @@ function operations.enqueue(id, call, policy)
   refresh(queue, pair)
   unblock(tenant)
   grant(queue)
-end
-
-local function waiting_reason(call)
-  if call.lane == 'paused' then return 'paused' end
-  local queue, tenant = queue_of(call.queue), tenant_of(call)
-  if pair_of(queue, call.tenant).fields.blocked == 0 then return 'slots' end
-  return limit_of(tenant) == math.huge and 'in_flight' or 'rate'
 end
 
 function operations.restore(id, call, policy)

@@ -1,4 +1,5 @@
 -- One atomic step of admission: processes the operations of one orchestrator and grants the slots that become free. docs/design.md explains the state.
+-- slots_reasons.lua uses the functions of this file without a step.
 --
 -- `at`: the present time; "" for Redis's clock. `operations_json`: a list of
 --   ["enqueue", id, call, policy]   requests a slot for a call; repeatable, returns the state of the call
@@ -23,6 +24,7 @@ local UNKNOWN_SLOTS = 4    -- capacity of a queue without reports from workers
 local INTERACTIVE_RUN = 7  -- how many interactive calls in a row may overtake a batch call
 local DECAY = 0.8          -- weight of a longer estimate after a shorter call
 local IDLE_S, ESTIMATE_S = 600, 86400
+local PAUSE_CHECK_S = 0.5  -- until a resumed tenant gets slots again
 local SWEEP_AT_ONCE = 500
 local LANES = {'interactive:short', 'interactive:long', 'batch:short', 'batch:long'}
 
@@ -219,9 +221,11 @@ local function queue_of(name)
   return queue
 end
 
--- Returns nil when the tenant may start a call, the time at which its rate limit allows the call, or math.huge when it must return a slot first.
+-- Returns nil when the tenant may start a call, the time at which its rate limit allows the call or a pause is checked again, or math.huge when it must
+-- return a slot first.
 local function limit_of(tenant)
   local fields = tenant.fields
+  if is_paused(tenants, tenant.name) then return now + PAUSE_CHECK_S end
   if fields.held >= fields.in_flight then return math.huge end
   if fields.rate > 0 then
     if fields.tokens_at == 0 then fields.tokens, fields.tokens_at = fields.burst, now end
@@ -249,4 +253,11 @@ local function block(queue, pair, tenant, until_at)
   add(tenant, 'blocked', 1)
   unrank(queue, pair)
   refresh(queue, pair)
+end
+
+-- Returns why a waiting call has no slot yet (WaitReason in slots.py).
+local function waiting_reason(call)
+  if is_paused(tenants, call.tenant) then return 'paused' end
+  local until_at = limit_of(tenant_of(call))
+  return until_at == math.huge and 'in_flight' or until_at and 'rate' or 'slots'
 end

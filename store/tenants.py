@@ -58,6 +58,29 @@ MAX_CHANGES = 20
 _NAME: TypeAdapter[str] = TypeAdapter(Identifier)
 _NO_BUDGETS = Budgets()
 
+PAUSE_LUA = """
+-- Returns whether the policy of the tenant pauses its work. A step reads each policy once. `key`: of all policies.
+local paused_tenants = {}
+local function is_paused(key, tenant)
+  if paused_tenants[tenant] == nil then
+    local policy = redis.call('HGET', key, tenant)
+    if not policy then
+      local default = redis.call('HMGET', key, 'default', '#version')
+      -- Without registered tenants, the default policy is for all names.
+      policy = default[1] and redis.call('HLEN', key) == (default[2] and 2 or 1) and default[1]
+    end
+    -- Most policies do not contain the field and need no parsing.
+    local mentions_pause = string.find(policy or '', 'is_paused', 1, true)
+    local is_json, fields = pcall(cjson.decode, mentions_pause and unsealed(policy) or '{}')
+    paused_tenants[tenant] = is_json and type(fields) == 'table' and fields.is_paused == true
+  end
+  return paused_tenants[tenant]
+end
+"""
+"""Lua function for scripts that start work. It needs UNSEAL_LUA before it. Scripts alone decide which work waits for a
+paused tenant, in the step in which the work would start.
+"""
+
 _CHANGE = Script(
     f"""
 {AUDIT_LUA}

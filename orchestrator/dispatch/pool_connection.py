@@ -10,7 +10,7 @@ from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorErr
 from toolcrew.contract.masking import passwords_of
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
-from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission
+from toolcrew.orchestrator.admission import SharedAdmission
 from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor
 from toolcrew.orchestrator.dispatch.celery_transport import CeleryTransport, describe_sender
@@ -113,7 +113,7 @@ async def open_pool(
         stack.push_async_callback(scripts.aclose)
         transport = CeleryTransport(broker, hub, monitor, clock, scripts)
         stack.push_async_callback(transport.aclose)
-        admission = PausableAdmission(SharedAdmission(redis, deployment, scripts=scripts), tenants)
+        admission = SharedAdmission(redis, deployment, scripts=scripts)
         stack.push_async_callback(admission.aclose)
         installed = SkillStore(redis, deployment, keys)
         offers = TenantCatalog(catalog, installed)

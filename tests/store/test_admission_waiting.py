@@ -19,7 +19,6 @@ from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent, Warned
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.admission import (
-    PausableAdmission,
     SharedAdmission,
     WaitNotice,
     build_notice,
@@ -53,8 +52,8 @@ def tenants(client: "redis.asyncio.Redis") -> RedisTenants:
 
 
 @pytest.fixture
-async def admission(client: "redis.asyncio.Redis", tenants: RedisTenants) -> AsyncIterator[PausableAdmission]:
-    opened = PausableAdmission(SharedAdmission(client, DEPLOYMENT), tenants)
+async def admission(client: "redis.asyncio.Redis", tenants: RedisTenants) -> AsyncIterator[SharedAdmission]:
+    opened = SharedAdmission(client, DEPLOYMENT)
     yield opened
     await opened.aclose()
 
@@ -62,13 +61,13 @@ async def admission(client: "redis.asyncio.Redis", tenants: RedisTenants) -> Asy
 class Caller:
     """A call that keeps its slot until `may_end` is set, and the notices about its wait."""
 
-    def __init__(self, admission: PausableAdmission, policy: TenantPolicy, **fields: object) -> None:
+    def __init__(self, admission: SharedAdmission, policy: TenantPolicy, **fields: object) -> None:
         self.notices: asyncio.Queue[WaitNotice] = asyncio.Queue()
         self.has_slot = asyncio.Event()
         self.may_end = asyncio.Event()
         self.task = asyncio.create_task(self._run(admission, build_request("acme", policy=policy, **fields)))
 
-    async def _run(self, admission: PausableAdmission, request: object) -> None:
+    async def _run(self, admission: SharedAdmission, request: object) -> None:
         with report_waiting(self.notices.put_nowait):
             async with admission.slot(request):  # type: ignore[arg-type]
                 self.has_slot.set()
@@ -90,7 +89,7 @@ async def read_tenant(client: "redis.asyncio.Redis") -> TenantSummary:
 
 
 async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
-    client: "redis.asyncio.Redis", tenants: RedisTenants, admission: PausableAdmission
+    client: "redis.asyncio.Redis", tenants: RedisTenants, admission: SharedAdmission
 ) -> None:
     await tenants.add("acme", TenantPolicy())
     await tenants.pause("acme", "unpaid")
@@ -122,7 +121,7 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
     ],
 )
 async def test_the_wait_notice_names_the_tenant_limit(
-    tenants: RedisTenants, admission: PausableAdmission, policy: TenantPolicy, reason: WaitReason, message: str
+    tenants: RedisTenants, admission: SharedAdmission, policy: TenantPolicy, reason: WaitReason, message: str
 ) -> None:
     await tenants.add("acme", policy)
     first = Caller(admission, policy)

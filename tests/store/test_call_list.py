@@ -18,6 +18,7 @@ from toolcrew.store.call_reader import CallReader
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.scripts import ScriptConnection
 from toolcrew.store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
+from toolcrew.store.tenants import RedisTenants
 
 QUEUE = "pool.web"
 
@@ -88,6 +89,7 @@ async def test_waiting_calls_show_the_admission_reason(calls: Calls) -> None:
         "debtor": TenantPolicy(is_paused=True),
         "many": TenantPolicy(),
     }
+    await RedisTenants(calls.client, "d", KEY).add("debtor", policies["debtor"])
     for tenant, policy in policies.items():
         for number in range(30):
             await calls.ask_for_slot(f"c{number}", policy, tenant)

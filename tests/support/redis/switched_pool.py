@@ -27,10 +27,11 @@ from toolcrew.contract.session_locations import seal_start
 from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog, seal_catalog
-from toolcrew.orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
+from toolcrew.orchestrator.admission import SharedAdmission, UnlimitedAdmission
 from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
+from toolcrew.orchestrator.dispatch.request import Attempt
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.sessions.session import Session, SessionInfo
@@ -64,7 +65,7 @@ class SwitchedPool:
             policy=CallPolicy(self.registry, WorkerSwitches(self.redis, "default", KEY)),
             open_events=partial(open_call_events, connect_once(self.broker), "default", KEY),
         )
-        self.transport = AnsweringTransport(self._execute)
+        self.transport = LateTransport(self._execute)
         catalog = Catalog(tools=tuple(state.spec for state in self.registry.describe()))
         self.redis.set(catalog_key("default", "sandbox"), seal_catalog(KEY, "sandbox", catalog))
 
@@ -87,9 +88,7 @@ class SwitchedPool:
             "acme", SESSION, "q", start=seal_start(KEY, "acme", SESSION, EMPTY_SESSION), ttl_s=60, limit=1
         )
         tenants = RedisTenants(redis, "default", KEY)
-        admission = (
-            PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else UnlimitedAdmission()
-        )
+        admission = SharedAdmission(redis, "default") if has_admission else UnlimitedAdmission()
         installed = SkillStore(redis, "default", KEY)
         offers = TenantCatalog(catalog, installed)
         dispatcher = Dispatcher(
@@ -110,6 +109,15 @@ class SwitchedPool:
                 await admission.aclose()
             await events.close()
             await redis.aclose()
+
+
+class LateTransport(AnsweringTransport):
+    """A transport to which a call that is published before its slot is granted always comes too early."""
+
+    async def deliver(self, attempt: Attempt) -> Any:
+        if attempt.slot:
+            raise NotSent("no_slot")
+        return await super().deliver(attempt)
 
 
 class _Client(ToolClient):
