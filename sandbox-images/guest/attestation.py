@@ -6,7 +6,6 @@ The report forks no process.
 from __future__ import annotations
 
 import os
-import sys
 
 from guest.fields import check_fields
 from guest.paths import GuestPaths
@@ -44,9 +43,6 @@ def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs:
             "shm": _count_entries(_SHARED_MEMORY),
         },
         "workspace": _measure(paths.workspace),
-        # Send these fields for a sandboxd of an earlier release, which requires them.
-        "python": list(sys.version_info[:3]),
-        "programs": [],
     }
 
 
