@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -260,6 +260,16 @@ class ToolResult(Record):
     """
     blob: str | None = Field(default=None, max_length=256)
     """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""
+
+    @classmethod
+    def record_fields(cls) -> frozenset[str]:
+        """Return the names of the fields that contain another record."""
+        kinds = {name: (info.annotation, *get_args(info.annotation)) for name, info in cls.model_fields.items()}
+        return frozenset(
+            name
+            for name, types in kinds.items()
+            if any(isinstance(kind, type) and issubclass(kind, Record) for kind in types)
+        )
 
     @classmethod
     def failed(cls, call: ToolCall, code: ErrorCode, error: str, **fields: Any) -> "ToolResult":

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolcrew.contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
+from toolcrew.contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS, ToolResult
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.masking import Masker
 from toolcrew.contract.run_events import (
@@ -43,8 +43,10 @@ masked. The reply or the result contains the whole text.
 """
 IDENTIFIERS = frozenset({"type", "run", "session", "id", "call_id", "digest", "error_code", "method"})
 """Fields with values that toolcrew itself creates. These values are not masked."""
-RECORDS = frozenset({"call", "result", "clocks", "usage", "sandbox", "spill", "kill"})
-"""Fields of an event that contain a record of the contract. The field names of such a record are not masked."""
+RECORDS = frozenset({"call", "result", *ToolResult.record_fields()})
+"""Fields of an event that contain a call, a result or a record of a result. The field names of such a record are not
+masked.
+"""
 _LIMITS = {"name": MAX_NAME_CHARS, "output": MAX_OUTPUT_CHARS, "error": MAX_ERROR_CHARS}
 """Limits of the fields of a record, in characters. A masked text can be longer than the original text."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
