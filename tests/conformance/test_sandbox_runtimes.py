@@ -39,6 +39,7 @@ from toolcrew.contract.guest_protocol import (
     parse_guest_answer,
 )
 from toolcrew.workers.sandboxd.frames import Frame, GuestChannel
+from toolcrew.workers.sandboxd.runtime.apparmor import ProfileChoice
 from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEPLOYMENT,
@@ -163,6 +164,14 @@ async def test_a_property_that_differs_is_reported_as_drift(
 ) -> None:
     async with started(host) as sandbox:
         assert await host.runtime.find_drift(sandbox.id, change(host.spec)) != []
+
+
+async def test_a_sandbox_without_its_apparmor_profile_has_drift(host: Host) -> None:
+    if not isinstance(host.runtime, OciRuntime):
+        pytest.skip("the engine chooses the profile")
+    async with started(host) as sandbox:
+        host.runtime.apparmor = ProfileChoice("another-profile")
+        assert len(await host.runtime.find_drift(sandbox.id, host.spec)) == 1
 
 
 async def test_a_sandbox_is_listed_with_its_labels_in_its_own_deployment_only(host: Host) -> None:

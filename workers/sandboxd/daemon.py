@@ -268,19 +268,39 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
         if proved is not daemon:
             stack.push_async_callback(proved.close)
             daemon = proved
-        if plans.has_root() and not (daemon.setup.starts_by_oci and daemon.choice.workspaces.kind == "image"):
-            raise SandboxUnavailable(
-                "a tenant class has user root, which needs sandboxes that sandboxd starts itself on workspaces of the "
-                "kind image: run sandboxd as root where crun or runc is installed, or change the class"
-            )
+        _check_root(daemon)
         await _prove_others(daemon)
-        if daemon.setup.engine_start is not None and settings.sandbox_start == "auto":
-            log.warning("oci_start_not_used", reason=daemon.setup.engine_start)
-        if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
-            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
+        _log_weaker_parts(daemon)
         log.info("sessions_adopted", sessions=daemon.sessions.adopt())
         await daemon.sessions.sweep()
         yield daemon
+
+
+def _check_root(daemon: Daemon) -> None:
+    """Raise SandboxUnavailable when a class has user root, and this host has no root inside."""
+    setup = daemon.setup
+    if not setup.plans.has_root():
+        return
+    if setup.oci is None or not setup.starts_by_oci or daemon.choice.workspaces.kind != "image":
+        raise SandboxUnavailable(
+            "a tenant class has user root, which needs sandboxes that sandboxd starts itself on workspaces of the kind "
+            "image: run sandboxd as root where crun or runc is installed, or change the class"
+        )
+    if setup.oci.unmapped is not None:
+        raise SandboxUnavailable(
+            f"a tenant class has user root, and {setup.oci.unmapped}: use Linux 5.19 or later with the engine's images "
+            "on ext4, xfs or btrfs, or change the class"
+        )
+
+
+def _log_weaker_parts(daemon: Daemon) -> None:
+    setup, settings = daemon.setup, daemon.setup.settings
+    if setup.engine_start is not None and settings.sandbox_start == "auto":
+        log.warning("oci_start_not_used", reason=setup.engine_start)
+    if setup.starts_by_oci and setup.oci is not None and setup.oci.unmapped is not None:
+        log.warning("image_owners_not_mapped", reason=setup.oci.unmapped)
+    if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
+        log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
 
 
 async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
@@ -492,7 +512,15 @@ async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daem
     path = settings.sandboxd_socket
     listening = await server.listen(path, socket_mode(settings.allowed_uids()))
     inode = path.stat().st_ino
-    log.info("sandboxd_ready", socket=str(path), image=settings.sandbox_image, runtime=settings.sandbox_runtime)
+    oci = daemon.setup.oci if daemon.setup.starts_by_oci else None
+    start = "engine" if oci is None else oci.version
+    log.info(
+        "sandboxd_ready",
+        socket=str(path),
+        image=settings.sandbox_image,
+        runtime=settings.sandbox_runtime,
+        start=start,
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(daemon.monitor.run())

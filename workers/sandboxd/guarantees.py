@@ -15,6 +15,7 @@ from toolcrew.contract.image_names import advise_missing
 from toolcrew.contract.settings import SandboxdSettings
 from toolcrew.workers.sandboxd.disks.base import Kind
 from toolcrew.workers.sandboxd.plans import DEFAULT_RUNTIME, Plans
+from toolcrew.workers.sandboxd.runtime.apparmor import NO_PROFILE, ProfileChoice
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 
 RUNC_FIXED: Final = ((1, 2, 8), (1, 3, 3), (1, 4, 0))
@@ -114,6 +115,8 @@ class Evidence:
     `images`: name -> content id; the id is None if the engine does not have the image. `egress_problem`: why the proxy
     cannot be used; None if the proxy answers or is not used. `own_runtime`: the program and version with which sandboxd
     starts sandboxes itself, such as `crun 1.8.1`; None if the engine starts them. `engine_start`: why the engine does.
+    `unmapped`: why the owners of images are not mapped (oci.py). `apparmor`: the profile of sandboxes that sandboxd
+    starts itself.
     """
 
     settings: SandboxdSettings
@@ -124,6 +127,8 @@ class Evidence:
     workspaces: WorkspaceFacts | None = None
     own_runtime: str | None = None
     engine_start: str | None = None
+    unmapped: str | None = None
+    apparmor: ProfileChoice = NO_PROFILE
     egress_problem: str | None = None
     problem: str | None = None
 
@@ -171,8 +176,12 @@ def _judge_profile(evidence: Evidence) -> HostGuarantee:
 def _judge_start(evidence: Evidence) -> HostGuarantee:
     name = "sandboxes start without the engine"
     if evidence.own_runtime is not None:
+        note = f"; but {evidence.unmapped}: forks copy files, and no class can have user root"
         return HostGuarantee(
-            name, "holds", f"sandboxd starts those of the runtime {DEFAULT_RUNTIME} with {evidence.own_runtime}"
+            name,
+            "holds",
+            f"sandboxd starts those of the runtime {DEFAULT_RUNTIME} with {evidence.own_runtime}"
+            f"{note if evidence.unmapped is not None else ''}",
         )
     if evidence.engine_start is None:
         return HostGuarantee(name, "unknown", "no sandbox was started", "fix the rows above, then check again")
@@ -321,10 +330,17 @@ def _judge_access_control(evidence: Evidence) -> HostGuarantee:
     if evidence.facts is None:
         return _engine_unknown(name)
     modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
+    own, obstacle = evidence.apparmor.profile, evidence.apparmor.obstacle
+    if evidence.own_runtime is not None and own is not None:
+        return HostGuarantee(name, "holds", f"apparmor, with the engine's profile {own}")
     # The host has a security module, but its policy applies only to containers that the engine starts.
     if modules and evidence.own_runtime is not None:
         reason = f"sandboxes that sandboxd starts itself have no profile of {_list(modules)}"
-        return HostGuarantee(name, "broken", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
+        if obstacle is not None:
+            remedy = "restart the engine, then sandboxd; in a container, sandboxd needs `apparmor:unconfined`"
+            return HostGuarantee(name, "broken", f"{reason}: {obstacle}", remedy)
+        # With TOOLCREW_SANDBOX_START=engine they would have a policy, but no user namespace.
+        return HostGuarantee(name, "broken", reason, "accept it: each sandbox has a user namespace instead")
     if modules:
         return HostGuarantee(name, "holds", f"{_list(modules)}, with the engine's default policy")
     return HostGuarantee(

@@ -22,6 +22,7 @@ from toolcrew.workers.sandboxd.daemon import cancelled_by_signals, open_daemon, 
 from toolcrew.workers.sandboxd.egress.relay import connect_proxy
 from toolcrew.workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
 from toolcrew.workers.sandboxd.plans import Plans, load_plans
+from toolcrew.workers.sandboxd.runtime.apparmor import NO_PROFILE
 from toolcrew.workers.sandboxd.runtime.engine import Engine
 
 _KILLED_S: Final = 3600.0
@@ -63,12 +64,14 @@ async def _prove(settings: SandboxdSettings, engine: Engine, evidence: Evidence)
     try:
         async with open_daemon(settings.model_copy(update=overrides), engine) as daemon:
             workspaces = daemon.choice.workspaces
-            setup = daemon.setup
+            oci = daemon.setup.oci if daemon.setup.starts_by_oci else None
             return replace(
                 evidence,
                 workspaces=WorkspaceFacts(workspaces.kind, workspaces.is_hard, daemon.choice.note),
-                own_runtime=setup.oci.version if setup.oci is not None and setup.starts_by_oci else None,
-                engine_start=setup.engine_start,
+                own_runtime=oci.version if oci is not None else None,
+                engine_start=daemon.setup.engine_start,
+                unmapped=oci.unmapped if oci is not None else None,
+                apparmor=oci.apparmor if oci is not None else NO_PROFILE,
             )
     finally:
         await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)

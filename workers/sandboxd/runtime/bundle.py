@@ -109,10 +109,12 @@ def give_tree(top: Path, owner: int) -> None:
         os.utime(path, (_TIME, _TIME))
 
 
-def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, seccomp_bpf: str | None) -> dict[str, Any]:
+def build_bundle(
+    spec: SandboxSpec, *, root: Path, cgroup: str, base: int, seccomp_bpf: str | None, apparmor: str | None = None
+) -> dict[str, Any]:
     """Return the content of config.json. `root`: its root folder. `cgroup`: the path of its control group. `base`: the
     host id of the sandbox's root user. `seccomp_bpf`: the compiled filter in base64, which crun loads instead of
-    compiling the profile again.
+    compiling the profile again. `apparmor`: the name of its AppArmor profile.
     """
     ids = [{"containerID": 0, "hostID": base, "size": ID_RANGE}]
     linux: dict[str, Any] = {
@@ -145,6 +147,7 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
                 for name, value in ulimits(spec.limits).items()
             ],
             "noNewPrivileges": True,
+            **({} if apparmor is None else {"apparmorProfile": apparmor}),
         },
         "root": {"path": str(root), "readonly": not spec.is_root},
         "hostname": spec.hostname,

@@ -50,6 +50,7 @@ from toolcrew.workers.sandboxd.disks.mounts import (
     mount_overlay,
     set_attributes,
 )
+from toolcrew.workers.sandboxd.runtime.apparmor import choose_profile, start_next_program_unconfined
 from toolcrew.workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -124,10 +125,10 @@ class OciRuntime:
     """A sandbox runtime (runtime/base.py) of this process. `program`: the path of crun or runc. `facts`: the engine,
     with the folders of its data.
 
-    Raises SandboxUnavailable when the host lacks something.
+    `unmapped`: why the owners of images cannot be mapped to the ids of a sandbox, or None where they are. Unmapped
+    owners are nobody in a sandbox, there is no root inside, and no overlay on disks. Raises SandboxUnavailable when the
+    host lacks something.
     """
-
-    stacks_layers = True
 
     def __init__(self, engine: Engine, program: str, facts: EngineFacts, folder: Path = FOLDER) -> None:
         self._engine = engine
@@ -157,7 +158,9 @@ class OciRuntime:
             _THREADS, "oci", initializer=functools.partial(enter_private_namespace, needed)
         )
         try:
-            self._threads.submit(int).result()
+            self.unmapped = self._threads.submit(self._try_id_map, facts.layer_root).result()
+            self.stacks_layers = self.unmapped is None
+            self.apparmor = self._threads.submit(choose_profile, facts).result()
         except BrokenExecutor as error:
             self._ranges.close()
             raise SandboxUnavailable(
@@ -194,11 +197,25 @@ class OciRuntime:
             starting.add_done_callback(_close_unused)
             raise
 
+    def _try_id_map(self, layers: str) -> str | None:
+        """Return why the file system of the folder `layers` cannot be a layer with an id map, or None when it can."""
+        base = self._ranges.take()
+        with ExitStack() as stack:
+            stack.callback(self._ranges.give_back, base)
+            # An overlay that is read-only needs two layers. The other one, which may be on a tmpfs, is not mapped.
+            other = _open_folder(self._sandboxes, stack)
+            try:
+                os.close(mount_overlay([layers, other], self._ranges.namespace(base)))
+            except OSError as error:
+                return f"the kernel cannot map the owners of image layers at {layers} ({error.strerror})"
+        return None
+
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         running = self._running[_id_of(container)]
         # Read the pid from the file that the runtime program wrote, so that the right process is checked.
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
-        return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
+        sandbox = _id_of(container)
+        return find_kernel_drift(process, spec, running.base, self._cgroups, sandbox, self.apparmor.profile)
 
     def open_changes(self, container: str, spec: SandboxSpec) -> list[int] | None:
         if not spec.is_root:
@@ -337,6 +354,7 @@ class OciRuntime:
                     cgroup=f"/{PARENT}/{sandbox}",
                     base=running.base,
                     seccomp_bpf=self._filters.get(spec.is_root),
+                    apparmor=self.apparmor.profile,
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
                 # Only the first disk belongs to this session alone. Layers may belong to several sessions.
@@ -350,7 +368,7 @@ class OciRuntime:
                 own = [*_write_own_files(place, spec, running.base), skeleton]
                 stacked = [_open_folder(folder, stack) for folder in own]
                 lower: list[str | int] = [*content.changed, *stacked, *spec.image_facts.layers]
-                root = mount_overlay(lower, namespace, content.changes)
+                root = mount_overlay(lower, namespace if self.unmapped is None else None, content.changes)
                 stack.callback(os.close, root)
                 (ROOTS / sandbox).mkdir()
                 stack.callback((ROOTS / sandbox).rmdir)
@@ -404,6 +422,8 @@ class OciRuntime:
         options = ["--root", str(self._state), "--log", str(log_file)]
         files = ["--bundle", str(place), "--pid-file", str(place / "pid")]
         try:
+            if self.apparmor.profile is not None:
+                start_next_program_unconfined()
             subprocess.run(
                 [self._program, *options, "run", "--detach", *files, sandbox],
                 stdin=stdio,

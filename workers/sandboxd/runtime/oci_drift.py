@@ -10,6 +10,7 @@ from typing import Final
 from toolcrew.workers.sandboxd.cgroups import Cgroups
 from toolcrew.workers.sandboxd.disks.base import find_folders
 from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
+from toolcrew.workers.sandboxd.runtime.apparmor import read_label
 from toolcrew.workers.sandboxd.runtime.bundle import CPU_PERIOD_US, NAMESPACES, ROOT_CAPABILITIES, build_environment
 from toolcrew.workers.sandboxd.runtime.hardening import (
     GUEST_FOLDER,
@@ -27,14 +28,21 @@ _LIMITS: Final = {"nofile": "Max open files", "core": "Max core file size", "fsi
 _KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
 
 
-def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
+def find_kernel_drift(
+    process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str, apparmor: str | None = None
+) -> list[str]:
     """Return a sentence for every property of a sandbox that the kernel does not confirm. `process`: its PID 1.
-    `base`: the host id of the sandbox's root user. A process that has ended confirms nothing.
+    `base`: the host id of the sandbox's root user. `apparmor`: its AppArmor profile, if it has one. A process that has
+    ended confirms nothing.
     """
+    place = Path(f"/proc/{process}")
     try:
+        compared = list(_compare(place, spec, base, cgroups, sandbox))
+        if apparmor is not None:
+            compared.append(("AppArmor label", f"{apparmor} (enforce)", read_label(place)))
         return [
             f"{property_name} is {actual!r:.200}, not {expected!r:.200}."
-            for property_name, expected, actual in _compare(Path(f"/proc/{process}"), spec, base, cgroups, sandbox)
+            for property_name, expected, actual in compared
             if expected != actual
         ]
     except OSError as error:

@@ -20,6 +20,7 @@ from toolcrew.workers.sandboxd.guarantees import (
     read_host_facts,
 )
 from toolcrew.workers.sandboxd.plans import Plans
+from toolcrew.workers.sandboxd.runtime.apparmor import ProfileChoice
 from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
 
 GIB = 1024**3
@@ -88,6 +89,25 @@ def test_the_program_that_starts_sandboxes_is_shown_and_no_advice_rules_it_out()
     assert row_of(own, "sandboxes start without the engine").why.endswith("crun 1.21")
     assert row_of(own, "profile holds").why.endswith("under crun 1.21, runsc")
     assert not [row for row in build_rows(build_evidence(**UNGUARDED)) if "userns-remap" in row.remedy]
+    assert not [row for row in build_rows(own) if "SANDBOX_START" in row.remedy]
+    old = replace(own, unmapped="the kernel cannot map owners")
+    assert "but the kernel cannot map owners: forks copy" in row_of(old, "sandboxes start without the engine").why
+
+
+@pytest.mark.parametrize(
+    ("choice", "state", "fragment"),
+    [
+        (ProfileChoice("docker-default"), "holds", "docker-default"),
+        (ProfileChoice(obstacle="not loaded"), "broken", "apparmor: not loaded"),
+        (ProfileChoice(), "broken", "no profile of apparmor"),
+    ],
+)
+def test_mandatory_access_control_of_own_sandboxes_is_judged_by_their_profile(
+    choice: ProfileChoice, state: str, fragment: str
+) -> None:
+    own = replace(build_evidence(), own_runtime="crun 1.21", engine_start=None, apparmor=choice)
+    row = row_of(own, "mandatory access control on files")
+    assert (row.state, fragment in row.why) == (state, True)
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,13 @@ class PinningEngine:
 
 
 @asynccontextmanager
-async def open_runtime(engine: Any, folder: Path) -> AsyncIterator[OciRuntime]:
+async def open_runtime(engine: Any, folder: Path, layers: Path | None = None) -> AsyncIterator[OciRuntime]:
     program = find_program()
     if os.geteuid() != 0 or program is None:
         missing("no OCI runtime for root")
-    facts = EngineFacts("1", 2, True, ("runc",), "6.13", data_root=str(folder), layer_root=str(folder))
+    layers = layers or folder / "layers"
+    layers.mkdir(exist_ok=True)
+    facts = EngineFacts("1", 2, True, ("runc",), "6.13", data_root=str(folder), layer_root=str(layers))
     runtime = OciRuntime(engine, str(program), facts, folder / "oci")
     try:
         yield runtime
@@ -145,6 +147,15 @@ async def test_pin_has_no_deadline_of_its_first_sandbox(tmp_path: Path) -> None:
         assert len(engine.pins) == 1
         assert engine.labels == {LABEL_LEASE: "x"}
     assert engine.pins == []
+
+
+async def test_id_maps_of_image_layers_are_tried_on_their_own_file_system(tmp_path: Path) -> None:
+    async with open_runtime(PinningEngine(), tmp_path) as runtime:
+        assert (runtime.unmapped, runtime.stacks_layers) == (None, True)
+    # The file system of /proc has no id maps on any kernel.
+    async with open_runtime(PinningEngine(), tmp_path, Path("/proc")) as runtime:
+        assert "owners of image layers at /proc" in (runtime.unmapped or "")
+        assert not runtime.stacks_layers
 
 
 def test_id_range_is_released_when_its_sandboxd_ends(tmp_path: Path) -> None:
