@@ -13,6 +13,7 @@ from toolcrew.contract.functions.json_schemas import plain_schema
 from toolcrew.contract.json_limits import has_more_values_in_text
 from toolcrew.contract.schema import MAX_VALUES
 from toolcrew.contract.specs import ToolSpec
+from toolcrew.orchestrator.dialects.fences import strip_fence
 from toolcrew.orchestrator.dialects.json_objects import parse_json_object
 from toolcrew.orchestrator.dialects.thinking import strip_thinking
 
@@ -49,7 +50,6 @@ DECISION_HINT = f"Answer with one JSON object and nothing else: {CALL_FORM} to c
 MAX_OPENINGS = 8
 """The limit of positions at which a text is searched for a decision. Each attempt may read to the end of the text."""
 
-_FENCE = re.compile(r"```[a-zA-Z]*+[ \t]*+\r?\n")
 _KEYS = frozenset({"tool", "arguments", "reply"})
 _ACCEPTED = Draft202012Validator(TOOL_DECISION_SCHEMA)
 _OPENING = re.compile(r'\{\s*"(?:tool|arguments|reply)"\s*:')
@@ -100,7 +100,7 @@ def parse_tool_decision(text: str) -> ToolDecisionOutput:
 
     Raises ValueError with a sentence for the model.
     """
-    return _parse_decision(_strip_fence(strip_thinking(text).strip()))
+    return _parse_decision(strip_fence(strip_thinking(text).strip()))
 
 
 def find_tool_decision(text: str) -> tuple[str, ToolDecisionOutput | None, str]:
@@ -131,11 +131,6 @@ def find_last_object(text: str) -> tuple[int | None, int]:
     end = len(text.rstrip())
     is_fenced = text.endswith("```", 0, end) and "```" in text[: opening.start()]
     return opening.start(), len(text[: end - 3].rstrip()) if is_fenced else end
-
-
-def _strip_fence(text: str) -> str:
-    opening = _FENCE.match(text)
-    return text[opening.end() : -3].strip() if opening and text.endswith("```", opening.end()) else text
 
 
 def _parse_decision(text: str) -> ToolDecisionOutput:

@@ -97,6 +97,15 @@ _CLOSING = re.compile(r"^ {0,3}```[ \t]*$", re.MULTILINE)
 _PROMPT = re.compile(r"^\$ ", re.MULTILINE)
 
 
+_WHOLE_OPENING = re.compile(r"```[a-zA-Z]*+[ \t]*+\r?\n")
+
+
+def strip_fence(text: str) -> str:
+    """Return the content of a text that is one code block; any other text unchanged."""
+    opening = _WHOLE_OPENING.match(text)
+    return text[opening.end() : -3].strip() if opening and text.endswith("```", opening.end()) else text
+
+
 def find_command(text: str) -> str | None:
     """Return the command in the first shell code block of a text, without `$ ` prompts; None if there is none."""
     opening = _SHELL_OPENING.search(text)

@@ -46,6 +46,7 @@ from toolcrew.orchestrator.dialects.base import (
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.orchestrator.dialects.fences import find_command
 from toolcrew.orchestrator.dialects.finish_reasons import ReplyEnding, explain_ending
+from toolcrew.orchestrator.dialects.foreign_calls import FOREIGN_CALL, find_foreign_call
 from toolcrew.orchestrator.dialects.model import Chunk, Message, Model, ModelRequest, TokenUsage
 from toolcrew.orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from toolcrew.orchestrator.dialects.thinking import strip_thinking
@@ -470,8 +471,8 @@ class _Run:
         await self._handle(events, reply, displayed)
         if reply.requested:
             self._calls_itself = True
-        elif self._repairs_replies():
-            await self._run_calls(self._find_calls_in_code(reply.end), reply)
+        else:
+            await self._run_calls(self._find_calls_in_text(reply.end), reply)
         return reply
 
     async def _read_chunks(self, reply: _Reply, displayed: DisplayedText) -> bool:
@@ -523,9 +524,18 @@ class _Run:
     def _repairs_replies(self) -> bool:
         return self._agent.profile.repairs_replies and not self._calls_itself
 
-    def _find_calls_in_code(self, end: ReplyEnd) -> list[CallRequested]:
-        """Return the call of the command in the reply's code block, if there is one."""
-        command = find_command(strip_thinking(end.text)) if end.ending is ReplyEnding.NORMAL else None
+    def _find_calls_in_text(self, end: ReplyEnd) -> list[Requested]:
+        """Return the call in the text of a reply that has none: of the command in its code block, or one in a notation
+        that is not read.
+        """
+        if end.ending is not ReplyEnding.NORMAL or not self._agent.specs:
+            return []
+        text = strip_thinking(end.text)
+        foreign = find_foreign_call(text, [spec.name for spec in self._agent.specs])
+        if foreign is not None:
+            call_id = build_call_id(self._id, self._spending.steps, 0)
+            return [MalformedCall(call_id, foreign, FOREIGN_CALL, end.text)]
+        command = find_command(text) if self._repairs_replies() else None
         if command is None or not any(spec.name == SHELL_TOOL for spec in self._agent.specs):
             return []
         self._emit(ReplyRepaired(run=self._id, step=self._spending.steps, repair="code_block"))
