@@ -3,7 +3,6 @@
 Invariant: a form is accepted only from a page of this site, with the form token of the same login.
 """
 
-import asyncio
 import hmac
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Form, Query, Request, Response
 
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.access import depend_on_app_state
@@ -76,12 +76,12 @@ class Person:
     async def render(self, template: str, **values: Any) -> Response:
         """Render a page whose length depends on stored data.
 
-        The page is rendered in a thread, so that a long page does not block other requests. Each key renders only a few
-        pages at a time.
+        The page is rendered in a thread of the tenant that owns the data, so that a long page delays no other tenant.
+        Each key renders only a few pages at a time.
         """
         viewer = await self.viewer()
         async with self.app_state.pages.enter(self.login.identity.key_id):
-            return await asyncio.to_thread(render, template, viewer, **values)
+            return await in_tenant_thread(self.owner, render, template, viewer, **values)
 
     def check_operator(self) -> None:
         """Raise ApiProblem for a key of the role tenant."""
