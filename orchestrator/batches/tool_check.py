@@ -2,10 +2,10 @@
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from toolcrew.contract.errors import ToolFailure
-from toolcrew.contract.schema import prepare_arguments
+from toolcrew.contract.schema import MAX_NAME_CHARS, prepare_arguments
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError
 from toolcrew.orchestrator.terminal.commands import build_command
@@ -52,6 +52,18 @@ def check_tools(
     return warnings
 
 
+def find_unknown_tools(
+    item: BatchItem, tools: Collection[str], exists: Callable[[str], bool], tenant: str
+) -> Iterator[str]:
+    """Yield a sentence for each tool of an item that does not exist. `tools`: names of the tools that `tenant` has.
+    `exists`: as for `check_tools`.
+    """
+    work = item.work
+    for tool in (work.name,) if isinstance(work, CallBody) else work.tools or ():
+        if tool not in tools and tool != "all" and not exists(tool):
+            yield f"the tool {tool[:MAX_NAME_CHARS]} does not exist: {suggest_tool(tool, tools, tenant)}"
+
+
 def suggest_tool(name: str, tools: Iterable[str], tenant: str) -> str:
     """Return `did you mean ...?`, or the command that lists the tools if no name is similar."""
     close = difflib.get_close_matches(name, list(tools), n=1, cutoff=MIN_LIKENESS)
@@ -69,10 +81,7 @@ def _problems(
 ) -> Iterator[str]:
     """Yield the problems of one item. Adds the aliases that its arguments use to `aliases`."""
     work = item.work
-    names = (work.name,) if isinstance(work, CallBody) else work.tools or ()
-    for tool in names:
-        if tool not in tools and tool != "all" and not exists(tool):
-            yield f"the tool {tool} does not exist: {suggest_tool(tool, tools, tenant)}"
+    yield from find_unknown_tools(item, tools, exists, tenant)
     if not isinstance(work, CallBody) or (spec := tools.get(work.name)) is None:
         return
     try:

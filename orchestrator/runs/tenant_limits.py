@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Collection
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.hosts import RELEASE, HostReport
 from toolcrew.orchestrator.batches.limit_check import TenantLimits
+from toolcrew.orchestrator.batches.tool_check import find_unknown_tools
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.store.batches import BatchItem
 from toolcrew.store.hosts import HostStore
@@ -48,12 +49,21 @@ class LimitReader:
         return TenantLimits(policy, hosts, tools, secrets, await self._find_open(tenant, sorted(sessions)))
 
     async def check_run(self, tenant: str, item: BatchItem) -> None:
-        """Raise ToolFailure(INVALID_ARGUMENTS) if a run asks for more than its tenant has."""
+        """Raise ToolFailure(INVALID_ARGUMENTS) if a run asks for more than its tenant has, or for a tool that does not
+        exist. A tool that no worker serves now exists.
+        """
         forked = item.environment.fork
         limits = await self.read(tenant, () if forked is None else (forked,))
         problem = next(limits.find_errors(item), None)
+        if problem is None and limits.tools is not None:
+            names = {name for name, spec in limits.tools.items() if spec.audience == "model"}
+            problem = next(find_unknown_tools(item, names, self._exists, tenant), None)
         if problem is not None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, problem)
+
+    def _exists(self, tool: str) -> bool:
+        """Return whether a tool exists that no worker serves now."""
+        return self._pool.offers.explain_missing(tool) is not None
 
     async def _find_open(self, tenant: str, sessions: list[str]) -> set[str]:
         """Return those of the sessions that are open, and all sessions above the limit of lookups."""

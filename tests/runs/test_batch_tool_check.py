@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from tests.conftest import RedisProcess
 from tests.support.records.builders import build_spec
 from tests.support.runs.item_harness import HarnessFactory, build_run, echo_then
+from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import catalog_names_key
 from toolcrew.contract.run_events import BatchNotice
+from toolcrew.contract.run_spec import RunBody
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.specs import Catalog
 from toolcrew.orchestrator.batches.displays import DisplayedBatch, LogDisplay
@@ -26,6 +28,7 @@ from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from toolcrew.orchestrator.models.scripted import ALL_CAPABILITIES
 from toolcrew.orchestrator.runs.models import Models
+from toolcrew.orchestrator.sdk.client import ToolClient
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
@@ -189,3 +192,24 @@ def test_line_errors_and_tool_errors_are_reported_together(
     assert (result.exit_code, result.stdout) == (1, "")
     for text in ("has 5 errors", "line 1: ", "line 2: the tool bash_tol", "line 3, column 1: ", "line 4: `promt`"):
         assert text in result.stderr
+
+
+@pytest.mark.parametrize("tool", ["bash_tool", "all", "webfetch_tool"])
+async def test_a_run_with_a_tool_that_exists_is_accepted(tool: str, redis_server: RedisProcess) -> None:
+    redis_server.publish_catalog(Catalog(tools=(BASH, SESSION_TOOL)))
+    with redis_server.client() as redis:
+        redis.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
+    async with ToolClient.connect(redis_server.url) as client:
+        await client.runs.start(RunBody(instruction="act", tools=(tool,)))
+
+
+@pytest.mark.parametrize("tool", ["bash_tol", "session.open"])
+async def test_a_run_with_an_unknown_tool_is_refused(tool: str, redis_server: RedisProcess) -> None:
+    redis_server.publish_catalog(Catalog(tools=(BASH, SESSION_TOOL)))
+    async with ToolClient.connect(redis_server.url) as client:
+        with pytest.raises(ToolFailure) as refused:
+            await client.runs.start(RunBody(instruction="act", tools=("bash_tool", tool)))
+    assert (refused.value.code, f"the tool {tool} does not exist" in refused.value.message) == (
+        ErrorCode.INVALID_ARGUMENTS,
+        True,
+    )
