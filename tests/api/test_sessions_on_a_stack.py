@@ -280,3 +280,10 @@ async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_call(
         )
         assert answer.status_code in (200, 422), answer.text
         assert answer.status_code == 422 or answer.json()["error_code"] == "INVALID_ARGUMENTS", answer.text
+
+
+async def test_a_change_of_folder_moves_no_file_of_a_program(client: httpx.AsyncClient, session: str) -> None:
+    await run(client, session, "mkdir -p /tmp/elsewhere; cd /tmp/elsewhere")
+    written = await client.put(f"/v1/sessions/{session}/files/here.txt", content=b"x")
+    assert written.json() == {"path": "here.txt", "bytes": 1}
+    assert (await client.get(f"/v1/sessions/{session}/files//workspace/here.txt")).content == b"x"

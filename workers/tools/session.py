@@ -6,6 +6,7 @@ it should end. See workers/control.py.
 """
 
 import json
+import posixpath
 from dataclasses import replace
 from typing import Any
 
@@ -139,14 +140,19 @@ def _build_large_exec(argv: list[str], stdin: bytes) -> tuple[bytes, bytes]:
 
 
 def _write_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    request = WriteFileRequest(path=arguments["path"], mode="overwrite", timeout_s=environment.context.timeout_s)
+    request = WriteFileRequest(path=_place(arguments), mode="overwrite", timeout_s=environment.context.timeout_s)
     answer = environment.run(request, environment.content).answer
     return Outcome(metadata={"size_bytes": answer.size, "created": answer.created})
 
 
+def _place(arguments: dict[str, Any]) -> str:
+    """Return the path of a file. A `cd` of a command changes what a path of a tool means, but not that of a program."""
+    return posixpath.join("/workspace", arguments["path"])
+
+
 def _read_file(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     timeout_s = environment.context.timeout_s
-    reply = environment.run(ReadFileRequest(path=arguments["path"], max_bytes=MAX_BLOB_BYTES, timeout_s=timeout_s))
+    reply = environment.run(ReadFileRequest(path=_place(arguments), max_bytes=MAX_BLOB_BYTES, timeout_s=timeout_s))
     return Outcome(metadata={"size_bytes": reply.answer.size}, blob=reply.streams.get("file", b""))
 
 
