@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 
 def format_instant(at: float, unit: Literal["seconds", "milliseconds"] = "seconds") -> str:
@@ -12,8 +12,15 @@ def format_instant(at: float, unit: Literal["seconds", "milliseconds"] = "second
     return datetime.fromtimestamp(at, UTC).isoformat(timespec=unit).replace("+00:00", "Z")
 
 
+def parse_instant(text: str) -> float:
+    """Return the Unix seconds of an instant in ISO 8601. Raises ValueError."""
+    return datetime.fromisoformat(text).timestamp()
+
+
 Instant = Annotated[
     float,
+    # A client of the HTTP API reads what a service wrote.
+    BeforeValidator(lambda at: parse_instant(at) if isinstance(at, str) else at),
     PlainSerializer(lambda at: format_instant(at), when_used="json-unless-none"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]

@@ -9,6 +9,7 @@
     |   |   +-- RecordRefused          a stored record is not signed with this deployment's secret
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses the credentials
     |   |   +-- BrokerFull             Redis answers, but its memory is full
+    |   +-- ApiUnavailable         the HTTP API cannot be reached
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model server cannot be reached, or refuses the request
     |       +-- ModelBlocked           its rate limit asks for a longer wait than the caller allows
@@ -137,6 +138,12 @@ class BrokerFull(BrokerUnavailable):
     """Redis answers, but refuses writes, because its memory is full."""
 
     code = ErrorCode.BROKER_FULL
+
+
+class ApiUnavailable(OperatorError):
+    """Raised when the HTTP API cannot be reached, or something else answers at its address."""
+
+    code = ErrorCode.NETWORK_ERROR
 
 
 class SandboxUnavailable(OperatorError):

@@ -215,11 +215,20 @@ class TracingSettings(_Settings):
         return self.tracing == "otlp-content"
 
 
-class OrchestratorSettings(SharedSettings, LogSettings):
+class ClientSettings(_Settings):
+    """The settings of programs that use a deployment as one of its tenants."""
+
+    url: str | None = None
+    """The address of the HTTP API for `toolcrew.Client` (docs/api.md). A tenant sets it in a shell."""
+    api_key: SecretStr | None = None
+    """An API key of a tenant: clients and commands act for that tenant (docs/tenants.md). A tenant sets it in a
+    shell.
+    """
+
+
+class OrchestratorSettings(SharedSettings, LogSettings, ClientSettings):
     """The settings of `toolcrew`, the SDK, the API and Flower. The model's own variables keep their usual names."""
 
-    api_key: SecretStr | None = None
-    """An API key of a tenant: commands act for that tenant (docs/tenants.md). A tenant sets it in a shell."""
     model: str | None = None
     """The name of the model at `OPENAI_BASE_URL`, or of a model endpoint (docs/agents.md). Without that URL, `local`
     and `scripted` name models that toolcrew ships. A batch team changes it for each experiment.

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write every generated page of docs/: settings, commands, errors, HTTP API, tools, metrics, log events.
+"""Write what is generated: the pages of docs/ (settings, commands, errors, HTTP API, tools, metrics, log events) and
+the synchronous client of the HTTP API.
 
     .venv/bin/python scripts/reference.py [--check]
 
@@ -13,20 +14,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.pages import commands, errors, http_api, log_events, metrics, settings, tools  # noqa: E402
+from scripts.pages import commands, errors, http_api, log_events, metrics, settings, sync_client, tools  # noqa: E402
 
 PAGES = (settings, commands, errors, http_api, tools, metrics, log_events)
 
 
 def main(arguments: list[str]) -> int:
     problems = []
-    for page in PAGES:
-        path = ROOT / "docs" / page.PAGE
-        text = page.build_page()
+    files = {ROOT / "docs" / page.PAGE: page.build_page for page in PAGES}
+    for path, build in {**files, sync_client.TARGET: sync_client.build_source}.items():
+        text = build()
         if "--check" not in arguments:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
-            problems.append(f"docs/{page.PAGE} is out of date: run .venv/bin/python scripts/reference.py")
+            problems.append(f"{path.relative_to(ROOT)} is out of date: run .venv/bin/python scripts/reference.py")
     problems += log_events.find_problems()
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -16,6 +16,7 @@ from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import tenant_key
 from toolcrew.contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from toolcrew.contract.run_spec import ItemEnvironment, ModelChoice, RunBody, RunLimits
+from toolcrew.contract.run_views import ForkPoint
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
@@ -96,13 +97,6 @@ class CallBody(Record):
     name: str = Field(min_length=1, max_length=128)
     arguments: dict[str, Any] = Field(default_factory=dict)
     timeout_s: float | None = Field(default=None, gt=0)
-
-
-class ForkPoint(Record):
-    """The point of a run at which another run was forked from it. `step`: number of steps that both runs share."""
-
-    run: str
-    step: int = Field(ge=0)
 
 
 class ForkSource(ForkPoint):

@@ -12,10 +12,10 @@ from datetime import UTC, datetime, timedelta
 import redis.asyncio
 
 from toolcrew.concurrency.tasks import SharedReads
-from toolcrew.contract.calls import Record
-from toolcrew.contract.clock import Instant, format_instant
+from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.names import audit_key
+from toolcrew.contract.session_views import BudgetState
 from toolcrew.contract.tenancy import POLICY_FRESH_S, Budgets
 from toolcrew.store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
 from toolcrew.store.connection import broker_errors
@@ -25,8 +25,6 @@ from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-WARN_SHARE = 0.8
-"""Share of a budget, 0 to 1. When a tenant has used this share, a notice says that the budget is nearly used up."""
 NOTICES_TTL_S = 62 * DAY_S
 _METRICS = {
     "tokens": ("prompt_tokens", "completion_tokens"),
@@ -50,22 +48,6 @@ return 1
     keys=("notices", "audit_log"),
     args=("notice", "ttl_s", "entry"),
 )
-
-
-class BudgetState(Record):
-    """A budget of the tenant's policy. `name`: its field in the policy, such as cpu_s_per_day. `used`: the amount used
-    since the last reset. `resets_at`: the time of the next reset, in ISO 8601.
-    """
-
-    name: str
-    limit: float
-    used: float
-    is_used_up: bool
-    resets_at: Instant
-
-    @property
-    def is_nearly_used_up(self) -> bool:
-        return self.used >= WARN_SHARE * self.limit
 
 
 class BudgetStore:

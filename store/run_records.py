@@ -14,13 +14,13 @@ from toolcrew.contract.calls import CallUsage, Clocks, Record
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.run_events import Failure, FailureKind, RunEnded
+from toolcrew.contract.run_views import DurableRunState, ForkPoint
 from toolcrew.contract.signing import SigningKeys, readable
 from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.batches import (
     NO_BATCH,
     RECORD_ADVICE,
     BatchItem,
-    ForkPoint,
     ItemOutcome,
     decode_fields,
     final_state,
@@ -71,23 +71,6 @@ _DURABLE_FIELDS = frozenset((
     "run_bytes", "log_bytes", "artifact_bytes", "stream_bytes",
 ))  # fmt: skip
 """Additional fields in the hash of a durable run."""
-
-
-class DurableRunState(StrEnum):
-    """The state of a durable run. `waiting_for_approval`: the run is in progress, and one of its calls waits for a
-    person's approval.
-    """
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    WAITING_FOR_APPROVAL = "waiting_for_approval"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        return self in (DurableRunState.SUCCEEDED, DurableRunState.FAILED, DurableRunState.CANCELLED)
 
 
 class RunEnd(Record):

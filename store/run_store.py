@@ -7,6 +7,7 @@ from typing import Any
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.names import audit_key, run_key, tenant_key
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.store.batches import (
     NO_BATCH,
@@ -23,14 +24,7 @@ from toolcrew.store.run_log import (
     read_entries,
     unpack_transcript,
 )
-from toolcrew.store.run_records import (
-    LISTED,
-    DurableRun,
-    DurableRunState,
-    RunRecord,
-    build_end,
-    parse_durable_run,
-)
+from toolcrew.store.run_records import LISTED, DurableRun, RunRecord, build_end, parse_durable_run
 from toolcrew.store.stored_runs import LEASE_S, StoredRuns, ask
 from toolcrew.store.webhooks import seal_webhook
 

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from toolcrew.contract.calls import Record
-from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.names import deployment_key, host_of, location_key, tenant_sessions_key
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
 from toolcrew.contract.session_spec import SessionSpec
+from toolcrew.contract.session_views import OpenSession
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.sessions import (
@@ -30,26 +29,6 @@ AT_ONCE = 200
 TIES = 8
 _CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64})")
 _LIST = "the open sessions were not listed"
-
-
-class OpenSession(Record):
-    """An open session. `state`: open, or moving to another host; `host` and `queue` are then empty. `image` and
-    `network` null: the session uses those of its tenant's class. `fence`: a number that grows with each move.
-    `checkpoint`: the id of the last checkpoint, taken at `checkpoint_at`. Times are in ISO 8601.
-    """
-
-    id: str
-    tenant: str
-    state: str
-    host: str
-    queue: str
-    fence: int
-    image: str | None
-    network: str | None
-    opened_at: Instant | None
-    ttl_s: float
-    checkpoint: str | None
-    checkpoint_at: Instant | None
 
 
 @dataclass(frozen=True)

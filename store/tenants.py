@@ -30,6 +30,7 @@ from toolcrew.contract.names import (
     switches_key,
     tenants_key,
 )
+from toolcrew.contract.session_views import BudgetState
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.tenancy import (
     DEFAULT_TENANT,
@@ -45,7 +46,7 @@ from toolcrew.contract.tenancy import (
     seal_policy,
 )
 from toolcrew.store.audit import AUDIT_LUA, AuditAction, AuditedStore
-from toolcrew.store.budgets import BudgetState, BudgetStore
+from toolcrew.store.budgets import BudgetStore
 from toolcrew.store.connection import SyncRedis, broker_errors
 from toolcrew.store.memory import MEMORY_LUA
 from toolcrew.store.scripts import Script

@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from toolcrew.contract.calls import SessionUsage
 from toolcrew.contract.clock import format_instant
@@ -21,6 +21,7 @@ from toolcrew.contract.file_ids import KEEP_S
 from toolcrew.contract.functions.completions import TokenUsage
 from toolcrew.contract.names import location_key, tenant_key
 from toolcrew.contract.session_spec import MAX_TTL_S
+from toolcrew.contract.session_views import By
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.scripts import Script
 
@@ -49,7 +50,6 @@ AMOUNTS = (
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
 )
 """Names of the amounts that are stored for each hour and each session, in their order in Redis."""
-By = Literal["hour", "day"]
 _TIMED_ID = re.compile(r"(file|artifacts|auto)-([0-9a-f]{8,12})-")
 """The beginning of the id of a stored file that contains its creation time."""
 _PACKED = struct.Struct(f">{len(AMOUNTS)}d")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from toolcrew.contract.approvals import Decision as Decision
     from toolcrew.contract.calls import ExecResult as ExecResult, ToolCall as ToolCall, ToolResult as ToolResult
     from toolcrew.contract.errors import (
+        ApiUnavailable as ApiUnavailable,
         ErrorCode as ErrorCode,
         ToolcrewError as ToolcrewError,
         ToolFailure as ToolFailure,
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
         StepStarted as StepStarted,
         parse_event as parse_event,
     )
-    from toolcrew.contract.run_spec import RunBody as RunBody
+    from toolcrew.contract.run_spec import ItemEnvironment as ItemEnvironment, RunBody as RunBody
+    from toolcrew.contract.run_views import BatchOptions as BatchOptions
     from toolcrew.contract.session_spec import SandboxOptions as SandboxOptions
+    from toolcrew.contract.session_views import Checkpoint as Checkpoint
     from toolcrew.orchestrator.adapters.inspect_config import ToolcrewSandboxConfig as ToolcrewSandboxConfig
     from toolcrew.orchestrator.adapters.langchain import as_langchain_tools as as_langchain_tools
     from toolcrew.orchestrator.adapters.openai_agents import as_agents_tools as as_agents_tools
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.batches.lines import load_lines as load_lines
     from toolcrew.orchestrator.dialects.model import Message as Message, Model as Model
     from toolcrew.orchestrator.dialects.prompts import generate_tool_prompt as generate_tool_prompt
-    from toolcrew.orchestrator.sessions.session import Checkpoint as Checkpoint, Session as Session
+    from toolcrew.orchestrator.sessions.session import Session as Session
     from toolcrew.orchestrator.functions.function_tools import as_tool as as_tool
     from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool as convert_to_openai_tool
     from toolcrew.orchestrator.loop.agent import Agent as Agent, ReActStrategy as ReActStrategy, RunResult as RunResult
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.models.choice import choose_model as choose_model
     from toolcrew.orchestrator.models.scripted import ScriptedModel as ScriptedModel
     from toolcrew.orchestrator.runs.client_batches import RowPaths as RowPaths
+    from toolcrew.orchestrator.sdk.http.async_client import AsyncClient as AsyncClient
+    from toolcrew.orchestrator.sdk.http.client import Client as Client
     from toolcrew.orchestrator.sdk.client import ToolClient as ToolClient
     from toolcrew.orchestrator.sdk.local_tools import LocalTools as LocalTools
     from toolcrew.orchestrator.sdk.seed_names import (
@@ -107,10 +112,16 @@ if TYPE_CHECKING:
 _MODULES: dict[str, tuple[str, ...]] = {
     # Sessions and calls.
     "contract.calls": ("ExecResult", "ToolCall", "ToolResult"),
-    "contract.errors": ("ErrorCode", "ToolFailure", "ToolcrewError"),
+    "contract.errors": ("ApiUnavailable", "ErrorCode", "ToolFailure", "ToolcrewError"),
     "contract.session_spec": ("SandboxOptions",),
-    "orchestrator.sessions.session": ("Checkpoint", "Session"),
+    "orchestrator.sessions.session": ("Session",),
+    "contract.session_views": ("Checkpoint",),
     "orchestrator.sdk.client": ("ToolClient",),
+    # Programs that have the URL of the API and a key.
+    "contract.run_spec": ("ItemEnvironment", "RunBody"),
+    "contract.run_views": ("BatchOptions",),
+    "orchestrator.sdk.http.async_client": ("AsyncClient",),
+    "orchestrator.sdk.http.client": ("Client",),
     # Tools of your own.
     "contract.functions.call_context": ("CallContext", "ModelAdapter"),
     "contract.functions.function_tools": ("tool",),
@@ -121,7 +132,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "workers.custom.testing": ("LocalWorker",),
     # Runs and their events.
     "contract.run_events": ("CallFinished", "CallStarted", "RunEvent", "StepStarted", "parse_event"),
-    "contract.run_spec": ("RunBody",),
     "orchestrator.loop.agent": ("Agent", "ReActStrategy", "RunResult"),
     "orchestrator.loop.limits": ("ReActOptions",),
     "orchestrator.traces.reading": ("load_trace",),

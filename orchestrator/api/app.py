@@ -21,6 +21,7 @@ from toolcrew.orchestrator.api import (
     health,
     hosts,
     models,
+    own_key,
     pages,
     pressure,
     problem_handlers,
@@ -80,6 +81,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
     app.add_middleware(Idempotency, app_state=app_state)
     limits = (
         BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
+        BodyLimit("PUT", "/v1/sessions/[^/]+/archive", MAX_BLOB_BYTES),
         BodyLimit("POST", "/v1/skills", SKILL_BYTES),
         BodyLimit("POST", "/v1/batches", BATCH_BYTES),
         BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, is_streamed=True),
@@ -105,6 +107,7 @@ _ROUTES = (
     files,
     approvals,
     tenants,
+    own_key,
     models,
     usage,
     hosts,

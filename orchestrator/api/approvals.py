@@ -5,11 +5,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.approvals import Decision
 from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import ApprovalView, view_approval

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from toolcrew.contract.access_views import Page
 from toolcrew.orchestrator.api.access import OperatorCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, encode_cursor
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.store.audit import Audit, AuditAction, AuditEntry
 

@@ -10,26 +10,28 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.calls import pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import TenantStore, is_file_id
 from toolcrew.contract.run_events import FailureKind
-from toolcrew.contract.run_spec import CommonLimits, ModelChoice, RunLimits
-from toolcrew.contract.session_spec import SandboxOptions, pick_options
+from toolcrew.contract.run_spec import RunLimits
+from toolcrew.contract.run_views import BatchOptions, BatchStatus, SubmittedBatch
+from toolcrew.contract.session_spec import pick_options
 from toolcrew.contract.strict_json import InvalidJson, parse_object
-from toolcrew.contract.webhooks import MAX_URL_CHARS, Webhook
+from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.piece_responses import PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from toolcrew.orchestrator.batches.rows import build_row, build_row_line
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
-from toolcrew.orchestrator.runs.batch_status import BatchStatus, build_status
+from toolcrew.orchestrator.runs.batch_status import build_status
 from toolcrew.orchestrator.runs.client_batches import ClientBatches
 from toolcrew.store.audit import entry_text
 from toolcrew.store.batches import BatchDefaults
@@ -65,37 +67,6 @@ _BODY = {
         "content": {JSON_TYPE: _OBJECT, ROWS_TYPE: _LINES, "application/x-ndjson": _LINES, "text/plain": _LINES},
     }
 }
-
-
-class SubmittedBatch(BatchStatus):
-    """A batch that was just submitted, with the fields of BatchStatus. `warnings`: problems in the lines that do not
-    prevent the batch.
-    """
-
-    warnings: list[str]
-
-
-class BatchOptions(ModelChoice, SandboxOptions, CommonLimits):
-    """Options that apply to all lines. The model, the sizes, `user` and the limits apply only to lines that do not set
-    them.
-    """
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """The id of the batch. Submit the same lines with the same id to continue the batch."""
-    name: str = Field(default="", max_length=200)
-    """The name that lists of batches show."""
-    concurrency: int | None = Field(default=None, ge=1, le=10_000)
-    """Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new batch."""
-    retries: int = Field(default=2, ge=0, le=20)
-    """New attempts of an item after infrastructure failures."""
-    webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)
-    """The URL that is notified at the end of the batch. The header `Webhook-Secret` has the secret of the signature."""
-    ask: bool = False
-    """Let calls that need approval wait for a decision. Default: TOOLCREW_APPROVALS of the orchestrator that runs the
-    item.
-    """
 
 
 class Retry(BaseModel):

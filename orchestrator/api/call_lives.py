@@ -5,9 +5,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl

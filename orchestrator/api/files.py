@@ -6,11 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
+from toolcrew.contract.access_views import Page
+from toolcrew.contract.session_views import StoredFile
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, encode_cursor
 from toolcrew.orchestrator.api.piece_responses import CONTENT, PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
-from toolcrew.orchestrator.batches.stored_files import StoredFile, StoredFiles
+from toolcrew.orchestrator.batches.stored_files import StoredFiles
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=responses())
 

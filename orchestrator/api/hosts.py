@@ -3,9 +3,10 @@
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.errors import ConfigError
 from toolcrew.orchestrator.api.access import OperatorCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.drains import find_workers, order_drain

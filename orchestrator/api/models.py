@@ -4,9 +4,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.model_endpoints import EndpointView, ModelEndpoint
 from toolcrew.orchestrator.api.access import AdminCaller, AnyCaller, Caller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 

@@ -4,11 +4,11 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.http.problems import ApiProblem
 
@@ -18,13 +18,6 @@ _WORDS = re.compile(r"[\x21-\x7e]{1,300}")
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of items.")]
 Cursor = Annotated[str | None, Query(max_length=512, description="`next_cursor` of the previous page.")]
-
-
-class Page(BaseModel, Generic[T]):
-    """A page of a list. `next_cursor`: the cursor of the next page; null at the end of the list."""
-
-    data: list[T]
-    next_cursor: str | None = None
 
 
 def encode_cursor(position: str) -> str:

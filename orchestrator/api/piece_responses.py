@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from toolcrew.concurrency.read_memory import Reservation, release_pieces
 from toolcrew.orchestrator.http.body_limits import LEAST_BYTES_PER_S
 
+T = TypeVar("T")
 PIECE_BYTES = 256 * 1024
 CONTENT = "application/octet-stream"
 WRITE_WITHIN_S = 30.0
@@ -105,6 +107,22 @@ def split_pieces(data: bytes) -> deque[bytes]:
 async def _iterate(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     for piece in pieces:
         yield piece
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, or cancel the work when the client disconnects. The body of the request must be read
+    before. Raises ClientDisconnect.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_await_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _await_disconnect(receive: Receive) -> None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.calls import Identifier, pick_fields
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import is_file_id
@@ -22,23 +23,23 @@ from toolcrew.contract.run_spec import (
     RunLimits,
     ToolTimeoutS,
 )
+from toolcrew.contract.run_views import DurableRunState, RunForks, RunView
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import SessionOptions, WorkspaceName
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.piece_responses import FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS
 from toolcrew.orchestrator.batches.lines import MAX_DEPTH
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
-from toolcrew.orchestrator.operations.views import RunView, view_run
+from toolcrew.orchestrator.operations.views import view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.run_events import parse_id
-from toolcrew.store.run_records import DurableRunState
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 
@@ -107,12 +108,6 @@ class NewRunForks(BaseModel):
 
     step: int = Field(ge=0)
     n: int = Field(default=1, ge=1, le=MAX_FORKS)
-
-
-class RunForks(BaseModel):
-    """The new runs of a fork."""
-
-    runs: list[RunView]
 
 
 class TranscriptView(BaseModel):

@@ -5,9 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.secrets import MAX_HOSTS
 from toolcrew.orchestrator.api.access import AnyCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import SecretView, view_secret

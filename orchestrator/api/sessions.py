@@ -6,18 +6,29 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
-from toolcrew.contract.calls import pick_fields
+from toolcrew.concurrency.tenant_threads import in_tenant_thread
+from toolcrew.contract.access_views import Page
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, ExecResult, pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import DEFAULT_TTL_S, SandboxOptions, SessionOptions, SessionSpec, TtlS
+from toolcrew.contract.session_spec import DEFAULT_TTL_S, SessionOptions, SessionSpec, TtlS
+from toolcrew.contract.session_views import (
+    Base64,
+    Checkpoint,
+    ExecView,
+    Forks,
+    OpenSession,
+    SessionView,
+    UsageAmounts,
+    WrittenFile,
+)
 from toolcrew.orchestrator.api.access import AnyCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
-from toolcrew.orchestrator.api.piece_responses import FileAnswer
+from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
+from toolcrew.orchestrator.api.piece_responses import FileAnswer, split_pieces, while_connected
 from toolcrew.orchestrator.api.problem_handlers import responses
-from toolcrew.orchestrator.api.usage import UsageAmounts
-from toolcrew.orchestrator.sessions.session import Checkpoint, Session, SessionInfo
-from toolcrew.store.session_list import OpenSession
+from toolcrew.orchestrator.sessions.session import Session, SessionInfo
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
 
@@ -29,7 +40,15 @@ FilePath = Annotated[
         description="A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`."
     ),
 ]
+FolderPath = Annotated[str, Query(description="An absolute path of the sandbox, or a path below /workspace.")]
+WORKSPACE = "/workspace"
+_CLIENT_LEFT = 499
+"""Status for logs of a response that nobody receives."""
 MAX_PATH_BYTES = 4096
+_BYTES = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
 
 
 class NewSession(SessionOptions):
@@ -43,25 +62,18 @@ class NewSession(SessionOptions):
     ttl_s: TtlS = DEFAULT_TTL_S
 
 
-class SessionView(SandboxOptions):
-    """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
-    network egress. `timeout_s`: the largest limit of a call.
-
-    `sandbox`: the id of the session's container, "" while the id is not known. `generation`: grows when the session
-    gets another sandbox. `network`: none or egress. `usage`: what the session used so far, as in GET
-    /v1/tenants/{name}/usage; null in the response that opens the session.
+class NewExec(BaseModel):
+    """A program without a shell. `argv`: the program and its arguments. `stdin`: its input, in base64. `env`: variables
+    beside those of the session. `cwd` null: /workspace. `timeout_s`: limit in seconds.
     """
 
-    id: str
-    tenant: str
-    host: str
-    image: str
-    network: str
-    hosts: list[str]
-    sandbox: str
-    generation: int
-    timeout_s: float
-    usage: UsageAmounts | None = None
+    model_config = ConfigDict(extra="forbid")
+
+    argv: list[str] = Field(min_length=1, max_length=4096)
+    stdin: Base64 = b""
+    env: dict[str, str] = Field(default_factory=dict, max_length=1024)
+    cwd: str | None = Field(default=None, max_length=MAX_PATH_BYTES)
+    timeout_s: float = Field(default=DEFAULT_TIMEOUT_S, gt=0, le=LONGEST_TIMEOUT_S)
 
 
 class NewForks(BaseModel):
@@ -73,19 +85,6 @@ class NewForks(BaseModel):
 
     n: int = Field(default=1, ge=1, le=MAX_FORKS)
     leave_jobs: bool = False
-
-
-class Forks(BaseModel):
-    """The new sessions of a fork."""
-
-    sessions: list[SessionView]
-
-
-class WrittenFile(BaseModel):
-    """A written file. `path`: the path in the request. `bytes`: the size of the file."""
-
-    path: str
-    bytes: int
 
 
 @router.post("", status_code=201)
@@ -146,6 +145,26 @@ async def fork_session(session_id: SessionId, body: NewForks, caller: AnyCaller)
     return Forks(sessions=[view_session(await fork.info()) for fork in forks])
 
 
+@router.post("/{session_id}/exec", response_model=ExecView, responses=responses(404))
+async def exec_program(session_id: SessionId, body: NewExec, caller: AnyCaller, request: Request) -> Response:
+    """Run a program without a shell, and return its whole output. Unlike a tool call, it needs no approval of a person
+    and its output is not cut for a model. The program is killed when the client disconnects.
+    """
+    async with AsyncExitStack() as stack:
+        session = await caller.client.session(session_id)
+        held = session.hold_exec(body.argv, stdin=body.stdin, env=body.env, cwd=body.cwd, timeout_s=body.timeout_s)
+        try:
+            result, memory = await while_connected(request.receive, stack.enter_async_context(held))
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_LEFT)
+        data = await in_tenant_thread(caller.tenant, _dump_exec, result)
+        return FileAnswer(split_pieces(data), memory, {"Content-Type": "application/json"}, stack.pop_all())
+
+
+def _dump_exec(result: ExecResult) -> bytes:
+    return ExecView(**dict(result)).model_dump_json().encode()
+
+
 @router.get(
     "/{session_id}/files/{path:path}",
     response_class=Response,
@@ -169,15 +188,35 @@ async def read_session_file(session_id: SessionId, path: FilePath, caller: AnyCa
         return FileAnswer(pieces, memory, headers, stack.pop_all())
 
 
+@router.get(
+    "/{session_id}/archive",
+    response_class=Response,
+    responses={**responses(404), 200: {"description": "A tar archive", "content": {"application/x-tar": {}}}},
+)
+async def read_session_archive(session_id: SessionId, caller: AnyCaller, path: FolderPath = WORKSPACE) -> Response:
+    """Return a folder of the sandbox as a tar archive, at most 64 MiB. Programs of the session made its content."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
+        session = await _with_path(caller, session_id, path)
+        pieces, memory = await stack.enter_async_context(session.hold_archive(path))
+        headers = {"Content-Type": "application/x-tar", "Cache-Control": "no-store"}
+        return FileAnswer(pieces, memory, headers, stack.pop_all())
+
+
+@router.put("/{session_id}/archive", status_code=204, responses=responses(404), openapi_extra={"requestBody": _BYTES})
+async def write_session_archive(
+    session_id: SessionId, caller: AnyCaller, request: Request, path: FolderPath = WORKSPACE
+) -> None:
+    """Unpack a tar archive into a folder of the sandbox, which is created. The limit is 64 MiB."""
+    async with caller.app_state.files.enter(caller.identity.key_id):
+        session = await _with_path(caller, session_id, path)
+        await session.import_archive(await request.body(), path)
+
+
 @router.put(
     "/{session_id}/files/{path:path}",
     responses=responses(404),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
+    openapi_extra={"requestBody": _BYTES},
 )
 async def write_session_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
     """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""

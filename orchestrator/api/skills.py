@@ -8,11 +8,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.skills import SkillBroken
 from toolcrew.contract.specs import SkillSummary
 from toolcrew.orchestrator.api.access import AnyCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller

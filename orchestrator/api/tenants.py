@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolcrew.contract.access_views import KeyView, Page
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.api.access import AdminCaller, Caller, OperatorCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
-from toolcrew.orchestrator.operations.views import KeyView, view_key
+from toolcrew.orchestrator.operations.views import view_key
 from toolcrew.store.api_keys import Role
 from toolcrew.store.hosts import check_tenant_class
 from toolcrew.store.tools import check_tools

@@ -1,46 +1,16 @@
 """Tools over HTTP: list the tools with their states, and enable and disable tools."""
 
-from typing import Any, Literal
-
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from toolcrew.contract.access_views import DisabledTool, Page, ToolView
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.registry import ToolState
 from toolcrew.orchestrator.api.access import AnyCaller, OperatorCaller
-from toolcrew.orchestrator.api.paging import Cursor, Limit, Page, page_of
+from toolcrew.orchestrator.api.paging import Cursor, Limit, page_of
 from toolcrew.orchestrator.api.problem_handlers import responses
 
 router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
-
-
-class DisabledTool(BaseModel):
-    """A record that a tool is disabled. `by`: the API key or tenant that disabled the tool. `at`: ISO 8601."""
-
-    by: str
-    at: str
-    reason: str | None
-
-
-class ToolView(BaseModel):
-    """A tool that the workers publish.
-
-    `state`: the state for the tenant of the request: enabled, disabled (by an operator), or forbidden (not allowed by
-    the tenant's policy). `off`: who disabled the tool; null: not disabled.
-    """
-
-    name: str
-    description: str
-    state: Literal["enabled", "disabled", "forbidden"]
-    off: DisabledTool | None = None
-    pool: str
-    parameters: dict[str, Any]
-    timeout_s: float | None
-    max_timeout_s: float
-    requires_permission: bool
-    dangerous: bool
-    read_only: bool
-    idempotent: bool
 
 
 class ToolChange(BaseModel):

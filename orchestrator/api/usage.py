@@ -5,57 +5,16 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel
 
 from toolcrew.contract.errors import ErrorCode
+from toolcrew.contract.session_views import By, UsageAmounts, UsagePeriod, UsageReport
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiProblem
-from toolcrew.store.budgets import BudgetState
-from toolcrew.store.usage import DAY_S, By, show_amounts, sum_rows
+from toolcrew.store.usage import DAY_S, show_amounts, sum_rows
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 DEFAULT_DAYS = 30
-
-
-class UsageAmounts(BaseModel):
-    """Used resources. `calls`: number of calls with a result. `cpu_s`: CPU seconds of calls, background jobs and starts
-    of sandboxes. `sandbox_s`: seconds in which sessions had a container. `read_bytes`, `written_bytes`: bytes from and
-    to disks, without the kernel's cache and files in memory. `network_bytes`: bytes through the egress proxy, in both
-    directions. `cost`: cost of model replies in the currency of the models' prices; replies without token counts do not
-    count. `stored_bytes`: bytes of new checkpoints (including automatic ones), artifacts and uploads, minus the bytes
-    of deleted ones. The number may be negative. Files that expire are not subtracted.
-    """
-
-    calls: int = 0
-    cpu_s: float = 0.0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    network_bytes: int = 0
-    sandbox_s: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    cost: float = 0.0
-    stored_bytes: int = 0
-
-
-class UsagePeriod(UsageAmounts):
-    """Used resources of the hour or day that begins at `start`, in ISO 8601."""
-
-    start: str
-
-
-class UsageReport(BaseModel):
-    """Usage of a tenant. `data`: periods with use, the oldest first. `total`: their sum. `budgets`: their current
-    state.
-    """
-
-    tenant: str
-    by: By
-    data: list[UsagePeriod]
-    total: UsageAmounts
-    budgets: list[BudgetState]
 
 
 @router.get("/{name}/usage")

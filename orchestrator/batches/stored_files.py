@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from toolcrew.archives.base import ArchiveStore, NotStored, in_pieces
 from toolcrew.archives.choice import open_client_store
 from toolcrew.contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
-from toolcrew.contract.calls import Record
-from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import (
     KEEP_S,
@@ -19,6 +17,7 @@ from toolcrew.contract.file_ids import (
     is_upload,
     new_file_id,
 )
+from toolcrew.contract.session_views import StoredFile
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.store.stored_bytes import StoredBytes, UploadReservation
 from toolcrew.store.usage import StoredChange
@@ -32,18 +31,6 @@ REPAIR_AGE_S = 3600.0
 """Age of a file in seconds before its missing record is repaired: younger files may still be uploaded."""
 _MAX_REPAIRS = 1000
 _MAX_PARALLEL_CHECKS = 16
-
-
-class StoredFile(Record):
-    """A file. `id`: starts with `file-` for an upload and with `artifacts-` for artifacts. At `expires_at` the store
-    deletes it. Times are in ISO 8601.
-    """
-
-    id: str
-    bytes: int
-    sha256: str
-    created_at: Instant
-    expires_at: Instant
 
 
 class StoredFiles:

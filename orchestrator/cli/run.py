@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -14,6 +13,7 @@ from toolcrew.contract.errors import ConfigError, OperatorError, ToolFailure
 from toolcrew.contract.run_events import CallFinished, RunEvent
 from toolcrew.contract.run_spec import RunBody, RunLimits
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
+from toolcrew.contract.session_views import Checkpoint
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format
@@ -32,7 +32,7 @@ from toolcrew.orchestrator.cli.runner import (
 )
 from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.loop.limits import StopReason
-from toolcrew.orchestrator.sessions.session import Checkpoint, Session
+from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
 from toolcrew.store.run_records import DurableRun, RunEnd
 
@@ -86,7 +86,7 @@ class WorkspaceSaver:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the command's JSON object that say what was saved."""
-        fields: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
+        fields: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": self._checkpoint.model_dump()}
         if self._skipped:
             fields["not_copied"] = self._skipped
         if self.failure is not None:

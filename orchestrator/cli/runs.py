@@ -9,6 +9,7 @@ import typer
 
 from toolcrew.contract.clock import with_instants
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import find_tenants, open_running
@@ -17,7 +18,7 @@ from toolcrew.orchestrator.operations.views import view_run
 from toolcrew.orchestrator.sdk.client_runs import ClientRuns
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
-from toolcrew.store.run_records import DurableRun, DurableRunState, RunPage
+from toolcrew.store.run_records import DurableRun, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]

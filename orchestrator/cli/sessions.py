@@ -14,6 +14,7 @@ from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
+from toolcrew.contract.session_views import OpenSession
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import open_running
 from toolcrew.orchestrator.cli.runner import (
@@ -31,7 +32,6 @@ from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
-from toolcrew.store.session_list import OpenSession
 
 sessions_app = typer.Typer(no_args_is_help=True)
 

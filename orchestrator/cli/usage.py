@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from toolcrew.contract.session_views import By
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command
 from toolcrew.orchestrator.terminal.figures import format_cost, format_count, format_seconds
 from toolcrew.orchestrator.terminal.output import table_rows
-from toolcrew.store.usage import DAY_S, By, show_amounts, sum_rows
+from toolcrew.store.usage import DAY_S, show_amounts, sum_rows
 
 DEFAULT_DAYS = {"day": 30, "hour": 1}
 _TIME = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]

@@ -6,18 +6,16 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from toolcrew.contract.calls import CallUsage
+from toolcrew.contract.access_views import KeyView
 from toolcrew.contract.clock import Instant
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.hosts import HostReport
-from toolcrew.contract.run_events import Failure
+from toolcrew.contract.run_views import RunView
 from toolcrew.contract.secrets import SecretInfo
 from toolcrew.contract.session_spec import LargestOptions
-from toolcrew.contract.webhooks import WebhookDelivery
 from toolcrew.store.api_keys import ApiKeyRecord
 from toolcrew.store.approvals import PendingQuestion
-from toolcrew.store.batches import ForkPoint
-from toolcrew.store.run_records import DurableRun, DurableRunState
+from toolcrew.store.run_records import DurableRun
 
 
 class SecretView(BaseModel):
@@ -32,19 +30,6 @@ class SecretView(BaseModel):
     revision: int = 0
     created_at: Instant | None = None
     changed_at: Instant | None = None
-    state: str
-
-
-class KeyView(BaseModel):
-    """Information about an API key, without the key itself. `tail`: its last characters. Times are in ISO 8601."""
-
-    id: str
-    tenant: str = ""
-    role: str = ""
-    name: str = ""
-    tail: str = ""
-    created_at: Instant | None = None
-    expires_at: Instant | None = None
     state: str
 
 
@@ -108,49 +93,6 @@ class ApprovalView(BaseModel):
     digest: str
     created_at: Instant
     expires_at: Instant
-
-
-class RunView(BaseModel):
-    """A run. `attempt`: 1, and one more after each failure of the infrastructure. `stop_reason`: why the run ended.
-    `steps`: model replies. `clocks`: durations of its phases, in seconds. `cost` is null if the model has no prices.
-    The fields from `answer` on are set at the end of the run.
-
-    `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
-    its own session. `forked_from`: null if the run is no fork. For a fork, all sums exclude the shared steps; only
-    `steps` includes them.
-
-    `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content); lists omit them. `artifacts_missing`: why other files are missing. `webhook`: null if
-    the run has none. Times are in ISO 8601.
-    """
-
-    id: str
-    tenant: str
-    state: DurableRunState
-    instruction: str
-    model: str | None
-    session: str | None
-    metadata: dict[str, str]
-    priority: int
-    attempt: int
-    created_at: Instant
-    started_at: Instant | None
-    ended_at: Instant | None
-    forked_from: ForkPoint | None
-    webhook: WebhookDelivery | None = None
-    answer: str | None = None
-    is_cut: bool = False
-    stop_reason: str | None = None
-    steps: int | None = None
-    usage: dict[str, int] | None = None
-    cost: float | None = None
-    clocks: dict[str, float] | None = None
-    call_usage: CallUsage | None = None
-    sandbox_s: float | None = None
-    failure: Failure | None = None
-    artifacts: tuple[str, ...] = ()
-    artifacts_missing: tuple[str, ...] = ()
-    artifacts_file: str | None = None
 
 
 def view_secret(name: str, info: SecretInfo | ConfigError) -> SecretView:

@@ -22,6 +22,7 @@ from toolcrew.contract.invalid_input import describe_invalid
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import CallFinished, ModelReplied, RunEvent
 from toolcrew.contract.run_spec import ItemEnvironment, RunBody
+from toolcrew.contract.run_views import DurableRunState, ForkPoint
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.webhooks import Webhook
@@ -43,12 +44,12 @@ from toolcrew.orchestrator.runs.run_forks import (
 from toolcrew.orchestrator.runs.tenant_limits import CheckLimits, LimitReader, accept_item
 from toolcrew.orchestrator.runs.webhooks import CheckWebhook, accept_webhook, build_webhook_check
 from toolcrew.store.audit import Actor, build_entry, entry_text
-from toolcrew.store.batches import NO_BATCH, RUN_DEFAULTS, RUNS_URL, BatchItem, ForkPoint, ForkSource
+from toolcrew.store.batches import NO_BATCH, RUN_DEFAULTS, RUNS_URL, BatchItem, ForkSource
 from toolcrew.store.connection import RedisClient
 from toolcrew.store.run_events import RunEventHub, not_found
 from toolcrew.store.run_log import inflate_transcript, measure_transcript
 from toolcrew.store.run_queue import RunQueue
-from toolcrew.store.run_records import About, DurableRun, DurableRunState, RunPage, RunRecord
+from toolcrew.store.run_records import About, DurableRun, RunPage, RunRecord
 from toolcrew.store.run_store import (
     MAX_BODY_BYTES,
     MAX_LISTED,

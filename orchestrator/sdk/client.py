@@ -21,6 +21,7 @@ from toolcrew.contract.registry import Switch, ToolState, find_state, switch_fie
 from toolcrew.contract.run_events import OnEvent, SandboxClosed
 from toolcrew.contract.schema import find_nearest
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, DEFAULT_TTL_S, SandboxOptions, SessionSpec
+from toolcrew.contract.session_views import BudgetState, By, Checkpoint
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.contract.specs import SkillSummary, ToolSpec
 from toolcrew.contract.tenancy import DEFAULT_TENANT
@@ -31,17 +32,16 @@ from toolcrew.orchestrator.approvals.asking import choose_pool_approver, open_ap
 from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
-from toolcrew.orchestrator.sessions.session import Checkpoint, Session, delete_checkpoint
+from toolcrew.orchestrator.sessions.session import Session, delete_checkpoint
 from toolcrew.orchestrator.sessions.workspace_sources import name_path
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.audit import Actor, Audit, local_actor
-from toolcrew.store.budgets import BudgetState
 from toolcrew.store.call_reader import CallLife, CallPage
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tools import build_switch, find_skill
-from toolcrew.store.usage import By, UsageRow, UsageStore, show_amounts
+from toolcrew.store.usage import UsageRow, UsageStore, show_amounts
 
 if TYPE_CHECKING:
     from toolcrew.orchestrator.dialects.model import Model

@@ -5,12 +5,13 @@ from typing import Any
 
 from toolcrew.contract.run_events import OnEvent
 from toolcrew.contract.run_spec import ItemEnvironment, RunBody
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.own_run import OwnRuns
 from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.audit import Actor
-from toolcrew.store.run_records import DurableRun, DurableRunState, RunPage
+from toolcrew.store.run_records import DurableRun, RunPage
 
 
 class ClientRuns:

@@ -31,22 +31,25 @@ from toolcrew.contract.errors import (
     ToolFailure,
 )
 from toolcrew.contract.file_ids import is_stored
+from toolcrew.contract.folders import pack_folder, unpack_archive
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
+from toolcrew.contract.session_views import Checkpoint
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_handler
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request, build_cancel
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
-from toolcrew.orchestrator.sessions.folders import pack_folder, unpack_archive
 from toolcrew.orchestrator.sessions.workspace_sources import load_source
 from toolcrew.store.api_keys import Credential
 from toolcrew.store.blobs import Blobs
 
 COPY_TIMEOUT_S = 120.0
+EXEC_COPIES = 4
+"""Copies of a program's output that an answer in JSON takes: the streams, in base64, as text and as bytes of JSON."""
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
 # end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
 # the target of a link and the link, or the letter of a type and a pipe, socket or device.
@@ -62,19 +65,6 @@ find . -ignore_readdir_race -xdev -type l -printf '%P\\0' | while IFS= read -r -
 done
 """
 CANCEL_WAIT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Files, shell state and outputs of a session at one moment. `skipped`: number of sockets, which are not stored.
-    `files_changed`: whether files changed while they were read.
-    """
-
-    id: str
-    bytes: int
-    sha256: str
-    skipped: int = 0
-    files_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -286,22 +276,34 @@ class Session:
 
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
+        result = await self._send_exec(argv, stdin, env, cwd, timeout_s, on_output)
+        return _build_exec_result(result, await self._content(result))
+
+    @contextlib.asynccontextmanager
+    async def hold_exec(
+        self, argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: str | None, timeout_s: float
+    ) -> AsyncIterator[tuple[ExecResult, Reservation]]:
+        """Yield the result that `exec` returns, and memory of EXEC_COPIES times its output that is reserved during the
+        block. Raises also the errors of `ReadMemory.reserve`.
+        """
+        result = await self._send_exec(argv, stdin, env, cwd, timeout_s, None)
+        async with contextlib.AsyncExitStack() as stack:
+            pieces, memory = await stack.enter_async_context(self._hold(result))
+            size = sum(map(len, pieces))
+            memory = await stack.enter_async_context(read_memory().reserve(self.tenant, size * EXEC_COPIES))
+            yield _build_exec_result(result, b"".join(pieces)), memory
+
+    async def _send_exec(
+        self,
+        argv: Sequence[str],
+        stdin: bytes,
+        env: Mapping[str, str] | None,
+        cwd: str | None,
+        timeout_s: float,
+        on_output: OnOutput | None,
+    ) -> ToolResult:
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
-        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
-        data = await self._content(result)
-        # A result has only one blob, so the blob contains both streams, stdout first.
-        cut = int(str(result.metadata["stdout_bytes"]))
-        return ExecResult(
-            returncode=int(str(result.metadata["returncode"])),
-            stdout=data[:cut],
-            stderr=data[cut:],
-            truncated=result.truncated,
-            timed_out=result.metadata.get("timed_out") is True,
-            cancelled=result.metadata.get("cancelled") is True,
-            clocks=result.clocks,
-            kill=result.kill,
-            usage=result.usage,
-        )
+        return await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a whole file atomically, and create missing folders. Limit: 64 MiB."""
@@ -317,6 +319,18 @@ class Session:
         during the block. Raises also the errors of `ReadMemory.reserve`.
         """
         result = await self._call_verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S)
+        async with self._hold(result) as held:
+            yield held
+
+    @contextlib.asynccontextmanager
+    async def hold_archive(self, path: str) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+        """Yield a tar archive of a folder of the sandbox, like `hold_file`. Its content is hostile."""
+        result = await self._call_verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S)
+        async with self._hold(result) as held:
+            yield held
+
+    @contextlib.asynccontextmanager
+    async def _hold(self, result: ToolResult) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
         async with contextlib.AsyncExitStack() as stack:
             if result.blob:
                 yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob))
@@ -407,11 +421,11 @@ class Session:
         """
         metadata = (await self._call_verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
         return Checkpoint(
-            str(metadata["checkpoint"]),
-            int(str(metadata["bytes"])),
-            str(metadata["sha256"]),
-            int(str(metadata["skipped"])),
-            metadata["torn"] is True,
+            id=str(metadata["checkpoint"]),
+            bytes=int(str(metadata["bytes"])),
+            sha256=str(metadata["sha256"]),
+            skipped=int(str(metadata["skipped"])),
+            files_changed=metadata["torn"] is True,
         )
 
     async def fork(self, n: int = 1, *, leave_jobs: bool = False) -> list["Session"]:
@@ -548,6 +562,22 @@ async def _close_when_open(
     if (await opening).success:
         with contextlib.suppress(BrokerUnavailable):
             await dispatcher.abandon_session(tenant, name)
+
+
+def _build_exec_result(result: ToolResult, data: bytes) -> ExecResult:
+    # A result has only one blob, so the blob contains both streams, stdout first.
+    cut = int(str(result.metadata["stdout_bytes"]))
+    return ExecResult(
+        returncode=int(str(result.metadata["returncode"])),
+        stdout=data[:cut],
+        stderr=data[cut:],
+        truncated=result.truncated,
+        timed_out=result.metadata.get("timed_out") is True,
+        cancelled=result.metadata.get("cancelled") is True,
+        clocks=result.clocks,
+        kill=result.kill,
+        usage=result.usage,
+    )
 
 
 def _require_success(result: ToolResult) -> ToolResult:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from toolcrew.contract.settings import (
+    ClientSettings,
     EgressSettings,
     LogSettings,
     OrchestratorSettings,
@@ -46,6 +47,11 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "Tracing",
         "Read by orchestrators and workers. OpenTelemetry reads more variables itself ([Observe](observe.md#opentelemetry)).",
         TracingSettings,
+    ),
+    (
+        "Clients",
+        "Read by `toolcrew.Client`, and like those of orchestrators by `toolcrew` and the SDK.",
+        ClientSettings,
     ),
     (
         "Orchestrators",

@@ -13,10 +13,10 @@ from docker import APIClient
 from tests.support.stack.api_stack import ApiStack, open_api_stack, read_events, start_run
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.run_spec import ItemEnvironment
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.orchestrator.runs.tenant_limits import LimitReader
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.run_records import DurableRunState
 
 pytestmark = pytest.mark.stack
 

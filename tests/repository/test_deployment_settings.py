@@ -40,6 +40,8 @@ ABSENT: dict[tuple[str, str], str] = {
         "orchestrator",
         "TOOLCREW_API_KEY",
     ): "the key of one person, given to one command: docker-compose exec -e TOOLCREW_API_KEY",
+    ("orchestrator", "TOOLCREW_URL"): "programs of tenants read it",
+    ("api", "TOOLCREW_URL"): "programs of tenants read it",
     ("api", "TOOLCREW_API_KEY"): "the API takes the key of each request",
     ("*", "TOOLCREW_MODEL_FILE"): "the images have no local model",
     ("orchestrator", "TOOLCREW_TENANT_CLASSES"): _EMBEDDED,

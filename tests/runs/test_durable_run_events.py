@@ -31,11 +31,11 @@ from toolcrew.contract.run_events import (
     StepStarted,
     TextArrived,
 )
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.orchestrator.dialects.model import TokenUsage
 from toolcrew.orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from toolcrew.store import run_events
 from toolcrew.store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
-from toolcrew.store.run_records import DurableRunState
 
 
 @pytest.fixture

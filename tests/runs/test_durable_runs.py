@@ -22,6 +22,7 @@ from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.file_ids import new_file_id
 from toolcrew.contract.run_events import FailureKind
 from toolcrew.contract.run_spec import ItemEnvironment, RunBody
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.batches.lines import BatchFile
@@ -34,7 +35,7 @@ from toolcrew.store import run_log, run_queue, run_store, stored_runs
 from toolcrew.store.audit import Actor, Audit
 from toolcrew.store.batches import NO_BATCH, BatchItem
 from toolcrew.store.run_log import MAX_TRANSCRIPT_BYTES
-from toolcrew.store.run_records import DurableRunState, parse_run
+from toolcrew.store.run_records import parse_run
 from toolcrew.store.stored_runs import BatchCancelled
 from toolcrew.store.tenants import RedisTenants
 

@@ -24,12 +24,12 @@ from toolcrew.contract.run_events import (
     StateKept,
 )
 from toolcrew.contract.run_spec import RunBody
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.orchestrator.dialects.call_ids import build_call_id
 from toolcrew.orchestrator.models.scripted import Calls, ScriptedModel
 from toolcrew.orchestrator.runs.run_forks import copy_steps
 from toolcrew.store.batches import BatchDefaults
 from toolcrew.store.run_log import RunAttempt, RunLog
-from toolcrew.store.run_records import DurableRunState
 
 KEEP_STATES_BODY = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.orchestrator.api.pages.batch_pages import order_tenants
 from toolcrew.orchestrator.api.pages.people import PageViewer, Person
 from toolcrew.orchestrator.api.pages.rendering import render
@@ -14,7 +15,7 @@ from toolcrew.orchestrator.api.pages.route import PageRoute, is_fragment
 from toolcrew.orchestrator.api.pages.run_pages import newest_runs
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.run_events import RunEventStore
-from toolcrew.store.run_records import DurableRun, DurableRunState
+from toolcrew.store.run_records import DurableRun
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

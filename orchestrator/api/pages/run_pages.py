@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.traceparent import trace_id_of
 from toolcrew.orchestrator.api.pages.batch_pages import list_tenants
 from toolcrew.orchestrator.api.pages.operating import DONE, back
@@ -21,7 +22,7 @@ from toolcrew.orchestrator.api.pages.run_progress import RunProgress
 from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.store.run_events import START, is_before
-from toolcrew.store.run_records import DurableRun, DurableRunState
+from toolcrew.store.run_records import DurableRun
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Response
 
+from toolcrew.contract.session_views import BudgetState
 from toolcrew.orchestrator.api.pages.people import PageViewer
 from toolcrew.orchestrator.api.pages.rendering import render
 from toolcrew.orchestrator.api.pages.route import PageRoute
-from toolcrew.store.budgets import BudgetState
 from toolcrew.store.overview import OverviewReader
 from toolcrew.store.usage import DAY_S, UsageRow, UsageStore, show_amounts, sum_rows
 

@@ -25,6 +25,7 @@ from tests.support.stack.stack import TOOLCREW, UP_S, Footprint, Stack, end_proc
 from tests.support.stack.waiting import wait_until, wait_until_async
 from toolcrew.contract.run_events import CallFinished, FailureKind, RunClaimed
 from toolcrew.contract.run_spec import ItemEnvironment, RunLimits
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.contract.tenancy import TenantPolicy
 from toolcrew.orchestrator.approvals import AutoApprover
@@ -35,7 +36,7 @@ from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, CallBody, ItemOutcome
 from toolcrew.store.connection import open_redis
 from toolcrew.store.run_queue import RunQueue
-from toolcrew.store.run_records import DurableRun, DurableRunState
+from toolcrew.store.run_records import DurableRun
 from toolcrew.store.tenants import RedisTenants
 
 pytestmark = pytest.mark.stack

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 from tests.model_server.running import running_model_server
 from tests.support.stack.stack import Stack
 from toolcrew.contract.run_spec import ItemEnvironment
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.runs.batch_service import BatchService
 from toolcrew.orchestrator.sdk.client import ToolClient
-from toolcrew.store.run_records import DurableRun, DurableRunState
+from toolcrew.store.run_records import DurableRun
 
 pytestmark = pytest.mark.stack
 

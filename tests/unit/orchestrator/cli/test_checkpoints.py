@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.run_views import DurableRunState
+from toolcrew.contract.session_views import Checkpoint
 from toolcrew.orchestrator.cli.run import WorkspaceSaver
 from toolcrew.orchestrator.command import app
 from toolcrew.orchestrator.loop.limits import StopReason
-from toolcrew.orchestrator.sessions.session import Checkpoint
-from toolcrew.store.run_records import DurableRun, DurableRunState, RunEnd
+from toolcrew.store.run_records import DurableRun, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])

@@ -1,8 +1,9 @@
 """`toolcrew runs show` prints the fields of a run and of its end side by side, as text and as JSON."""
 
 from toolcrew.contract.run_events import Failure, FailureKind
+from toolcrew.contract.run_views import DurableRunState
 from toolcrew.orchestrator.cli.runs import _view, describe_run
-from toolcrew.store.run_records import DurableRun, DurableRunState, RunEnd
+from toolcrew.store.run_records import DurableRun, RunEnd
 
 
 def test_a_run_is_described_with_readable_times_and_without_empty_fields() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from toolcrew.contract import folders
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
-from toolcrew.orchestrator.sessions import folders
-from toolcrew.orchestrator.sessions.folders import pack_folder, unpack_archive
+from toolcrew.contract.folders import pack_folder, unpack_archive
 
 Adder = Callable[[tarfile.TarFile], None]
 

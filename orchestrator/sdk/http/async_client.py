@@ -1,0 +1,584 @@
+"""Asynchronous client of the HTTP API. `scripts/reference.py` makes client.py, the synchronous one, from this file."""
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel
+
+from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
+from toolcrew.contract.errors import ApiUnavailable, ToolcrewError
+from toolcrew.orchestrator.sdk.http.connection import (
+    Ask,
+    EventReader,
+    ServerEvent,
+    build_error,
+    build_lost,
+    build_options,
+    file_path,
+    keepalive,
+    parse,
+    parse_object,
+    pause_after,
+    run_fields,
+    with_key,
+)
+
+if TYPE_CHECKING:
+    from toolcrew.contract.access_views import KeyView, Page, ToolView
+    from toolcrew.contract.run_spec import ItemEnvironment, RunBody
+    from toolcrew.contract.run_views import BatchOptions, BatchStatus, DurableRunState, RunView, SubmittedBatch
+    from toolcrew.contract.session_spec import SandboxOptions
+    from toolcrew.contract.session_views import By, Checkpoint, OpenSession, SessionView, StoredFile, UsageReport
+    from toolcrew.contract.webhooks import Webhook
+
+M = TypeVar("M", bound=BaseModel)
+OnOutput = Callable[[str, str], object]
+"""Gets a stream's name and a piece of its text."""
+
+
+class AsyncClient:
+    """A tenant's client of the HTTP API.
+
+        async with AsyncClient() as client, await client.sessions.open() as session:
+            print((await session.run("make test")).output)
+
+    It needs the address of the API (TOOLCREW_URL) and an API key (TOOLCREW_API_KEY). It raises the same errors as
+    ToolClient, which connects to the pool's Redis instead, and ApiUnavailable when the API does not answer. A request
+    without a second effect is sent again after a lost connection, and every request while the service asks to wait.
+    """
+
+    def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
+        """Create the client. Nothing is sent yet. Raises ConfigError when the address or the key is missing."""
+        options = build_options(url, api_key)
+        self.url = str(options["base_url"])
+        self._http = httpx.AsyncClient(**options, transport=httpx.AsyncHTTPTransport(socket_options=keepalive()))
+        self.sessions = AsyncSessions(self)
+        self.runs = AsyncRuns(self)
+        self.batches = AsyncBatches(self)
+        self.files = AsyncFiles(self)
+        """Uploads, which runs and batches take as their first files, and artifacts."""
+
+    async def close(self) -> None:
+        """Close the connections. Sessions and runs stay open."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def key(self) -> "KeyView":
+        """Return the API key of this client with its tenant and role, without its text."""
+        from toolcrew.contract.access_views import KeyView
+
+        return await self.get(KeyView, "/v1/key")
+
+    async def tools(self) -> "list[ToolView]":
+        """Return the tools that the workers publish, by name, with their states for the tenant."""
+        from toolcrew.contract.access_views import Page, ToolView
+
+        return [tool async for tool in self.pages(Page[ToolView], "/v1/tools")]
+
+    async def usage(
+        self, start: datetime | None = None, end: datetime | None = None, *, by: "By" = "day"
+    ) -> "UsageReport":
+        """Return what the tenant used by hour or day in UTC, and its budgets. `start` None: 30 days before `end`."""
+        from toolcrew.contract.session_views import UsageReport
+
+        tenant = (await self.key()).tenant
+        times = {"from": start and start.isoformat(), "to": end and end.isoformat()}
+        return await self.get(UsageReport, f"/v1/tenants/{tenant}/usage", {**times, "by": by})
+
+    async def get(self, kind: type[M], path: str, params: Mapping[str, Any] | None = None) -> M:
+        """Return the record at an address of the API."""
+        return parse(kind, await self.send(Ask("GET", path, repeats=True, params=params)))
+
+    async def pages(
+        self, kind: "type[Page[M]]", path: str, params: Mapping[str, Any] | None = None
+    ) -> AsyncGenerator[M]:
+        """Yield the items of a list from all its pages."""
+        cursor: str | None = None
+        while True:
+            page = await self.get(kind, path, {**(params or {}), "cursor": cursor, "limit": 200})
+            for item in page.data:
+                yield item
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def send(self, ask: Ask) -> bytes:
+        """Send a request and return the content of its answer. Raises the errors of the class."""
+        async with self.stream(ask) as response:
+            return await response.aread()
+
+    @asynccontextmanager
+    async def stream(self, ask: Ask) -> AsyncIterator[httpx.Response]:
+        """Send a request and yield its successful answer, whose content arrives during the block. A connection that is
+        lost inside the block raises ApiUnavailable.
+        """
+        response = await self._begin(ask)
+        try:
+            yield response
+        except httpx.TransportError as error:
+            raise build_lost(error, self.url) from error
+        finally:
+            await response.aclose()
+
+    async def _begin(self, ask: Ask) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            problem: httpx.Response | httpx.TransportError
+            try:
+                request = self._http.build_request(ask.method, ask.path, **ask.options())
+                response = await self._http.send(request, stream=True)
+                if response.is_success:
+                    return response
+                problem = await self._read_error(response)
+            except httpx.TransportError as error:
+                problem = error
+            pause_s = pause_after(ask, attempt, problem)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+            elif isinstance(problem, httpx.Response):
+                raise build_error(problem)
+            else:
+                raise build_lost(problem, self.url) from problem
+
+    async def _read_error(self, response: httpx.Response) -> httpx.Response:
+        try:
+            await response.aread()
+            return response
+        finally:
+            await response.aclose()
+
+    async def follow(self, ask: Ask) -> AsyncGenerator[ServerEvent]:
+        """Send a request and yield the events of its answer."""
+        reader = EventReader()
+        async with self.stream(ask) as response:
+            async for piece in response.aiter_bytes():
+                for event in reader.feed(piece):
+                    yield event
+
+
+class AsyncSessions:
+    """The sessions of the tenant."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def open(
+        self,
+        workspace: Path | str | None = None,
+        *,
+        image: str | None = None,
+        ttl_s: float | None = None,
+        restore: "Checkpoint | str | None" = None,
+        network: Literal["none", "egress"] | None = None,
+        options: "SandboxOptions | None" = None,
+        tool_config: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> "AsyncSession":
+        """Open a session with its own sandbox. `close` removes the sandbox, and so do `ttl_s` seconds without a call.
+
+        `workspace`: a local folder whose content, at most 64 MiB, is copied to /workspace. `restore`: a checkpoint, or
+        its id. `options`: sizes and user of the sandbox. None: the values of the tenant's class.
+        """
+        body = {
+            **(options.model_dump(mode="json") if options is not None else {}),
+            "image": image,
+            "ttl_s": ttl_s,
+            "restore": restore if restore is None or isinstance(restore, str) else restore.id,
+            "network": network,
+            "tool_config": tool_config,
+        }
+        content = {name: value for name, value in body.items() if value is not None}
+        answer = await self._client.send(with_key(Ask("POST", "/v1/sessions", body=content, wait_s=OPEN_S)))
+        session = AsyncSession(self._client, parse_object(answer)["id"])
+        if workspace is not None:
+            try:
+                await session.import_folder(workspace)
+            except BaseException:
+                with suppress(ToolcrewError):
+                    await session.close()
+                raise
+        return session
+
+    def get(self, session: str) -> "AsyncSession":
+        """Return a handle of an open session. Nothing is sent. The end of a `with` block closes the session."""
+        return AsyncSession(self._client, session)
+
+    def list(self) -> "AsyncGenerator[OpenSession]":
+        """Yield the open sessions, the newest first."""
+        from toolcrew.contract.access_views import Page
+        from toolcrew.contract.session_views import OpenSession
+
+        return self._client.pages(Page[OpenSession], "/v1/sessions")
+
+
+class AsyncSession:
+    """Handle of an open session, which is a sandbox with its files. `run` and `call` raise nothing when a tool fails;
+    the other methods raise ToolFailure.
+    """
+
+    def __init__(self, client: AsyncClient, session: str) -> None:
+        self._client = client
+        self._path = f"/v1/sessions/{quote(session, safe='')}"
+        self.id = session
+        self.files = AsyncSessionFiles(client, session)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the session. Returns after its sandbox is removed."""
+        await self._client.send(Ask("DELETE", self._path, wait_s=OPEN_S))
+
+    async def info(self) -> "SessionView":
+        """Return the session with its host, its sandbox and what it used."""
+        from toolcrew.contract.session_views import SessionView
+
+        return await self._client.get(SessionView, self._path)
+
+    async def run(
+        self, command: str, *, timeout_s: float | None = None, on_output: OnOutput | None = None
+    ) -> ToolResult:
+        """Run a shell command with bash_tool. Folder and variables stay for the next command."""
+        return await self.call("bash_tool", {"command": command}, timeout_s=timeout_s, on_output=on_output)
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        call_id: str | None = None,
+        on_output: OnOutput | None = None,
+        on_waiting: OnOutput | None = None,
+    ) -> ToolResult:
+        """Run a tool once and return its result, also when the call fails. The same `call_id` never runs twice.
+
+        `on_output` gets pieces of output (stream, text) while the tool runs, if the tool streams output. `on_waiting`
+        gets (reason, sentence) while the call has no slot. The call is killed when this program ends or loses the
+        connection.
+        """
+        body = {"name": name, "arguments": arguments, "timeout_s": timeout_s, "call_id": call_id}
+        ask = Ask("POST", f"{self._path}/calls", body=body, headers={"Accept": "text/event-stream"})
+        async with aclosing(self._client.follow(ask)) as events:
+            async for event in events:
+                fields = parse_object(event.data.encode())
+                if event.event == "result":
+                    return parse(ToolResult, event.data.encode())
+                if event.event == "output" and on_output is not None:
+                    await _tell(on_output, fields["stream"], fields["text"])
+                if event.event == "waiting" and on_waiting is not None:
+                    await _tell(on_waiting, fields["reason"], fields["message"])
+        raise ApiUnavailable(
+            f"the connection to {self._client.url} ended before the result of the call: the call was killed, or its "
+            "outcome is unknown"
+        )
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> ExecResult:
+        """Run a program without a shell, and return its output as bytes. At the limit it gets SIGTERM, and a moment
+        later SIGKILL. `stdin`: at most 1 MiB. Raises ToolFailure when the program cannot be started.
+        """
+        from toolcrew.contract.session_views import ExecView, encode
+
+        body = {"argv": list(argv), "stdin": encode(stdin), "env": dict(env or {}), "cwd": cwd, "timeout_s": timeout_s}
+        ask = Ask("POST", f"{self._path}/exec", body=body, wait_s=timeout_s + QUEUE_S)
+        return parse(ExecView, await self._client.send(ask))
+
+    async def checkpoint(self) -> "Checkpoint":
+        """Store the files, long outputs and shell state. The checkpoint outlives the session."""
+        from toolcrew.contract.session_views import Checkpoint
+
+        return parse(Checkpoint, await self._client.send(Ask("POST", f"{self._path}/checkpoints", wait_s=OPEN_S)))
+
+    async def fork(self, n: int = 1, *, leave_jobs: bool = False) -> "Sequence[AsyncSession]":
+        """Return `n` new sessions with the files and the shell state of this one, which continues."""
+        from toolcrew.contract.session_views import Forks
+
+        body = {"n": n, "leave_jobs": leave_jobs}
+        answer = await self._client.send(Ask("POST", f"{self._path}/fork", body=body, wait_s=OPEN_S))
+        return [AsyncSession(self._client, fork.id) for fork in parse(Forks, answer).sessions]
+
+    async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
+        """Copy the content of a local folder, at most 64 MiB, into a folder of the sandbox, which is created."""
+        from toolcrew.contract.folders import pack_folder
+
+        content = await asyncio.to_thread(pack_folder, Path(folder))
+        params = {"path": path}
+        ask = Ask("PUT", f"{self._path}/archive", repeats=True, params=params, content=content, wait_s=OPEN_S)
+        await self._client.send(ask)
+
+    async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
+        """Copy a folder of the sandbox into a local folder, which is created. Return the names of entries that were
+        skipped: links that leave the folder, and special files.
+        """
+        from toolcrew.contract.folders import unpack_archive
+
+        ask = Ask("GET", f"{self._path}/archive", repeats=True, params={"path": path}, wait_s=OPEN_S)
+        content = await self._client.send(ask)
+        return await asyncio.to_thread(unpack_archive, content, Path(folder))
+
+
+class AsyncSessionFiles:
+    """The files of a session. Paths are absolute, or below /workspace."""
+
+    def __init__(self, client: AsyncClient, session: str) -> None:
+        self._client = client
+        self._session = session
+
+    async def read(self, path: str) -> bytes:
+        """Return the content of a file of at most 64 MiB."""
+        return await self._client.send(Ask("GET", file_path(self._session, path), repeats=True, wait_s=OPEN_S))
+
+    async def write(self, path: str, data: bytes | str) -> None:
+        """Write a whole file of at most 64 MiB atomically, and create missing folders. A text is written in UTF-8."""
+        content = data.encode() if isinstance(data, str) else data
+        await self._client.send(
+            Ask("PUT", file_path(self._session, path), repeats=True, content=content, wait_s=OPEN_S)
+        )
+
+
+class AsyncRuns:
+    """Runs of agents, which continue when this program ends."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def start(
+        self,
+        instruction: "RunBody | str",
+        *,
+        environment: "ItemEnvironment | None" = None,
+        idempotency_key: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        priority: int = 0,
+        webhook: "Webhook | None" = None,
+    ) -> "RunView":
+        """Queue a run. `environment`: an open session, or the image, workspace and options of a new one. The same
+        `idempotency_key` starts one run, and then also after a lost connection.
+        """
+        from toolcrew.contract.run_views import RunView
+
+        fields = {"instruction": instruction} if isinstance(instruction, str) else run_fields(instruction)
+        body = {
+            **fields,
+            **(environment.model_dump(mode="json", exclude_defaults=True) if environment is not None else {}),
+            "metadata": dict(metadata or {}),
+            "priority": priority,
+            "webhook": webhook.model_dump(mode="json") if webhook is not None else None,
+        }
+        return parse(RunView, await self._client.send(with_key(Ask("POST", "/v1/runs", body=body), idempotency_key)))
+
+    async def get(self, run: str) -> "RunView":
+        """Return the state of a run with its full answer."""
+        from toolcrew.contract.run_views import RunView
+
+        return await self._client.get(RunView, _run_path(run))
+
+    def list(self, *, state: "DurableRunState | None" = None) -> "AsyncGenerator[RunView]":
+        """Yield the runs of the tenant, the newest first."""
+        from toolcrew.contract.access_views import Page
+        from toolcrew.contract.run_views import RunView
+
+        return self._client.pages(Page[RunView], "/v1/runs", {"state": state and state.value})
+
+    async def cancel(self, run: str) -> "RunView":
+        """End a run: immediately if it waits, otherwise within 2 s."""
+        from toolcrew.contract.run_views import RunView
+
+        return parse(RunView, await self._client.send(Ask("POST", f"{_run_path(run)}/cancel", repeats=True)))
+
+    async def fork(self, run: str, *, step: int, n: int = 1, idempotency_key: str | None = None) -> "Sequence[RunView]":
+        """Queue `n` runs that share the first `step` steps of a run that was started with `keep_states`."""
+        from toolcrew.contract.run_views import RunForks
+
+        ask = Ask("POST", f"{_run_path(run)}/fork", body={"step": step, "n": n}, wait_s=OPEN_S)
+        return parse(RunForks, await self._client.send(with_key(ask, idempotency_key))).runs
+
+    async def transcript(self, run: str) -> Sequence[dict[str, Any]]:
+        """Return the run's messages so far, in the format of OpenAI's chat API."""
+        answer = await self._client.send(Ask("GET", f"{_run_path(run)}/transcript", repeats=True))
+        messages: list[dict[str, Any]] = parse_object(answer)["messages"]
+        return messages
+
+    async def follow(self, run: str, after: str = "") -> AsyncGenerator[tuple[str, str]]:
+        """Yield the run's events as they occur, each as (id, JSON), until the last event, RunEnded. After a lost
+        connection it continues, and no event is left out or repeated. `after`: the id of the last known event.
+        """
+        lost = 0
+        while True:
+            headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
+            ask = Ask("GET", f"{_run_path(run)}/events", repeats=True, headers=headers)
+            try:
+                async with aclosing(self._client.follow(ask)) as events:
+                    async for event in events:
+                        lost, after = 0, event.id
+                        yield event.id, event.data
+                        if event.event == "RunEnded":
+                            return
+            except ApiUnavailable:
+                lost += 1
+                if lost > 1:
+                    raise
+            await asyncio.sleep(RECONNECT_S)
+
+    async def wait(self, run: str) -> "RunView":
+        """Return the run after its end."""
+        async for _ in self.follow(run):
+            pass
+        return await self.get(run)
+
+
+class AsyncBatches:
+    """Batches of runs."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def submit(
+        self,
+        lines: Iterable[Mapping[str, Any]] | Path | str,
+        options: "BatchOptions | None" = None,
+        *,
+        webhook_secret: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> "SubmittedBatch":
+        """Queue a run for every line. `lines`: objects with at least `instruction`, or a JSONL file. The same
+        `idempotency_key`, or the same id in `options`, makes one batch.
+        """
+        from toolcrew.contract.run_views import SubmittedBatch
+
+        content = await asyncio.to_thread(_read_lines, lines)
+        headers = {"Content-Type": "application/jsonl"} | ({"Webhook-Secret": webhook_secret} if webhook_secret else {})
+        params = options.model_dump(mode="json", exclude_defaults=True) if options is not None else {}
+        ask = Ask("POST", "/v1/batches", params=params, content=content, headers=headers, wait_s=OPEN_S)
+        return parse(SubmittedBatch, await self._client.send(with_key(ask, idempotency_key)))
+
+    async def get(self, batch: str) -> "BatchStatus":
+        """Return the state of a batch."""
+        from toolcrew.contract.run_views import BatchStatus
+
+        return await self._client.get(BatchStatus, _batch_path(batch))
+
+    def list(self) -> "AsyncGenerator[BatchStatus]":
+        """Yield the batches of the tenant, the newest first."""
+        from toolcrew.contract.access_views import Page
+        from toolcrew.contract.run_views import BatchStatus
+
+        return self._client.pages(Page[BatchStatus], "/v1/batches")
+
+    async def cancel(self, batch: str) -> "BatchStatus":
+        """Start no further items and end the running items."""
+        from toolcrew.contract.run_views import BatchStatus
+
+        return parse(BatchStatus, await self._client.send(Ask("POST", f"{_batch_path(batch)}/cancel", repeats=True)))
+
+    async def retry(self, batch: str, kinds: Sequence[str] = ("infrastructure",)) -> int:
+        """Retry the failed items with these kinds of failure. Return how many run again."""
+        answer = await self._client.send(Ask("POST", f"{_batch_path(batch)}/retry", body={"kinds": list(kinds)}))
+        return int(parse_object(answer)["items"])
+
+    async def delete(self, batch: str) -> None:
+        """Delete an ended batch with its items and results."""
+        await self._client.send(Ask("DELETE", _batch_path(batch)))
+
+    async def results(self, batch: str) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the rows of all finished items, succeeded and failed."""
+        async with self._client.stream(Ask("GET", f"{_batch_path(batch)}/results", repeats=True)) as response:
+            async for line in response.aiter_lines():
+                yield json.loads(line)
+
+    async def wait(self, batch: str) -> "BatchStatus":
+        """Return the batch after its end. Asks every 2 s."""
+        while True:
+            status = await self.get(batch)
+            if status.ended_at is not None:
+                return status
+            await asyncio.sleep(RECONNECT_S)
+
+
+class AsyncFiles:
+    """Stored files of the tenant."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def upload(self, data: bytes | Path | str) -> "StoredFile":
+        """Store an archive (tar, compressed tar, or zip) or a git bundle, as bytes or as a local path."""
+        from toolcrew.contract.session_views import StoredFile
+
+        content = data if isinstance(data, bytes) else await asyncio.to_thread(Path(data).read_bytes)
+        return parse(StoredFile, await self._client.send(Ask("POST", "/v1/files", content=content, wait_s=OPEN_S)))
+
+    def list(self) -> "AsyncGenerator[StoredFile]":
+        """Yield uploads and artifacts, the newest first."""
+        from toolcrew.contract.access_views import Page
+        from toolcrew.contract.session_views import StoredFile
+
+        return self._client.pages(Page[StoredFile], "/v1/files")
+
+    async def download(self, file: str, path: Path | str) -> None:
+        """Write the content of a file to a local path."""
+        ask = Ask("GET", f"/v1/files/{quote(file, safe='')}/content", repeats=True)
+        async with self._client.stream(ask) as response:
+            with await asyncio.to_thread(Path(path).open, "wb") as out:
+                async for piece in response.aiter_bytes():
+                    out.write(piece)
+
+    async def delete(self, file: str) -> None:
+        """Delete a file."""
+        await self._client.send(Ask("DELETE", f"/v1/files/{quote(file, safe='')}"))
+
+
+OPEN_S = 600.0
+"""Seconds that opening a sandbox, packing its files and checking a large batch may take."""
+QUEUE_S = 600.0
+"""Seconds that a program may wait for a slot."""
+RECONNECT_S = 2.0
+
+
+async def _tell(handler: OnOutput, *texts: str) -> None:
+    done = handler(*texts)
+    if inspect.isawaitable(done):
+        await done
+
+
+def _read_lines(lines: Iterable[Mapping[str, Any]] | Path | str) -> bytes:
+    if isinstance(lines, Path | str):
+        return Path(lines).read_bytes()
+    return "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in lines).encode()
+
+
+def _run_path(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _batch_path(batch: str) -> str:
+    return f"/v1/batches/{quote(batch, safe='')}"
