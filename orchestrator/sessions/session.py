@@ -276,7 +276,8 @@ class Session:
 
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
-        result = await self._send_exec(argv, stdin, env, cwd, timeout_s, on_output)
+        arguments = _build_exec_arguments(argv, env, cwd)
+        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         return _build_exec_result(result, await self._content(result))
 
     @contextlib.asynccontextmanager
@@ -286,24 +287,13 @@ class Session:
         """Yield the result that `exec` returns, and memory of EXEC_COPIES times its output that is reserved during the
         block. Raises also the errors of `ReadMemory.reserve`.
         """
-        result = await self._send_exec(argv, stdin, env, cwd, timeout_s, None)
+        arguments = _build_exec_arguments(argv, env, cwd)
+        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s)
         async with contextlib.AsyncExitStack() as stack:
             pieces, memory = await stack.enter_async_context(self._hold(result))
             size = sum(map(len, pieces))
             memory = await stack.enter_async_context(read_memory().reserve(self.tenant, size * EXEC_COPIES))
             yield _build_exec_result(result, b"".join(pieces)), memory
-
-    async def _send_exec(
-        self,
-        argv: Sequence[str],
-        stdin: bytes,
-        env: Mapping[str, str] | None,
-        cwd: str | None,
-        timeout_s: float,
-        on_output: OnOutput | None,
-    ) -> ToolResult:
-        arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
-        return await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a whole file atomically, and create missing folders. Limit: 64 MiB."""
@@ -562,6 +552,10 @@ async def _close_when_open(
     if (await opening).success:
         with contextlib.suppress(BrokerUnavailable):
             await dispatcher.abandon_session(tenant, name)
+
+
+def _build_exec_arguments(argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> dict[str, Any]:
+    return {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
 
 
 def _build_exec_result(result: ToolResult, data: bytes) -> ExecResult:

@@ -47,7 +47,7 @@ class FailingSession:
         return answer
 
 
-STORED = Checkpoint("c1", 10, "0" * 64)
+STORED = Checkpoint(id="c1", bytes=10, sha256="0" * 64)
 FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
 
 
