@@ -15,6 +15,7 @@ from toolcrew.contract.settings import EgressSettings, SandboxdSettings
 from toolcrew.orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from toolcrew.workers.egress.daemon import MAX_CONNECTIONS
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
+from toolcrew.workers.sandboxd.runtime.containerd import DEFAULT_ADDRESS
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,8 @@ def test_sandboxd_has_only_the_capabilities_to_start_sandboxes() -> None:
         "FSETID",
     ]
     assert sandboxd["device_cgroup_rules"] == ["b 7:* rw", "c 10:237 rw"]
-    assert "/var/lib/docker:/var/lib/docker:ro" in sandboxd["volumes"]
+    for folder in ("/var/lib/docker", "/var/lib/containerd", str(Path(DEFAULT_ADDRESS).parent)):
+        assert f"{folder}:{folder}:ro" in sandboxd["volumes"]
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
     assert sandboxd["ulimits"] == {"memlock": "${TOOLCREW_MEMLOCK:--1}"}
     assert find_mounts("sandboxd")[str(HOST_NAMESPACE)] == "${TOOLCREW_CGROUP_NAMESPACE:-/proc/1/ns/cgroup}"
