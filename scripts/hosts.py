@@ -49,6 +49,19 @@ PACKAGES = (
 )
 """What a user's host has. The first packages make a minimal system boot."""
 
+LOAD_IMAGES = """
+containerd >/dev/null 2>&1 & containerd=$!
+for store in STORES; do
+    echo "{\\"features\\": {\\"containerd-snapshotter\\": $store}}" >/tmp/daemon.json
+    dockerd --config-file /tmp/daemon.json --containerd /run/containerd/containerd.sock \
+        --bridge none --iptables=false --ip6tables=false >/dev/null 2>&1 & dockerd=$!
+    timeout 60 sh -c 'until docker version; do sleep 0.2; done' >/dev/null 2>&1 && docker load -q -i /mnt/images.tar || failed=yes
+    kill $dockerd; wait $dockerd || true
+done
+kill $containerd; wait $containerd || true
+[ -z "${failed:-}" ]
+"""
+"""Loads the images into each store of the release's engine, which runs without a network."""
 PYTEST = "TOOLCREW_TEST_REQUIRE=1 .venv/bin/python -m pytest -q -p no:cacheprovider"
 SANDBOXD = ".venv/bin/python -m toolcrew.workers.sandboxd --check"
 COMPOSE = "docker-compose run --rm --no-deps -T -e TOOLCREW_SANDBOX_START=oci sandboxd python -m toolcrew.workers.sandboxd --check"
@@ -93,7 +106,8 @@ class Column:
 
 ROWS = {
     "`scripts/setup`": "scripts/setup --no-weights",
-    "`scripts/demo`": "scripts/demo",
+    # A real model would need hours where QEMU emulates the processor.
+    "`scripts/demo`, with the scripted model": "TOOLCREW_MODEL_FILE=/none .venv/bin/python scripts/demo.py",
     "start without the engine": f"TOOLCREW_SANDBOX_START=oci {SANDBOXD}",
     "start by the engine": f"TOOLCREW_SANDBOX_START=engine {SANDBOXD}",
     "profile, pause, removal": f"{PYTEST} tests/conformance/test_sandbox_runtimes.py",
@@ -127,7 +141,7 @@ class Machine:
         self._has_kvm = has_kvm
         self.release = RELEASES[name]
         self.folder = LAB / name
-        self._base = self.folder / "base.raw"
+        self._base, self._disk = self.folder / "base.raw", self.folder / "run.raw"
 
     # --- Disk
 
@@ -199,29 +213,67 @@ class Machine:
     def _install(self, root: Path) -> None:
         """Make the .venv with the release's own Python, on this host: the same files, much sooner."""
         run("git", "clone", "-q", f"file://{ROOT}", f"{root}{CHECKOUT}")
-        run("mount", "-t", "proc", "proc", root / "proc")
-        run("mount", "--rbind", "/dev", root / "dev")
-        try:
-            run("mount", "--make-rslave", root / "dev")
+        with self._entered(root):
             self._chroot(root, f"cd {CHECKOUT} && scripts/setup --no-weights")
+
+    def prepare(self) -> None:
+        """Copy the disk, and bring the copy to the commit and the images, on this host for the same reason."""
+        say(f"preparing {self.release.title}")
+        run("cp", "--sparse=always", self._base, self._disk)
+        root = self.folder / "root"
+        root.mkdir(exist_ok=True)
+        run("mount", "-o", "loop", self._disk, root)
+        try:
+            with self._entered(root):
+                self._chroot(
+                    root,
+                    f"cd {CHECKOUT}; git fetch -q /mnt/tree.bundle HEAD; git checkout -q --force FETCH_HEAD"
+                    "; scripts/setup --no-weights; .venv/bin/python -m compileall -q .venv/lib >/dev/null || true"
+                    f"; {PYTEST} --co tests/conformance tests/integration tests/attacks >/dev/null",
+                )
+                stores = ("false", "true") if self.release.has_containerd_store else ("false",)
+                self._chroot(root, LOAD_IMAGES.replace("STORES", " ".join(stores)))
         finally:
-            run("umount", "-l", root / "dev", root / "proc")
+            run("umount", root)
+            root.rmdir()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _entered(root: Path) -> Iterator[None]:
+        """Mount what programs of the disk need on this host."""
+        with contextlib.ExitStack() as stack:
+            for folder in ("proc", "dev", "sys", "run", "tmp", "mnt"):
+                source = SHARE if folder == "mnt" else Path("/", folder)
+                options = ("-t", "tmpfs", "tmpfs") if folder in ("run", "tmp") else ("--rbind", source)
+                run("mount", *options, root / folder)
+                stack.callback(run, "umount", "-l", root / folder)
+                run("mount", "--make-rslave", root / folder)
+            yield
 
     @staticmethod
     def _chroot(root: Path, script: str) -> None:
         path = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
-        run("chroot", root, "env", "-i", path, "HOME=/root", "sh", "-ec", script, stderr=subprocess.DEVNULL)
+        run(
+            "chroot",
+            root,
+            "env",
+            "-i",
+            path,
+            "HOME=/root",
+            "LANG=C.UTF-8",
+            "sh",
+            "-ec",
+            script,
+            stderr=subprocess.DEVNULL,
+        )
 
     # --- The running machine
 
     @contextlib.contextmanager
     def booted(self) -> Iterator[None]:
-        """Boot a copy of the disk, and power off on exit. The changes of the disk are forgotten."""
-        disk = self.folder / "run.qcow2"
-        disk.unlink(missing_ok=True)
-        run("qemu-img", "create", "-q", "-f", "qcow2", "-b", self._base, "-F", "raw", disk)
+        """Boot the copy of the disk. On exit, power off and delete the copy."""
         with (self.folder / "console.log").open("wb") as console:
-            process = subprocess.Popen(self._describe(disk), stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+            process = subprocess.Popen(self._describe(), stdin=subprocess.DEVNULL, stdout=console, stderr=console)
         try:
             self._wait_for_ssh(process)
             yield
@@ -231,16 +283,16 @@ class Machine:
                 process.wait(POWEROFF_S)
             process.kill()
             process.wait()
-            disk.unlink()
+            self._disk.unlink()
 
-    def _describe(self, disk: Path) -> list[str]:
+    def _describe(self) -> list[str]:
         """Return QEMU's command."""
         kernel = "root=/dev/vda rw console=ttyS0 systemd.unified_cgroup_hierarchy=1 apparmor=1 security=apparmor net.ifnames=0"
         return [
             *("qemu-system-x86_64", "-machine", "q35", "-cpu", "max", *ACCELERATORS[self._has_kvm]),
             *("-m", str(MEMORY_MIB), "-display", "none", "-serial", "stdio", "-monitor", "none"),
             *("-kernel", str(self.folder / "vmlinuz"), "-initrd", str(self.folder / "initrd"), "-append", kernel),
-            *("-drive", f"file={disk},if=virtio,cache=unsafe,discard=unmap"),
+            *("-drive", f"file={self._disk},format=raw,if=virtio,cache=unsafe,discard=unmap"),
             *("-nic", f"user,model=virtio-net-pci,hostfwd=tcp:127.0.0.1:{self.release.port}-:22"),
             *("-virtfs", f"local,path={SHARE},mount_tag=share,security_model=none,readonly=on"),
             *("-object", "rng-random,id=rng0,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng0"),
@@ -280,15 +332,9 @@ class Machine:
 
     # --- Rows
 
-    def update(self) -> None:
-        """Bring the machine's checkout to the commit of this folder, and its engine to the images."""
-        self.must(f"cd {CHECKOUT} && git fetch -q /mnt/tree.bundle HEAD && git checkout -q --force FETCH_HEAD")
-        self.must("docker load -q -i /mnt/images.tar")
-
     def switch_to_containerd(self) -> None:
         feature = '{"features": {"containerd-snapshotter": true}}'
         self.must(f"mkdir -p /etc/docker; echo '{feature}' >/etc/docker/daemon.json; systemctl restart docker")
-        self.must("docker load -q -i /mnt/images.tar")
 
     def describe(self) -> str:
         """Return the versions that matter, as one line."""
@@ -382,8 +428,8 @@ def main(arguments: list[str]) -> int:
     for name in chosen.releases or RELEASES:
         machine = Machine(name, has_kvm=chosen.kvm)
         machine.build()
+        machine.prepare()
         with machine.booted():
-            machine.update()
             machine.must(f"cd {CHECKOUT} && {{ [ -f .env ] || deploy/make-env; }}")
             machine.try_rows(rows, OVERLAY2)
             if machine.release.has_containerd_store:
