@@ -141,6 +141,7 @@ class Converter:
 
     def _keywords(self, schema: Json, depth: int, above: tuple[str, ...]) -> Json:
         converted: Json = {}
+        schema = _move_enum(schema)
         self._add_types(converted, schema, depth, above)
         self._add_texts(converted, schema)
         self._add_values(converted, schema, depth)
@@ -152,6 +153,8 @@ class Converter:
                 converted[key] = self._schema(schema[key], depth + 1, above)
         for key, forms in (*((key, schema.get(key)) for key in _LISTS), ("allOf", schema.get("extends"))):
             forms = [forms] if key == "allOf" and isinstance(forms, dict) else forms
+            # Generators write `oneOf` for forms that overlap, such as integer and number. The server decides.
+            key = "anyOf" if key == "oneOf" and "anyOf" not in converted else key
             if isinstance(forms, list) and forms:
                 converted[key] = [self._schema(form, depth + 2, above) for form in forms]
         return converted
@@ -278,6 +281,16 @@ def _add_bounds(converted: Json, schema: Json) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _move_enum(schema: Json) -> Json:
+    """Return the schema of a list with the values of its items in `items`. Some servers write them next to it."""
+    values, items = schema.get("enum"), schema.get("items", {})
+    if schema.get("type") != "array" or not isinstance(values, list) or not isinstance(items, dict):
+        return schema
+    if any(isinstance(value, list) for value in values):
+        return schema
+    return {key: schema[key] for key in schema if key != "enum"} | {"items": {"enum": values, **items}}
 
 
 def _agree(schema: Json) -> None:

@@ -24,16 +24,18 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     """
     if result.get("resultType") not in (None, "complete"):
         raise build_protocol_error(server, "it requests more input, which a tool call cannot give")
-    blocks = result.get("content", [])
+    blocks = result.get("content")
+    blocks = [] if blocks is None else [blocks] if isinstance(blocks, str | dict) else blocks
     if not isinstance(blocks, list):
         raise build_protocol_error(server, "its response has no content")
-    structured = result.get("structuredContent")
+    # The first version of the protocol had only `toolResult`.
+    structured = result.get("structuredContent", result.get("toolResult"))
     text = "\n".join(_describe_blocks(blocks)) or (
         json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
     )
     output, is_cut = _fence(server, tool, printable(text))
     metadata: dict[str, JsonValue] = {"mcp_server": server, **_limit_structured(structured)}
-    if result.get("isError") is not True:
+    if result.get("isError") not in (True, "true", "True"):
         return Outcome(output, metadata, truncated=is_cut)
     error = f"the MCP server {server} says that {tool} failed; its message is in the output"
     return Outcome(output, metadata, truncated=is_cut, error=error, error_code=ErrorCode.HTTP_ERROR)
@@ -52,7 +54,10 @@ def _fence(server: str, tool: str, text: str) -> tuple[str, bool]:
 
 def _describe_blocks(blocks: list[Any]) -> Iterable[str]:
     for block in blocks[:MAX_BLOCKS]:
-        yield _describe_block(block) if isinstance(block, dict) else "[a part with an invalid form: not shown]"
+        if isinstance(block, str):
+            yield block
+        else:
+            yield _describe_block(block) if isinstance(block, dict) else "[a part with an invalid form: not shown]"
     if len(blocks) > MAX_BLOCKS:
         yield f"[{len(blocks) - MAX_BLOCKS} more parts were left out]"
 

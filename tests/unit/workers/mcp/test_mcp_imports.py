@@ -309,6 +309,29 @@ def test_the_parameters_become_a_plain_object(schema: Any, converted: Any) -> No
     assert imported.spec.parameters == converted
 
 
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 1),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "format": "uri"}]}, "x"),
+        ({"oneOf": [_schema(id={"type": "integer"}), _schema(name={"type": "string"})]}, {"id": 1}),
+        ({"type": "array", "enum": ["a", "b"]}, ["a", "a"]),
+        ({"type": "array", "items": {"type": "string"}, "enum": ["a", "b"]}, ["b"]),
+        ({"type": "array", "enum": [["a"], ["b"]]}, ["a"]),
+    ],
+)
+def test_a_value_that_the_writer_of_the_schema_meant_is_accepted(schema: Any, arguments: Any) -> None:
+    [imported] = _import({**TOOL, "inputSchema": _schema(x=schema)})
+    assert prepare_arguments(imported.spec, {"x": arguments})[0] == {"x": arguments}
+
+
+@pytest.mark.parametrize("value", ["a", ["c"], [["a"]]])
+def test_values_of_items_are_checked_where_they_are_written_next_to_them(value: Any) -> None:
+    [imported] = _import({**TOOL, "inputSchema": _schema(x={"type": "array", "enum": ["a", "b"]})})
+    with pytest.raises(ToolFailure):
+        prepare_arguments(imported.spec, {"x": value})
+
+
 def _measure_depth(value: Any) -> int:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_measure_depth, parts), default=0)
@@ -412,6 +435,23 @@ def _specs(*tools: dict[str, Any]) -> list[ToolSpec]:
 def box() -> Iterator[LocalSandbox]:
     with open_local_sandbox() as sandbox:
         yield sandbox
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": None}, "gave no text"),
+        ({"content": "plain"}, "plain"),
+        ({"content": ["plain"]}, "plain"),
+        ({"content": {"type": "text", "text": "plain"}}, "plain"),
+        ({"toolResult": {"a": "plain"}}, '"a": "plain"'),
+    ],
+)
+@pytest.mark.parametrize("error", [None, False, "false", True, "true"])
+def test_a_result_may_have_another_form(result: dict[str, Any], text: str, error: Any) -> None:
+    outcome = build_outcome("docs", "t", result if error is None else {**result, "isError": error})
+    assert text in outcome.output
+    assert (outcome.error is not None) == (error in (True, "true"))
 
 
 def _call_with_structured(structured: str) -> ToolResult:
