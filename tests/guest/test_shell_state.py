@@ -36,6 +36,25 @@ def test_relative_file_requests_start_in_the_session_folder(guest: Guest) -> Non
     assert guest.request("read_file", path="f", max_bytes=100, timeout_s=5).bytes_of("file") == b"there\n"
 
 
+@pytest.mark.parametrize("descriptor", [1, 2, 3, 4, 9])
+def test_the_descriptor_of_a_trace_ends_with_its_command(guest: Guest, descriptor: int) -> None:
+    """Bash closes the descriptor when a script unsets the variable."""
+    opened = "" if descriptor < 3 else f"exec {descriptor}>trace; "
+    command(guest, f"{opened}export BASH_XTRACEFD={descriptor} KEPT=1; set -x")
+    done = command(guest, "unset BASH_XTRACEFD; echo $KEPT; echo error >&2")
+    assert (done["exit_code"], done.bytes_of("stdout")) == (0, b"1\n")
+    assert b"error\n" in done.bytes_of("stderr")
+    assert b"builtin" not in done.bytes_of("stderr")
+
+
+def test_a_trace_reaches_no_descriptor_of_the_guest(guest: Guest) -> None:
+    script = "for fd in {3..255}; do BASH_XTRACEFD=$fd; set -x; : forged; set +x; done; BASH_XTRACEFD=; export KEPT=1"
+    done = command(guest, script)
+    assert done.bytes_of("stderr").count(b"invalid value for trace file descriptor") == 253
+    assert done["state"]["outcome"] == "kept"
+    assert stdout_of(guest, "echo $KEPT") == "1\n"
+
+
 SHELL_EXITS = {
     "exit": ("exit 3", 3),
     "errexit": ("set -e; false; echo never", 1),

@@ -43,8 +43,10 @@ _PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Za-z_][A-Za-z0-9_]*)="([^"\\$`]*)
 # but a state may be used by another: after a fork, or after a restore from a checkpoint.
 _OF_SECRETS = (b"tcs_placeholder_", b"/skills/authority/")
 _OUR_NAMES = frozenset(name.encode() for name in ENVIRONMENT)
-# Variables that every shell sets itself: its previous folder and its nesting depth.
-_OWN_VARIABLES = (b"declare -x OLDPWD", b"declare -x SHLVL=")
+# Variables that are not stored. Every shell sets its previous folder and its nesting depth itself. The descriptor in
+# BASH_XTRACEFD ended with its shell; bash would close another of this number when a script unsets the variable.
+_OWN_VARIABLES = (b"declare -x SHLVL=", b"declare -x BASH_XTRACEFD")
+_OWN_FOLDER = b"declare -x OLDPWD"
 
 
 def read_folder(paths: GuestPaths) -> bytes:
@@ -165,7 +167,7 @@ def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
             environment[plain[1]] = plain[2]
         elif plain is not None and plain[2].startswith(_OF_SECRETS):
             continue
-        elif line.rstrip(b"\n") != _OWN_VARIABLES[0] and not line.startswith(_OWN_VARIABLES[1]):
+        elif line.rstrip(b"\n") != _OWN_FOLDER and not line.startswith(_OWN_VARIABLES):
             rest.append(line)
     return environment, b"".join(rest)
 
