@@ -312,7 +312,9 @@ def test_programs_cannot_take_the_processor_from_the_guest(sandboxd: OwnSandboxd
     """Aim: make the sandbox unreachable with busy programs and a guest that the kernel runs last."""
     with sandboxd.session("first", "scheduling") as session:
         tries = ["chrt --idle -p 0 1", "chrt --batch -p 0 1", "renice 19 -p 1", "renice 19 -u 1000", "renice 19 -g 1"]
+        tries += ["taskset -p 1 1", "ionice -c 3 -p 1", "ionice -c 3 -P 1", "ionice -c 3 -u 1000"]
         answer = session.bash("; ".join(f"{attempt} >/dev/null 2>&1 || echo refused" for attempt in tries))
         assert answer.streams["merged"].decode().split() == ["refused"] * len(tries)
-        own = "sleep 9 & chrt --batch -p 0 $! && renice 5 -p $! && renice 5 -p $$ && chrt --idle -p 0 $$ && echo own"
+        own = "sleep 9 & chrt --batch -p 0 $! && renice 5 -p $! && renice 5 -p $$ && chrt --idle -p 0 $$"
+        own += " && taskset -p 1 $! && taskset -p 1 $$ && taskset 1 true && ionice -c 3 -p $! && ionice -c 3 true && echo own"
         assert session.bash(own).streams["merged"].decode().split()[-1] == "own"

@@ -119,6 +119,20 @@ print('refused' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1 else 'done')
     assert session.is_usable()
 
 
+def test_root_in_the_sandbox_cannot_let_the_kernel_kill_or_delay_the_guest(session: HostileSession) -> None:
+    """Aim: end the sandbox at a chosen moment, as if its host had failed."""
+    files = ("oom_score_adj", "task/1/oom_score_adj", "autogroup")
+    writes = "; ".join(f"(echo 19 >/proc/1/{file}) 2>/dev/null || echo refused" for file in files)
+    tries = "; ".join(
+        f"{attempt} >/dev/null 2>&1 || echo refused" for attempt in ("taskset -p 1 1", "ionice -c 3 -p 1")
+    )
+    assert output(session, f"{writes}; {tries}").split() == ["refused"] * 5
+    assert output(session, "cat /proc/1/oom_score_adj; echo 19 >/proc/self/oom_score_adj && echo own").split() == [
+        "0",
+        "own",
+    ]
+
+
 def test_root_in_the_sandbox_cannot_kill_or_stop_the_guest(session: HostileSession) -> None:
     """Aim: end the supervision of calls."""
     output(session, "for s in TERM INT HUP KILL STOP QUIT USR1 SEGV; do kill -$s 1; done")

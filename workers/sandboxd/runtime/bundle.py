@@ -43,6 +43,8 @@ ROOT_CAPABILITIES: Final[Mapping[str, int]] = {
 to objects that belong to the user namespace of the sandbox.
 """
 _CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", "ambient")
+_FILES_OF_PID_1: Final = ("/proc/1/oom_score_adj", "/proc/1/task/1/oom_score_adj", "/proc/1/autogroup")
+"""Files with which root of a sandbox could let the kernel kill PID 1, or run it last."""
 _SEALED: Final = ["nosuid", "noexec", "nodev"]
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ARCHITECTURES: Final = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("SCMP_ARCH_AARCH64", "arm64")}
@@ -128,7 +130,7 @@ def build_bundle(
         else {"defaultAction": "SCMP_ACT_ERRNO"},
         "sysctl": dict(SYSCTLS),
         "maskedPaths": sorted(MASKED_PATHS),
-        "readonlyPaths": sorted(READONLY_PATHS),
+        "readonlyPaths": [*sorted(READONLY_PATHS), *(_FILES_OF_PID_1 if spec.is_root else ())],
     }
     return {
         "ociVersion": "1.0.2",
