@@ -52,6 +52,8 @@ class TenantClass(BaseModel):
     runtime: str | None = Field(default=None, min_length=1)
     user: SandboxUser = "sandbox"
     """The user of programs. `root` is root of the sandbox only, and may change the image's files for this session."""
+    ptrace: bool = False
+    """Whether programs may trace each other, for debuggers and leak checks. None can trace PID 1."""
     image: ImageNameText | None = None
     images: tuple[ImagePatternText, ...] | None = None
     network: NetworkPolicy = "none"

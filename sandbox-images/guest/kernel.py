@@ -32,6 +32,11 @@ def set_process_flag(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def can_trace() -> bool:
+    """Return whether the filter of system calls allows ptrace. The call has an unknown request, and does nothing."""
+    return _LIBC.ptrace(ctypes.c_long(-1), 0, None, None) == -1 and ctypes.get_errno() != errno.EPERM
+
+
 def set_title(name: bytes, arguments: bytes) -> None:
     """Replace the name and the command line of this process, which other processes read in /proc. Children inherit
     both. The command line becomes `name`, a blank and `arguments`.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+from guest.kernel import can_trace
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_LEAK_OPTIONS = "LSAN_OPTIONS"
 _MAX_SEARCH_THREADS = 12
 TOOLKIT = b"/opt/toolcrew/bin"
 """Folder of the guest's own programs. They run in any image, and the session cannot replace them."""
@@ -57,7 +60,8 @@ class GuestPaths:
         # Limit the threads: with more threads than the sandbox has CPUs, ripgrep needs 1.4 times the processor time.
         threads = max(1, min(int(cpus), len(os.sched_getaffinity(0)), _MAX_SEARCH_THREADS))
         self.ripgrep = (ripgrep, b"--threads=%d" % threads)
-        self.environment: Mapping[str, str] = ENVIRONMENT
+        unset = (_LEAK_OPTIONS,) if can_trace() else ()
+        self.environment: Mapping[str, str] = {name: value for name, value in ENVIRONMENT.items() if name not in unset}
 
     def absolute(self, path: bytes, folder: bytes) -> bytes:
         """Return a path as an absolute one. Relative paths start at `folder`. As in the shell, `~` is the home. Models
@@ -102,9 +106,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "GIT_CONFIG_SYSTEM": "/opt/toolcrew/etc/gitconfig",
     "DEBIAN_FRONTEND": "noninteractive",
     "NO_COLOR": "1",
-    # The leak check of AddressSanitizer needs ptrace, which sandboxes deny, and fails every program without it. This
-    # variable does not replace ASAN_OPTIONS, which projects set for themselves.
-    "LSAN_OPTIONS": "detect_leaks=0",
+    # The leak check of AddressSanitizer needs ptrace, and fails every program where ptrace is denied. This variable
+    # does not replace ASAN_OPTIONS, which projects set for themselves.
+    _LEAK_OPTIONS: "detect_leaks=0",
     "PYTHONUNBUFFERED": "1",
     "PIP_PROGRESS_BAR": "off",
     "PIP_NO_INPUT": "1",

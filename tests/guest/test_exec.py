@@ -47,7 +47,6 @@ def test_a_program_has_three_descriptors_an_own_session_and_a_clean_environment(
     assert lines[3] == "0022"
     names = {line.split("=")[0] for line in lines[4:]}
     assert names == {
-        "LSAN_OPTIONS",
         *("PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "GIT_TERMINAL_PROMPT", "DEBIAN_FRONTEND", "NO_COLOR"),
         *("MANPAGER", "SYSTEMD_PAGER", "GIT_EDITOR", "GIT_CONFIG_SYSTEM", "PIP_NO_INPUT"),
         *("PYTHONUNBUFFERED", "PIP_PROGRESS_BAR", "MINE", "PWD", "SHLVL", "_"),

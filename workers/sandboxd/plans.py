@@ -28,6 +28,7 @@ from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.contract.tenant_classes import EgressRules, TenantClass
 from toolcrew.workers.sandboxd.disks.base import WorkspaceMount
 from toolcrew.workers.sandboxd.runtime.hardening import MOUNTS_BYTES, NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
+from toolcrew.workers.sandboxd.runtime.seccomp import allow_tracing
 
 DEFAULT = "default"
 _MAX_LIST_CHARS = 2000
@@ -66,6 +67,7 @@ class SandboxPlan:
     cpus: float
     pids: int
     is_root: bool = False
+    ptrace: bool = False
     hostname: str = DEFAULT_HOSTNAME
     secrets: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Names of the session's secrets with their placeholders (texts that the proxy replaces by the secrets). A sandbox
@@ -334,6 +336,7 @@ class Plans:
             cpus=granted.cpus or SandboxLimits.cpus,
             pids=granted.pids or SandboxLimits.pids,
             is_root=granted.user == "root",
+            ptrace=granted.ptrace,
             timeout_s=granted.largest.timeout_s,
             tenant_class=tenant_class,
         )
@@ -466,7 +469,7 @@ class Profile:
             runtime=plan.runtime,
             limits=limits_of(plan),
             labels=labels,
-            seccomp=self._seccomp,
+            seccomp=allow_tracing(self._seccomp) if plan.ptrace else self._seccomp,
             cgroup_version=self._cgroup_version,
             workspace=mount,
             network=plan.network,

@@ -146,8 +146,8 @@ class OciRuntime:
         self._pins: dict[tuple[str, ...], asyncio.Future[Mapping[str, str]]] = {}
         self._pin_names: dict[str, str] = {}
         """Name of a pin -> content id of its image."""
-        self._filters: dict[bool, str] = {}
-        """Compiled filters in base64. Key: whether programs run as root of the sandbox."""
+        self._filters: dict[tuple[bool, str], str] = {}
+        """Compiled filters in base64. Key: whether programs run as root of the sandbox, and the profile."""
         for place in (self._sandboxes, self._state):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(self._sandboxes)
@@ -353,7 +353,7 @@ class OciRuntime:
                     root=ROOTS / sandbox,
                     cgroup=f"/{PARENT}/{sandbox}",
                     base=running.base,
-                    seccomp_bpf=self._filters.get(spec.is_root),
+                    seccomp_bpf=self._filters.get((spec.is_root, spec.seccomp)),
                     apparmor=self.apparmor.profile,
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
@@ -448,8 +448,9 @@ class OciRuntime:
     def _keep_filter(self, sandbox: str, spec: SandboxSpec) -> None:
         """Keep the seccomp filter that crun has compiled, for later starts. runc does not write its filter."""
         compiled = self._state / sandbox / "seccomp.bpf"
-        if spec.is_root not in self._filters and compiled.exists():
-            self._filters[spec.is_root] = base64.b64encode(compiled.read_bytes()).decode("ascii")
+        key = spec.is_root, spec.seccomp
+        if key not in self._filters and compiled.exists():
+            self._filters[key] = base64.b64encode(compiled.read_bytes()).decode("ascii")
 
     def _remove(self, sandbox: str) -> None:
         place = self._sandboxes / sandbox

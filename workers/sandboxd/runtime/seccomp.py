@@ -16,6 +16,9 @@ How the profile was made. It started from the list of upstream's default profile
   permission for it to every `socket` rule, and runc skips a denial that equals the default action. Therefore it has its
   own errno and comes first;
 - `clone3` answers ENOSYS so that the C library falls back to `clone`, which is allowed without the namespace flags;
+- the calls that change the scheduling, the limits or the priorities of a process are allowed for every process but
+  PID 1, which has the same user. No filter can compare a number without its high bits, so there is a rule for each bit;
+- `personality` is allowed with ADDR_NO_RANDOMIZE, without which debuggers and ThreadSanitizer do not start a program;
 - rules of architectures other than x86-64 and aarch64 (with their 32-bit variants) were removed.
 
 A call that is not listed gets EPERM; no process is ever killed for a call. An engine or libseccomp that does not know a
@@ -23,6 +26,7 @@ name skips it, which denies that call. `tests/integration/test_container_profile
 kernel.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +40,11 @@ ENOSYS: Final = 38
 SOCKET_FAMILIES: Final = frozenset({1, 2, 10})  # AF_UNIX, AF_INET, AF_INET6
 NETLINK: Final = {(0, 16), (2, 0)}  # AF_NETLINK with NETLINK_ROUTE, as index and value of arguments
 NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+
+TRACING: Final = ("ptrace", "process_vm_readv", "process_vm_writev")
+"""Calls that a tenant class may allow."""
+FIRST_SAFE_KERNEL: Final = "4.8"
+"""Before this release of Linux, a tracer could replace a call that the filter had already allowed."""
 
 NEVER_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
     "io_uring": ("io_uring_setup", "io_uring_enter", "io_uring_register"),
@@ -89,6 +98,14 @@ def load_seccomp_profile() -> str:
     if faults:
         raise ValueError("the shipped seccomp profile is damaged: " + "; ".join(faults))
     return json.dumps(json.loads(text), separators=(",", ":"))
+
+
+@functools.cache
+def allow_tracing(profile: str) -> str:
+    """Return the profile with TRACING allowed. PID 1 and its supervisors refuse tracers: they are not dumpable."""
+    content = json.loads(profile)
+    rule = {"names": list(TRACING), "action": ALLOW, "includes": {"minKernel": FIRST_SAFE_KERNEL}}
+    return json.dumps({**content, "syscalls": [*content["syscalls"], rule]}, separators=(",", ":"))
 
 
 def find_profile_faults(text: str) -> list[str]:
