@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write what is generated: the pages of docs/ (settings, commands, errors, HTTP API, tools, metrics, log events) and
-the synchronous client of the HTTP API.
+"""Write what is generated: the pages of docs/ (settings, commands, errors, HTTP API, tools, metrics, log events,
+programs) and the synchronous client of the HTTP API.
 
     .venv/bin/python scripts/reference.py [--check]
 
@@ -14,9 +14,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.pages import commands, errors, http_api, log_events, metrics, settings, sync_client, tools  # noqa: E402
+from scripts.pages import (  # noqa: E402
+    commands,
+    errors,
+    http_api,
+    log_events,
+    metrics,
+    programs,
+    settings,
+    sync_client,
+    tools,
+)
 
-PAGES = (settings, commands, errors, http_api, tools, metrics, log_events)
+PAGES = (settings, commands, errors, http_api, tools, metrics, log_events, programs)
 
 
 def main(arguments: list[str]) -> int:

@@ -64,7 +64,7 @@ def test_the_status_of_a_host_contains_what_placement_needs(daemons: Daemons) ->
         "sessions": 0,
         "store": "local",
     }
-    assert {name: options["pids"] for name, options in status["largest"].items()} == {"apart": 128, "default": 128}
+    assert {name: options["pids"] for name, options in status["largest"].items()} == {"apart": 128, "default": 256}
     assert all(None not in options.values() for options in status["largest"].values())
     assert "other:1" in status["images"]
     assert min(status["memory_free_bytes"], status["disk_free_bytes"]) > 0

@@ -95,7 +95,7 @@ def test_a_sandbox_has_the_sizes_that_its_session_requests(
         # The sandbox of the pool has the sizes of the class, so it fits a session that asks for nothing.
         other = client.describe_open("acme:t", SessionSpec(ttl_s=600.0))
         assert daemon.status()["pool"]["handed_out"] == 1
-        assert read_sizes(watch(engine, other["sandbox"]["id"]))["pids"] == 128
+        assert read_sizes(watch(engine, other["sandbox"]["id"]))["pids"] == 256
 
     daemon.kill()
     daemon.start()

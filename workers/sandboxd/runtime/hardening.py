@@ -79,7 +79,7 @@ class SandboxLimits:
 
     memory_reserve_bytes: int = 256 * MIB  # for processes, and about _INODE_BYTES per inode of the mounts below
     cpus: float = 1.0
-    pids: int = 128
+    pids: int = 256  # headless Chromium needs about 150
     workspace_bytes: int = 256 * MIB
     workspace_inodes: int = 65_536
     tmp_inodes: int = 16_384  # of /tmp and of the home, when they are in memory

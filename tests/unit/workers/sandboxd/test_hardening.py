@@ -112,7 +112,7 @@ GOLDEN: dict[str, Any] = {
         "MemorySwappiness": 0,
         "OomKillDisable": False,
         "NanoCpus": 1000000000,
-        "PidsLimit": 128,
+        "PidsLimit": 256,
         "Ulimits": [
             {"Name": "nofile", "Soft": 65536, "Hard": 65536},
             {"Name": "core", "Soft": 0, "Hard": 0},
@@ -266,7 +266,7 @@ def test_a_lost_or_changed_setting_is_reported(row: str) -> None:
 @pytest.mark.parametrize(
     ("row", "value", "message"),
     [
-        ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
+        ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 256."),
         ("HostConfig.Init", 0, "HostConfig.Init is 0, not false."),
         ("HostConfig.SecurityOpt", ["no-new-privileges", "seccomp=unconfined"], "seccomp=unconfined"),
         ("HostConfig.CapAdd", ["SYS_ADMIN"], "HostConfig.CapAdd is"),

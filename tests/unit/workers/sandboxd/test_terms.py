@@ -175,7 +175,7 @@ def test_session_gets_requested_sizes_or_those_of_its_class() -> None:
         ("ci", SandboxOptions(memory_bytes=4 * GIB + 1)),
         ("ci", SandboxOptions(workspace_bytes=21 * GIB)),
         ("ci", SandboxOptions(pids=4097)),
-        ("plain", SandboxOptions(pids=129)),
+        ("plain", SandboxOptions(pids=257)),
         ("plain", SandboxOptions(user="root")),
     ],
 )
@@ -210,7 +210,7 @@ def test_next_sandbox_keeps_its_sizes_up_to_the_class_limit() -> None:
     assert SIZED.revise(terms, plan) == plan
     lowered = build_plans({"ci": TenantClass(memory_reserve_bytes=GIB, largest=LargestOptions(cpus=4, user="root"))})
     revised = lowered.revise(terms, plan)
-    assert (revised.cpus, revised.pids, revised.memory_reserve_bytes, revised.is_root) == (4, 128, GIB, True)
+    assert (revised.cpus, revised.pids, revised.memory_reserve_bytes, revised.is_root) == (4, 256, GIB, True)
     with pytest.raises(ToolFailure, match="no longer run as root"):
         build_plans({"ci": TenantClass()}).revise(terms, plan)
 
