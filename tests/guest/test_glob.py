@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.guest.guest_harness import GUEST_PARENT, Guest, needs_namespace
+from tests.support.guest.guest_harness import GUEST_PARENT, HAS_RIPGREP_14, Guest, needs_namespace
 from tests.support.guest.search_harness import Harness
 
 assert GUEST_PARENT
@@ -90,6 +90,7 @@ def test_an_ignored_folder_named_in_the_pattern_is_searched(harness: Harness) ->
     assert harness.glob("*", path="node_modules/left").lines == ["node_modules/left/index.js"]
 
 
+@pytest.mark.xfail(HAS_RIPGREP_14, reason="ripgrep 14.1 ignores rules of parent folders that begin with /", strict=True)
 def test_ignore_rules_of_parent_folders_apply(harness: Harness) -> None:
     harness.make(".gitignore", "/src/gen/*.py\n")
     harness.make("src/gen/a.py")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.guest.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
+from tests.support.guest.guest_harness import GUEST_PARENT, HAS_RIPGREP_14, Done, Guest, needs_namespace
 from tests.support.guest.search_harness import Harness, LocalContext
 from tests.support.stack.waiting import SOON_S, wait_until
 
@@ -166,8 +166,8 @@ def test_files_filtered_by_name_do_not_count_as_ignored(harness: Harness) -> Non
         (
             "foo(",
             (
-                "at character 4: unclosed group; the pattern was 'foo('; if it is meant literally, retry with "
-                "fixed_strings=true"
+                f"{'' if HAS_RIPGREP_14 else ' at character 4'}: unclosed group; the pattern was 'foo('; if it is meant "
+                "literally, retry with fixed_strings=true"
             ),
         ),
         ("a{2,1}", "at character 2: invalid repetition count range"),
@@ -179,7 +179,7 @@ def test_files_filtered_by_name_do_not_count_as_ignored(harness: Harness) -> Non
         ("a\0", "NUL"),
         ("x" * 200_000, "200000 bytes"),
         ("\\p{Nonsense}", "Unicode property not found"),
-        ("(?<=a+)b", "lookbehind assertion is not fixed length"),
+        ("(?<=a+)b", "lookbehind assertion"),
     ],
 )
 def test_an_invalid_regex_is_refused_with_its_position(harness: Harness, pattern: str, message: str) -> None:
@@ -199,9 +199,10 @@ def test_lookaround_and_backreferences_are_supported(harness: Harness, pattern: 
 def test_a_backtracking_regex_is_stopped_at_the_time_limit(harness: Harness) -> None:
     harness.make("f", "a" * 40 + "!\n")
     started = time.monotonic()
-    # The first pattern takes unlimited time to match, the second to compile.
-    for pattern in ("(?=a)(a+)+$", "(?=a)" + "[ -\U0010fff0]" * 4000):
-        assert harness.grep(pattern, ignore_case=True, timeout_s=0.6).code == "TIMEOUT"
+    assert harness.grep("(?=a)(a+)+$", timeout_s=0.6).code == "TIMEOUT"
+    # PCRE2 takes unlimited time to compile this pattern, or finds it too large.
+    late = harness.grep("(?=a)" + "[ -\U0010fff0]" * 4000, ignore_case=True, timeout_s=0.6)
+    assert late.code == "TIMEOUT" or "too large" in str(late.failure)
     assert time.monotonic() - started < 30  # a machine may be busy; a search that is not stopped runs for hours
 
 

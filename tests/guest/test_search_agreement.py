@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.guest.guest_harness import HAS_RIPGREP_14
 from tests.support.guest.search_harness import Found, Harness
 
 pytestmark = pytest.mark.skipif(shutil.which("rg") is None, reason="needs ripgrep")
@@ -77,6 +78,11 @@ def all_of(found: Found) -> tuple[str, dict[str, object], str | None]:
     return found.text, found.fields, found.code
 
 
+ENDS_BEFORE_CR = pytest.mark.xfail(
+    HAS_RIPGREP_14, reason="PCRE2 in ripgrep 14 does not see that a line ends before \\r", strict=True
+)
+
+
 def with_pcre(pattern: str) -> str:
     """Return a pattern with the same meaning that only PCRE2 accepts."""
     return f"(?:{pattern})(?=)"
@@ -136,8 +142,8 @@ def test_engines_agree_on_multiline_matches(
 @pytest.mark.parametrize(
     ("content", "pattern"),
     [
-        (b"foo\r\nbar foo\r\n\r\n", "foo$"),
-        (b"foo\r\nbar\r\n\r\n", "^$"),
+        pytest.param(b"foo\r\nbar foo\r\n\r\n", "foo$", marks=ENDS_BEFORE_CR),
+        pytest.param(b"foo\r\nbar\r\n\r\n", "^$", marks=ENDS_BEFORE_CR),
         (b"\xef\xbb\xbffoo\n", "^foo"),
         ("foo é\nbar".encode("utf-16"), "é"),
         ("foo é\nbar".encode("utf-16-be"), "foo"),

@@ -18,11 +18,16 @@ MAX_PATTERN_BYTES = 131_000
 _MAX_OWN_CHARS = 8192
 _OPERATORS = re.compile(r"\\[wdsbWDSB.]|\.[*+?]|[\])][*+?]|\||^\^|\$$|\[\^|\(\?")
 _CARET = re.compile(r"^ {4}( *)\^+$", re.MULTILINE)
-PCRE_LINE_ENDS = "(*ANYCRLF)"
-"""Start of a pattern for PCRE2. With --crlf, ripgrep 13 leaves the line end of a line without \\r in its text."""
+# Messages of ripgrep 13 and 14. Those of ripgrep 14 begin with this prefix. Their positions count from the group into
+# which ripgrep 14 puts every pattern.
+_PREFIX = "rg: "
+_GROUP = "(?:"
+_LINE_ENDS = "(*ANYCRLF)"
+"""Start of a pattern for PCRE2. With --crlf, ripgrep leaves the line end of a line without \\r in its text. In the
+group of ripgrep 14 it is an error, so there `$` does not match before \\r."""
 _PCRE = re.compile(r"PCRE2: error compiling pattern at offset (\d+): (.+)")
 _ONLY_PCRE = re.compile(r"^error: (?:.* not supported|unrecognized flag)$", re.MULTILINE)
-_LINE_END = re.compile(r"^(?:rg: )?the literal '\"\\n\"' is not allowed", re.MULTILINE)
+_LINE_END = re.compile(r"^(?:rg: )?the literal '?\"\\n\"'? is not allowed", re.MULTILINE)
 _UNKNOWN_TYPE = re.compile(r"^(?:rg: )?unrecognized file type: (.*)$", re.MULTILINE)
 _BAD_GLOB = re.compile(r"^(?:rg: )?error parsing (glob .*)$", re.MULTILINE)
 _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
@@ -57,15 +62,21 @@ class GrepPattern:
         if "\n" in text and not multiline:
             raise self._spans_lines()
         self.needs_pcre = len(text) > _MAX_OWN_CHARS
+        self.pcre_start = _LINE_ENDS
 
     def turn_to_pcre(self, error_text: str) -> bool:
-        """Switch to PCRE2 if the error message of ripgrep's own engine shows that the pattern needs it. Return whether
-        this is so.
+        """Switch to PCRE2, or to the form of PCRE2 that ripgrep 14 accepts, if the error message shows that the pattern
+        needs it. Return whether this is so.
         """
-        if self.needs_pcre or _ONLY_PCRE.search(error_text) is None:
-            return False
-        self.needs_pcre = True
-        return True
+        is_grouped = error_text.startswith(_PREFIX)
+        if self.needs_pcre:
+            can_turn = is_grouped and self.pcre_start != "" and "(*VERB)" in error_text
+        else:
+            can_turn = _ONLY_PCRE.search(error_text) is not None
+        if can_turn:
+            self.needs_pcre = True
+            self.pcre_start = "" if is_grouped else _LINE_ENDS
+        return can_turn
 
     def explain(self, error_text: str) -> RequestFailure:
         """Convert an error message of ripgrep about this pattern, or about a type or a glob, to a failure."""
@@ -78,16 +89,19 @@ class GrepPattern:
             return RequestFailure(INVALID_PATTERN, f"exclude: {escaped(glob[1].encode())[:300]}")
         if _LINE_END.search(error_text) is not None:
             return self._spans_lines()
+        is_grouped = error_text.startswith(_PREFIX)
         pcre = _PCRE.search(error_text)
         if pcre is not None:
-            # The offset in the message includes the text that the class Ripgrep puts before the pattern.
-            return self._build_failure(
-                pcre[2][:300], min(max(0, int(pcre[1]) - len(PCRE_LINE_ENDS)), len(self.text)) + 1
-            )
+            # The offset in the message includes the text before the pattern.
+            before = len(_GROUP if is_grouped else self.pcre_start)
+            return self._build_failure(pcre[2][:300], min(max(0, int(pcre[1]) - before), len(self.text)) + 1)
+        before = len(_GROUP) if is_grouped else 0
         caret, reason = _CARET.search(error_text), _REASON.search(error_text)
         lines = [line.strip().removeprefix("rg: ") for line in error_text.splitlines() if line.strip()]
         reason_text = reason[1] if reason else (lines[0] if lines else "not understood")
-        return self._build_failure(reason_text[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
+        # A parenthesis without its end is an error of the group.
+        has_position = caret is not None and len(caret[1]) >= before and "\n" not in self.text
+        return self._build_failure(reason_text[:300], len(caret[1]) + 1 - before if caret and has_position else None)
 
     def _build_failure(self, reason: str, position: int | None) -> RequestFailure:
         where = f" at character {position}" if position is not None and self.text == self.written else ""

@@ -13,10 +13,11 @@ _OS_ERROR = re.compile(
     rb"^(?:rg: )?\./(.*?): (?:IO error for operation on \./\1: )?[^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL
 )
 # ripgrep does not say which file has the faulty rules, and then applies no rule of this file.
-_RULES_ERROR = re.compile(rb"^(?:rg: )?Compiled regex exceeds size limit[^\n]*$", re.MULTILINE)
+_RULES_ERROR = re.compile(rb"^(?:rg: )?[Cc]ompiled regex exceeds size limit[^\n]*$", re.MULTILINE)
 # Messages that ripgrep 13 and 14 write with --debug.
 _LEFT_OUT = re.compile(
-    rb"^DEBUG\|[^\n]*?: ignoring \./([^\n]*): (?:(Ignore\(IgnoreMatch\(Gitignore\()|\d+ bytes$|(failed to pass))"
+    rb"^(?:rg: )?DEBUG\|[^\n]*?: ignoring \./([^\n]*): "
+    rb"(?:(Ignore\(IgnoreMatch\(Gitignore\()|\d+ bytes$|(failed to pass))"
 )
 
 
@@ -39,7 +40,7 @@ class LeftOut:
         # be megabytes long.
         *lines, self._rest = (self._rest[:_MAX_LINE_BYTES] + data).split(b"\n")
         for line in lines:
-            if not line.startswith(b"DEBUG|"):
+            if not line.startswith((b"DEBUG|", b"rg: DEBUG|")):
                 self._errors += line[: max(0, _MAX_BYTES - len(self._errors))] + b"\n"
             elif (match := _LEFT_OUT.match(line)) is not None and len(match[1]) <= self._remaining_bytes:
                 self._remaining_bytes -= len(match[1]) + 64

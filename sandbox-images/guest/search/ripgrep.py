@@ -9,7 +9,6 @@ from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, RequestFailure
 from guest.paths import KERNEL_FOLDERS
 from guest.search.child import Child, start_program
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, split_list
-from guest.search.grep_patterns import PCRE_LINE_ENDS
 from guest.search.grep_records import SEPARATOR, count_marks, read_counts, read_names
 
 TYPE_CHECKING = False
@@ -214,14 +213,14 @@ class Ripgrep:
         pattern = self._pattern
         if not pattern.needs_pcre or pattern.fixed_strings or pattern.multiline or _NOT_IN_GROUP.search(pattern.text):
             return self._raw_pattern()
-        return f"{PCRE_LINE_ENDS}(?:{pattern.text}\\E)\\N?+".encode()
+        return f"{pattern.pcre_start}(?:{pattern.text}\\E)\\N?+".encode()
 
     def _raw_pattern(self) -> bytes:
         pattern = self._pattern
         if not pattern.needs_pcre:
             return pattern.text.encode("utf-8")
         text = re.escape(pattern.text) if pattern.fixed_strings else pattern.text
-        return (PCRE_LINE_ENDS + text).encode("utf-8")
+        return (pattern.pcre_start + text).encode("utf-8")
 
 
 def _read_globs(text: str | None, subject: str) -> list[str]:

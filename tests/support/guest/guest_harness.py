@@ -29,8 +29,9 @@ if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
 _PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
-RIPGREP = b"/usr/bin/rg"
-"""The ripgrep of this machine. In a sandbox the guest has its own."""
+RIPGREP = os.environ.get("TOOLCREW_TEST_RIPGREP", "/usr/bin/rg").encode()
+"""The ripgrep of the tests. In a sandbox the guest has its own."""
+HAS_RIPGREP_14 = b"ripgrep 13" not in subprocess.run([RIPGREP, "--version"], capture_output=True, check=False).stdout
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]);"
     "from guest import supervisors; from guest.loop import main, parse_options; from guest.paths import GuestPaths;"

@@ -41,6 +41,7 @@ class Harness:
 
     def __init__(self, base: Path) -> None:
         self.base = base
+        self.ripgrep = RIPGREP
         self.workspace = base / "ws"
         self.tmp = base / "tmp"
         self.output = base / "output"
@@ -62,7 +63,7 @@ class Harness:
         return path
 
     def paths(self, **how: bool) -> GuestPaths:
-        return GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), ripgrep=RIPGREP, **how)
+        return GuestPaths((bytes(self.workspace), bytes(self.tmp)), bytes(self.output), ripgrep=self.ripgrep, **how)
 
     def glob(self, pattern: str, **fields: Any) -> Found:
         plain = {"pattern": pattern, "path": ".", "kind": "file", "limit": 100, "max_bytes": 32768, "timeout_s": 10}
