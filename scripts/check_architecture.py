@@ -59,6 +59,11 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "toolcrew.orchestrator.dialects": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     "toolcrew.orchestrator.models": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     "toolcrew.orchestrator.loop": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
+    # A program that has only a URL and a key.
+    "toolcrew.orchestrator.sdk.http": (
+        *(package for package in sorted(_SHARED) if package != "toolcrew.contract"),
+        *(f"toolcrew.orchestrator.{folder}" for folder in ("dispatch", "loop", "operations", "runs", "sessions")),
+    ),
     **dict.fromkeys(
         ("toolcrew.orchestrator.admission", "toolcrew.orchestrator.dispatch"), ("toolcrew.orchestrator.terminal",)
     ),
