@@ -61,7 +61,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "toolcrew.orchestrator.loop": ("toolcrew.orchestrator.dispatch", "toolcrew.store"),
     # A program that has only a URL and a key.
     "toolcrew.orchestrator.sdk.http": (
-        *(package for package in sorted(_SHARED) if package != "toolcrew.contract"),
+        *sorted(_SHARED - {"toolcrew.contract", "toolcrew.archives"}),
         *(f"toolcrew.orchestrator.{folder}" for folder in ("dispatch", "loop", "operations", "runs", "sessions")),
     ),
     **dict.fromkeys(

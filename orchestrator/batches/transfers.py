@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, overload
 
+from toolcrew.archives.folders import unpack_stream, write_folder
 from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES, is_stored
-from toolcrew.contract.folders import unpack_stream, write_folder
 from toolcrew.orchestrator.batches.artifacts import artifact_folder
 from toolcrew.orchestrator.batches.lines import BatchFile
 from toolcrew.orchestrator.batches.stored_files import StoredFiles

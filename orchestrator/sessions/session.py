@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolcrew.archives.folders import pack_folder, unpack_archive
 from toolcrew.concurrency.read_memory import Reservation, read_memory
 from toolcrew.contract.call_events import OUTPUT
 from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, Record, SandboxInfo, ToolCall, ToolResult
@@ -31,7 +32,6 @@ from toolcrew.contract.errors import (
     ToolFailure,
 )
 from toolcrew.contract.file_ids import is_stored
-from toolcrew.contract.folders import pack_folder, unpack_archive
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
 from toolcrew.contract.session_locations import MAX_FORKS

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolcrew.archives.folders import pack_folder
 from toolcrew.contract.archive_kinds import SUPPORTED_KINDS, find_kind, is_tar
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.folders import pack_folder
 
 _XZ_MEMORY_BYTES = 128 * 1024 * 1024
 _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {

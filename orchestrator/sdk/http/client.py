@@ -321,7 +321,7 @@ class Session:
 
     def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
         """Copy the content of a local folder, at most 64 MiB, into a folder of the sandbox, which is created."""
-        from toolcrew.contract.folders import pack_folder
+        from toolcrew.archives.folders import pack_folder
 
         content = pack_folder(Path(folder))
         params = {"path": path}
@@ -332,7 +332,7 @@ class Session:
         """Copy a folder of the sandbox into a local folder, which is created. Return the names of entries that were
         skipped: links that leave the folder, and special files.
         """
-        from toolcrew.contract.folders import unpack_archive
+        from toolcrew.archives.folders import unpack_archive
 
         ask = Ask("GET", f"{self._path}/archive", repeats=True, params={"path": path}, wait_s=OPEN_S)
         content = self._client.send(ask)

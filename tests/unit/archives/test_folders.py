@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolcrew.contract import folders
+from toolcrew.archives import folders
+from toolcrew.archives.folders import pack_folder, unpack_archive
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
-from toolcrew.contract.folders import pack_folder, unpack_archive
 
 Adder = Callable[[tarfile.TarFile], None]
 
