@@ -5,9 +5,10 @@ Every request that opens a session inherits from these records: of the HTTP API,
 """
 
 from collections.abc import Sized
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Identifier, Record, pick_fields
 from toolcrew.contract.image_names import ImageText
@@ -134,6 +135,35 @@ class SessionSpec(SessionOptions):
     def host_arguments(self) -> dict[str, Any]:
         """Return the fields that the host of the session gets: the arguments of `session.open`."""
         return self.model_dump(mode="json", include=HOST_FIELDS)
+
+
+def _parse_instant(value: object) -> datetime:
+    """Return the time in UTC. Raises ValueError: no time in ISO 8601."""
+    if isinstance(value, datetime):
+        return value
+    try:
+        return datetime.fromisoformat(value if isinstance(value, str) else "").astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+
+
+InstantText = Annotated[
+    datetime,
+    BeforeValidator(_parse_instant),
+    PlainSerializer(lambda at: at.isoformat(timespec="seconds"), when_used="json-unless-none"),
+    WithJsonSchema({"type": "string", "maxLength": 64}),
+]
+
+
+class SessionMove(Record):
+    """The move of a session from another host. `generation`: the number of the session's new opening, and of its new
+    sandbox. `checkpoint_at`: the time of the restored checkpoint; None if unknown. `is_planned`: the other host was
+    drained, not lost.
+    """
+
+    generation: Annotated[int, Field(strict=True, ge=1, le=2**53)]
+    checkpoint_at: InstantText | None = None
+    is_planned: Annotated[bool, Field(strict=True)] = False
 
 
 HOST_FIELDS = SessionSpec.model_fields.keys() - {"fork", "tool_config"}

@@ -98,9 +98,7 @@ class SandboxClient:
         - `spec`: the options of the session. An open session stays unchanged.
         - `policy`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
           open session.
-        - `moved`: set when another host had the session. `generation` is the number of the session's new opening.
-          `checkpoint_at` is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was
-          drained, not lost.
+        - `moved`: a SessionMove as JSON, set when another host had the session.
 
         The first call of a moved session reports what was lost. Without `restore` the first call fails with this
         report. If this host still has the session under an older number, sandboxd closes it first.

@@ -329,7 +329,8 @@ class Dispatcher:
 
     async def _send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         """Make one attempt at `session.open` at that address."""
-        arguments = opening.spec.host_arguments() | ({"moved": opening.moved} if opening.moved is not None else {})
+        moved = {"moved": opening.moved.model_dump(mode="json")} if opening.moved is not None else {}
+        arguments = opening.spec.host_arguments() | moved
         request = _session_request("open", opening.tenant, opening.session, arguments)
         return await self._delivery.send_once(await self._check(request), address)
 

@@ -30,7 +30,7 @@ from toolcrew.contract.session_locations import (
     open_start,
     seal_start,
 )
-from toolcrew.contract.session_spec import SessionSpec
+from toolcrew.contract.session_spec import SessionMove, SessionSpec
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.contract.tenancy import TenantPolicy
@@ -74,12 +74,12 @@ class HostSource(Protocol):
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A session that is being opened. `moved`: set when another host had it (SandboxClient.describe_open)."""
+    """A session that is being opened. `moved`: set when another host had it."""
 
     tenant: str
     session: str
     spec: SessionSpec
-    moved: Mapping[str, Any] | None = None
+    moved: SessionMove | None = None
 
 
 _Key = TypeVar("_Key")
@@ -485,10 +485,10 @@ def _add_bounded(entries: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     entries[key] = value
 
 
-def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> dict[str, Any]:
-    """Return the sentence about the move that the first result from the session's new sandbox contains."""
-    at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC).isoformat(timespec="seconds")
-    return {"generation": address.fence, "checkpoint_at": at, "is_planned": not before.queue}
+def _describe_move(before: SessionLocation, checkpoint_at: float | None, address: SessionAddress) -> SessionMove:
+    """Return the move that the first result from the session's new sandbox reports."""
+    at = None if checkpoint_at is None else datetime.fromtimestamp(checkpoint_at, UTC)
+    return SessionMove(generation=address.fence, checkpoint_at=at, is_planned=not before.queue)
 
 
 def no_such_session() -> ToolFailure:

@@ -322,7 +322,7 @@ async def test_session_of_a_lost_host_moves_with_its_last_checkpoint(
     assert await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
     _, opening, _ = hosts.opened[-1]
     assert opening.spec == SessionSpec(**{**start, "restore": "c7"})
-    assert opening.moved["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
+    assert opening.moved.model_dump(mode="json")["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
 
 
 async def test_concurrent_moves_open_the_session_once(client: "redis.asyncio.Redis") -> None:
@@ -350,7 +350,7 @@ async def test_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -
     await hosts.lose(client, found_address.queue)
     address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
     assert address.fence == 3
-    assert hosts.opened[-1][1].moved["is_planned"] is True
+    assert hosts.opened[-1][1].moved.is_planned is True
 
 
 async def test_failed_move_can_be_repeated(client: "redis.asyncio.Redis") -> None:
@@ -406,7 +406,7 @@ async def test_move_falls_back_to_the_automatic_checkpoint(client: "redis.asynci
     opened, error = await _move_without_restores(client, ErrorCode.FILE_NOT_FOUND)
     assert error is None
     assert [opening.spec.restore for _, opening, _ in opened] == ["c1", "auto-1", None]
-    assert opened[-1][1].moved["checkpoint_at"] is None
+    assert opened[-1][1].moved.checkpoint_at is None
 
 
 async def test_failed_restore_does_not_open_the_session_without_files(client: "redis.asyncio.Redis") -> None:
@@ -466,7 +466,7 @@ async def test_move_reports_no_time_for_an_automatic_checkpoint(client: "redis.a
     hosts.answer = lambda opening: missing if opening.spec.restore == "asked" else None
     await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     last = hosts.opened[-1][1]
-    assert (last.spec.restore, last.moved["checkpoint_at"]) == ("older", None)
+    assert (last.spec.restore, last.moved.checkpoint_at) == ("older", None)
 
 
 async def test_refused_opens_do_not_count_as_placed(client: "redis.asyncio.Redis") -> None:

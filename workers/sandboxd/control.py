@@ -7,14 +7,16 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import SessionSpec, pick_options
+from toolcrew.contract.session_spec import SessionMove, SessionSpec, pick_options
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
 from toolcrew.workers.sandboxd.archives.packing import count_max_bytes, find_roots
@@ -33,11 +35,10 @@ from toolcrew.workers.sandboxd.egress.secrets import SecretValues, parse_values
 from toolcrew.workers.sandboxd.forks import SessionForker
 from toolcrew.workers.sandboxd.plans import Plans, with_placeholders
 from toolcrew.workers.sandboxd.sandbox import Sandbox
-from toolcrew.workers.sandboxd.session import HostSession, SessionMove
+from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import MAX_ROWS, SessionParameters, Sessions
 from toolcrew.workers.sandboxd.skill_store import SkillVolume
 
-MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024
 _WITHOUT_ROOT = (
     "the checkpoint of this session has changes outside of /workspace, which were not restored: that needs a session "
@@ -304,24 +305,8 @@ def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:
     move = header.get("moved")
     if move is None:
         return None
-    if not isinstance(move, dict) or not move.keys() <= {"generation", "checkpoint_at", "is_planned"}:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "'moved' must have generation and, if known, checkpoint_at and is_planned"
-        )
-    fence = move.get("generation")
-    if isinstance(fence, bool) or not isinstance(fence, int) or not 0 < fence <= MAX_FENCE:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS,
-            f"moved.generation must be a whole number of at least 1 and at most {MAX_FENCE}",
-        )
-    at = move.get("checkpoint_at")
-    return SessionMove(fence, None if at is None else _parse_instant(at), move.get("is_planned") is True)
-
-
-def _parse_instant(text: object) -> datetime:
     try:
-        return datetime.fromisoformat(text if isinstance(text, str) else "").astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "moved.checkpoint_at must be a time as 2030-01-31T12:00:00+00:00"
-        ) from None
+        return SessionMove.model_validate(move)
+    except ValidationError as error:
+        part = find_invalid(error, SessionMove)
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"'moved' is not the move of a session: {part}") from None

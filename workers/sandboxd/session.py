@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from structlog.contextvars import bound_contextvars
 
 from toolcrew.contract.guest_protocol import REQUESTS
+from toolcrew.contract.session_spec import SessionMove
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.disks.base import Workspace
 from toolcrew.workers.sandboxd.metering import UsageTotals
@@ -274,34 +274,22 @@ class HostSession:
         return "paused" if self.is_paused else "ready"
 
 
-_LOST, _DRAINED = "the host that had this session was lost", "the host that had this session was taken out of service"
+_LEAVING = {
+    False: "the host that had this session was lost",
+    True: "the host that had this session was taken out of service",
+}
 
 
-@dataclass(frozen=True)
-class SessionMove:
-    """The move of a session from another host. `fence`: the number of the new opening, which is also the `generation`
-    of the new sandbox. `checkpoint_at`: the time of the restored checkpoint; None if unknown. `is_planned`: the other
-    host was drained, not lost.
-    """
+def build_move_news(move: SessionMove) -> str:
+    """Return the text that tells the model what a session restored from a checkpoint has lost."""
+    at = move.checkpoint_at
+    checkpoint = f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
+    return _RESTORED.format(why=_LEAVING[move.is_planned], checkpoint=checkpoint)
 
-    fence: int
-    checkpoint_at: datetime | None = None
-    is_planned: bool = False
 
-    def news(self) -> str:
-        """Return the text that tells the model what a session restored from a checkpoint has lost."""
-        at = self.checkpoint_at
-        checkpoint = (
-            f"the checkpoint of {at.isoformat(timespec='seconds')}" if at is not None else "its last checkpoint"
-        )
-        return _RESTORED.format(why=self._why(), checkpoint=checkpoint)
-
-    def loss(self) -> str:
-        """Return the loss report of a session without a checkpoint."""
-        return FILES_LOST.format(f"{self._why()}, and there was no checkpoint of it: the sandbox")
-
-    def _why(self) -> str:
-        return _DRAINED if self.is_planned else _LOST
+def build_move_loss(move: SessionMove) -> str:
+    """Return the loss report of a session without a checkpoint."""
+    return FILES_LOST.format(f"{_LEAVING[move.is_planned]}, and there was no checkpoint of it: the sandbox")
 
 
 def bound_to_session(name: object) -> AbstractContextManager[Any]:

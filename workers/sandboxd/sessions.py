@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from toolcrew.contract.session_spec import SessionMove
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.background import settle
 from toolcrew.workers.sandboxd.budgets import FairBudget
@@ -32,7 +33,7 @@ from toolcrew.workers.sandboxd.plans import SandboxPlan
 from toolcrew.workers.sandboxd.pool import WarmPools
 from toolcrew.workers.sandboxd.records import Records
 from toolcrew.workers.sandboxd.sandbox import Sandbox
-from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, SessionMove
+from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, build_move_loss, build_move_news
 from toolcrew.workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
@@ -116,11 +117,11 @@ class Sessions:
         # Repeat, because another request may open the session again while its old state is being closed.
         while True:
             entry = await self._open_or_join(session, start)
-            if start.moved is None or entry.fence >= start.moved.fence:
+            if start.moved is None or entry.fence >= start.moved.generation:
                 if start.policy is not None:
                     self.update_policy(entry, start.policy)
                 return entry
-            log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
+            log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.generation)
             await self.close(session)
 
     async def _open_or_join(self, session: str, start: SessionParameters) -> HostSession:
@@ -575,13 +576,13 @@ def _name_network(policy: SandboxPolicy) -> tuple[object, ...]:
 
 def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
     """Mark a session that comes from another host. Its first call reports the loss."""
-    entry.fence = entry.generation = sandbox.generation = moved.fence
+    entry.fence = entry.generation = sandbox.generation = moved.generation
     entry.was_rebuilt = True
     if is_restored:
         entry.automatic_at = moved.checkpoint_at.timestamp() if moved.checkpoint_at is not None else 0.0
-        entry.news = moved.news()
+        entry.news = build_move_news(moved)
     else:
-        entry.unreported_loss = moved.loss()
+        entry.unreported_loss = build_move_loss(moved)
 
 
 def _build_not_found() -> ToolFailure:

@@ -24,7 +24,7 @@ from toolcrew.contract.guest_protocol import (
     WriteFileRequest,
 )
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionSpec
+from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionMove, SessionSpec
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
@@ -41,17 +41,6 @@ Larger arguments travel in the body.
 """
 _CHECKPOINT = {"type": "string", "pattern": CHECKPOINT_PATTERN}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
-_MOVED = {
-    "type": "object",
-    "properties": {
-        "generation": {"type": "integer", "minimum": 1},
-        "checkpoint_at": {"type": ["string", "null"], "maxLength": 64},
-        "is_planned": {"type": "boolean"},
-    },
-    "required": ["generation"],
-    "additionalProperties": False,
-}
-"""Fields for a session that was on another host (SandboxClient.describe_open)."""
 _OPEN_FIELDS = {
     # Without defaults: a call names only the fields that are set.
     name: {key: value for key, value in schema.items() if key != "default"}
@@ -226,7 +215,7 @@ SESSION_VERBS = (
         _spec(
             "open",
             "Give the session a sandbox.",
-            {**_OPEN_FIELDS, "moved": _MOVED},
+            {**_OPEN_FIELDS, "moved": SessionMove.model_json_schema()},
             [],
             idempotent=True,
             timeout_s=60,

@@ -20,8 +20,7 @@ from tests.support.sandboxd.fake_sandboxd import (
 from tests.support.sandboxd.sandboxd_calls import call, frame, raw_exchange
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.errors import SandboxUnavailable, ToolFailure
-from toolcrew.contract.session_spec import SessionSpec
-from toolcrew.workers.sandboxd.session import SessionMove
+from toolcrew.contract.session_spec import SessionMove, SessionSpec
 from toolcrew.workers.sandboxd.sessions import SessionParameters
 
 AT = "2030-01-31T12:00:00+00:00"
@@ -90,7 +89,7 @@ async def test_unreported_loss_prevents_a_checkpoint(daemon: Sandboxd) -> None:
 async def test_loss_is_reported_exactly_once_across_restarts(tmp_path: Path) -> None:
     workspaces, is_reported = MemoryWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
-    await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(7)))
+    await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(generation=7)))
     for _ in range(2):
         host.lease.give_back()
         await host.engine.end()
@@ -114,7 +113,12 @@ async def test_loss_before_the_first_call_is_added_to_the_notice(tmp_path: Path)
 
         entry = await host.sessions.open(
             "acme:s",
-            SessionParameters(PLAN, 60, restore_nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC))),
+            SessionParameters(
+                PLAN,
+                60,
+                restore_nothing,
+                moved=SessionMove(generation=2, checkpoint_at=datetime(2030, 1, 31, tzinfo=UTC)),
+            ),
         )
         entry.sandbox.end("out of memory")
         entry, sandbox = await host.sessions.use("acme:s", "c")
