@@ -139,7 +139,7 @@ class World:
         """Write the record of a call and return the id of its Celery task."""
         task = f"0123456789ab-{call}.1.{tenant}"
         now = time.time()
-        fields = {
+        fields: dict[Any, Any] = {
             "state": state,
             "tool": "bash_tool",
             "session": "s1",
@@ -155,7 +155,7 @@ class World:
             "task": task,
             "code": "TIMEOUT",
         }
-        await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping={**fields, **times})
+        await self.redis.hset(call_key(DEPLOYMENT, tenant, call), mapping=fields | times)
         await self.redis.zadd(tenant_calls_key(DEPLOYMENT, tenant), {call: now})
         return task
 

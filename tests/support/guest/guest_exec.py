@@ -26,9 +26,9 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
 
 def run_locally(request: GuestRequest[A], body: bytes) -> GuestReply[A]:
     """Run the program of an exec request and return the reply."""
-    assert isinstance(request, ExecRequest)
-    assert request.argv is not None
-    argv = [sys.executable, *request.argv[1:]]
+    arguments = request.argv if isinstance(request, ExecRequest) else None
+    assert arguments is not None
+    argv = [sys.executable, *arguments[1:]]
     done = subprocess.run(argv, input=body, capture_output=True, timeout=60, check=False, env=_ENVIRONMENT)
     return build_reply(request, build_output_response(done.stdout, done.stderr))
 

@@ -83,7 +83,15 @@ def _run_scenario(suite: Path, url: str, revision: str, scenario: str) -> list[s
     """Print the checks of one scenario and return the unexpected failures."""
     programs = suite / "node_modules" / ".bin"
     with tempfile.TemporaryDirectory() as folder:
-        command = [programs / "node", programs / "conformance", "server", "--url", url, "--scenario", scenario]
+        command: list[Path | str] = [
+            programs / "node",
+            programs / "conformance",
+            "server",
+            "--url",
+            url,
+            "--scenario",
+            scenario,
+        ]
         ran = subprocess.run(
             [*command, "--spec-version", revision, "-o", folder],
             capture_output=True,

@@ -81,9 +81,8 @@ def open_mcp_stack(engine: APIClient) -> Iterator[McpStack]:
 
 async def bash(client: Client, command: str, session: str = "", **options: Any) -> CallToolResult:
     """Call bash. `session`: sent in the call's `_meta`."""
-    return await client.call_tool(
-        "bash_tool", {"command": command}, meta={SESSION: session} if session else None, **options
-    )  # type: ignore[typeddict-unknown-key]
+    meta: Any = {SESSION: session} if session else None
+    return await client.call_tool("bash_tool", {"command": command}, meta=meta, **options)
 
 
 async def new_session(client: Client) -> str:

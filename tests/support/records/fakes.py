@@ -209,7 +209,8 @@ class FakeSandboxClient(SandboxClient):
 
     def place_skill(self, name: str, digest: str, archive: IO[bytes], *, shared: bool) -> str:
         place = f"/skills/{digest[:8]}"
-        self.skills[digest] = (place, archive.seek(0) or archive.read())
+        archive.seek(0)
+        self.skills[digest] = (place, archive.read())
         self.placed += 1
         return place
 
@@ -230,7 +231,7 @@ class FakeSandboxClient(SandboxClient):
         self.requests.append({"checkpoint": checkpoint})
         return {"deleted": True, "bytes": 10240}
 
-    def close(self, name: str) -> bool:
+    def close(self, name: str, *, fence: int | None = None) -> bool:
         self.closed.append(name)
         return True
 

@@ -182,7 +182,7 @@ def failed_attempt(
     kind: FailureKind = FailureKind.INFRASTRUCTURE,
     code: str = "HOST_LOST",
     message: str = "its host is gone",
-    **rest: int,
+    **rest: Any,
 ) -> Attempt:
     """Return an attempt that fails."""
     return Attempt(failure=kind, code=code, message=message, **rest)

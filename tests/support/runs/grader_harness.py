@@ -38,7 +38,7 @@ class Sandboxes:
         self.exec_fields = exec_fields
         self.listing = b"5 1.0 a.py\0"
         self.archive = build_tar(("a.py", tarfile.REGTYPE, b"hello"))
-        self.graded: list[str] = []
+        self.graded: list[str | None] = []
         self.imported = b""
         self.sandbox = SandboxInfo(id="s", generation=1, rebuilt=False)
         harness.answers |= {

@@ -24,7 +24,8 @@ from toolcrew.contract.specs import ToolSpec
 from toolcrew.orchestrator.approvals import DEFAULT_POLICY, ApprovalPolicy, AutoApprover
 from toolcrew.orchestrator.approvals.approvers import Approver
 from toolcrew.orchestrator.dialects.model import Model
-from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher, Pool
+from toolcrew.orchestrator.dispatch.delivery import Pool
+from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
 from toolcrew.orchestrator.models.choice import ChosenModel

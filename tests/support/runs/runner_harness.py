@@ -106,7 +106,7 @@ class RunnerHarness(RunHarness):
         )
 
     async def batch_events(self) -> list[RunEvent]:
-        events = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
+        events: Any = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")
         return [parse_batch_event(fields[b"h"]) for _, fields in events]
 
     async def ends(self) -> list[RunEnded]:

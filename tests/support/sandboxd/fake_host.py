@@ -121,8 +121,9 @@ class HostHarness:
 
     def stored_bytes(self, tenant: str) -> int:
         """Return the stored bytes of the tenant's usage since the beginning of the records."""
-        keys = self.redis.keys(f"{usage_prefix(DEPLOYMENT, tenant)}*")
-        return sum(sum_packed(self.redis.hgetall(key).values()).get("stored_bytes", 0) for key in keys)
+        keys: Any = self.redis.keys(f"{usage_prefix(DEPLOYMENT, tenant)}*")
+        days: list[Any] = [self.redis.hgetall(key) for key in keys]
+        return sum(int(sum_packed(day.values()).get("stored_bytes", 0)) for day in days)
 
     def hosts(self) -> WorkerHostStore:
         return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)

@@ -1,11 +1,12 @@
 """Hosts and session locations in memory, for tests of the layers above."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.session_locations import LocationState, SessionLocation
-from toolcrew.orchestrator.dispatch.dispatcher import Pool
+from toolcrew.orchestrator.dispatch.delivery import Pool
+from toolcrew.store.calls import CallStore
 from toolcrew.store.sessions import HostState, SessionAddress, SessionStore
 
 
@@ -102,4 +103,4 @@ class NoLedger:
 
 def build_pool(*reports: HostReport) -> Pool:
     """Return a pool of these hosts, or of one default host."""
-    return Pool(MemorySessionStore(), StaticHosts(*(reports or (build_report(),))), NoLedger())
+    return Pool(MemorySessionStore(), StaticHosts(*(reports or (build_report(),))), cast(CallStore, NoLedger()))

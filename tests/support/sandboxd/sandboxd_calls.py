@@ -25,7 +25,7 @@ async def raw_exchange(path: Path, *frames: bytes, answers: int = 1) -> list[dic
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(b"".join(frames))
-        decoder, got = FrameDecoder(MAX_DOWN), []
+        decoder, got = FrameDecoder(MAX_DOWN), list[Any]()
         # If the peer closes before reading everything, the kernel reports a reset or an end.
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(SOON_S):

@@ -91,7 +91,7 @@ def _ask_sandbox(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 
 def build_tools(pool: str) -> list[WorkerTool]:
-    path = {
+    path: dict[str, Any] = {
         "properties": {"path": TEXT, "text": TEXT, "gate": TEXT, "seconds": NUMBER, "count": NUMBER},
         "required": ["path"],
     }
