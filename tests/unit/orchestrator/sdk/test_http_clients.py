@@ -17,7 +17,7 @@ from toolcrew.orchestrator.sdk.http.connection import MAX_EVENT_BYTES, EventRead
 
 Answer = tuple[int, dict[str, str], bytes]
 EVENTS = {"Content-Type": "text/event-stream"}
-RUN = {
+RUN: dict[str, object] = {
     "id": "run-1", "tenant": "acme", "state": "queued", "instruction": "x", "model": None, "session": None, "metadata": {},
     "priority": 0, "attempt": 1, "created_at": "2026-11-29T12:00:00Z", "started_at": None, "ended_at": None,
     "forked_from": None, "a_field_of_a_later_release": 1,
