@@ -109,11 +109,15 @@ def default_socket() -> Path:
     return Path(temp).absolute() / f"toolcrew-{os.getuid()}" / "sandboxd.sock"
 
 
+PULLED_IMAGES = "pulled-images"
+"""Folder in the state folder of a sandboxd with the records of the images that it pulled."""
+
+
 def default_state(name: str) -> Path:
-    """Return the default state folder of the sandboxd with that name: below /var/lib for root, otherwise in the
-    user's state folder.
+    """Return the default state folder of the sandboxd with that name: below /var/lib for root without XDG_STATE_HOME,
+    otherwise in the user's state folder.
     """
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and "XDG_STATE_HOME" not in os.environ:
         return Path("/var/lib/toolcrew") / name
     return _find_state_home() / "toolcrew" / name
 

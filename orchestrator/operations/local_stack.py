@@ -33,11 +33,11 @@ from toolcrew.contract.broker import BrokerSettings
 from toolcrew.contract.errors import BrokerUnavailable, ConfigError, OperatorError, SandboxUnavailable, ToolcrewError
 from toolcrew.contract.names import catalog_key
 from toolcrew.contract.programs import program
-from toolcrew.contract.settings import OrchestratorSettings, child_environment, load_settings
+from toolcrew.contract.settings import PULLED_IMAGES, OrchestratorSettings, child_environment, load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from toolcrew.orchestrator.operations.stack_data import StackData, open_stack_data
+from toolcrew.orchestrator.operations.stack_data import StackData, open_image_records, open_stack_data
 from toolcrew.orchestrator.operations.supervision import ChildPlan, ProcessSupervisor
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.connection import check_redis, open_redis
@@ -168,6 +168,12 @@ class LocalStack:
         self._info: StackInfo | None = None
         self._api: LocalApi | None = None
 
+    def keep_image_records(self, folder: Path) -> None:
+        """Let sandboxd keep the records of pulled images in this folder, which outlives the stack as the images do."""
+        state = self._folder / "sandboxd"
+        state.mkdir(mode=0o700)
+        (state / PULLED_IMAGES).symlink_to(folder)
+
     async def start(self) -> StackInfo:
         """Start all parts, and return when calls can be served. Raises OperatorError with the last log lines of a
         part that did not start.
@@ -181,7 +187,7 @@ class LocalStack:
         nothing = {"TOOLCREW_REDIS_URL": "", "TOOLCREW_SECRET": "", "TOOLCREW_SECRETS_PREVIOUS": ""}
         broker.signing_keys()  # Raise ConfigError now if there is no signing key, and not at the first call.
         if self._data is not None:
-            await _close_lost_sessions(broker)
+            await self._forget_last_stack(broker)
         sockets |= await self._start_egress(nothing)
         store = self._settings.workspace_store or (str(self._data.store) if self._data is not None else None)
         stored = {STORE_SETTING: store} if store is not None else {}
@@ -339,9 +345,20 @@ class LocalStack:
         finally:
             await client.aclose()
 
-    async def _wait_for_workers(self, broker: BrokerSettings) -> None:
-        keys = [catalog_key(broker.deployment, pool) for pool in ("sandbox", "web")]
+    async def _forget_last_stack(self, broker: BrokerSettings) -> None:
+        """Close the sessions of the last stack with this data: its sandboxes were removed, even if it was killed.
+        Otherwise they would be listed as open, and count for their tenants, for the rest of their time to live. Delete
+        the catalogs of its workers: they would look like those of the new workers (`_wait_for_workers`).
+        """
         client = open_redis(broker)
+        try:
+            await close_unused_sessions(client, broker.deployment, broker.signing_keys())
+            await client.delete(*_catalog_keys(broker))
+        finally:
+            await client.aclose()
+
+    async def _wait_for_workers(self, broker: BrokerSettings) -> None:
+        client, keys = open_redis(broker), _catalog_keys(broker)
         try:
             async for _ in self._attempts("sandboxd", "worker", "web"):
                 if await client.exists(*keys) == len(keys):
@@ -402,15 +419,9 @@ def _is_port_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-async def _close_lost_sessions(broker: BrokerSettings) -> None:
-    """Close the sessions of the last stack with this data: its sandboxes were removed, even if it was killed. Otherwise
-    they would be listed as open, and count for their tenants, for the rest of their time to live.
-    """
-    client = open_redis(broker)
-    try:
-        await close_unused_sessions(client, broker.deployment, broker.signing_keys())
-    finally:
-        await client.aclose()
+def _catalog_keys(broker: BrokerSettings) -> list[str]:
+    """Return the keys that exist while workers of both kinds take calls."""
+    return [catalog_key(broker.deployment, pool) for pool in ("sandbox", "web")]
 
 
 async def _ping(broker: BrokerSettings) -> None:
@@ -444,8 +455,11 @@ async def keep(
         )
     if port is not None and _is_port_open(port):
         raise ConfigError(f"another program uses port {port}: select another port with --port")
-    with open_stack_data(data) if data is not None else contextlib.nullcontext() as stack_data:
+    with contextlib.ExitStack() as folders:
+        stack_data = folders.enter_context(open_stack_data(data)) if data is not None else None
         stack = LocalStack(settings, stack_data, port, workers_only=workers_only)
+        if data is None:
+            stack.keep_image_records(folders.enter_context(open_image_records()))
         return await _run_stack(stack, announce, until_eof=until_eof, announce_end=announce_end)
 
 

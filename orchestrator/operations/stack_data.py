@@ -1,15 +1,17 @@
-"""Folder of `toolcrew up --data`: data of an embedded stack that outlives the stack."""
+"""Data of embedded stacks that outlives them: the folder of `toolcrew up --data`, and the records of pulled images."""
 
 import fcntl
 import hashlib
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.settings import default_state
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,44 @@ def open_stack_data(path: Path) -> Iterator[StackData]:
         yield StackData(folder.resolve(), _load_password(folder / "redis-password"))
     finally:
         os.close(lock)
+
+
+@contextmanager
+def open_image_records() -> Iterator[Path]:
+    """Yield a folder for the records of the images that sandboxd pulls, of a stack without a data folder. It begins
+    with the records of stacks that have ended, so that this stack removes their images when they need too much space.
+    """
+    engine = hashlib.sha256(os.environ.get("DOCKER_HOST", "").encode()).hexdigest()[:8]
+    root = default_state("embedded-stacks") / engine
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{root} cannot be written ({error.strerror}): set XDG_STATE_HOME to a folder "
+            "for the records of pulled images"
+        ) from error
+    own: Path | None = None
+    with ExitStack() as stack:
+        for number in itertools.count():
+            folder = root / str(number)
+            if own is not None and not folder.exists():
+                break
+            folder.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            if own is None:
+                own = folder
+                stack.callback(os.close, lock)
+                continue
+            for record in folder.glob("*.json"):
+                record.replace(own / record.name)
+            os.close(lock)
+        assert own is not None
+        yield own
 
 
 def _load_password(path: Path) -> str:

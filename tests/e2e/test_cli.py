@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio
 from docker import APIClient
 
 from tests.support.cli.command_server import run_toolcrew
@@ -18,6 +19,9 @@ from tests.support.stack.waiting import SOON_S, wait_until
 from toolcrew.contract.calls import ToolResult
 from toolcrew.orchestrator.operations.local_stack import StackInfo
 from toolcrew.orchestrator.operations.ports import reserve_port
+from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.store.hosts import HostStore
+from toolcrew.workers.reports import has_surely_ended
 
 pytestmark = pytest.mark.stack
 
@@ -242,6 +246,28 @@ def test_up_prints_its_addresses_on_one_line_and_stops_everything_on_a_signal(en
         assert stack.process.stdout.read() == b""
         assert stack.errors() == ""
         stack.footprint.assert_nothing_left(within_s=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_stack_that_starts_again_at_once_is_ready_when_it_says_so(
+    engine: APIClient, tmp_path: Path, number: int
+) -> None:
+    options = ["--data", str(tmp_path / "data")]
+    with open_stack(engine, options=options) as stack:
+        stack.end(number)
+        wait_until(lambda: not stack.footprint.processes(), SOON_S, "the processes of the stack end")
+    with open_stack(engine, options=options) as stack:
+        # The workers of the last stack still count as alive, and their queues take calls that no process runs.
+        async with ToolClient.connect(stack.redis_url) as client:
+            redis_client = redis.asyncio.Redis.from_url(stack.redis_url)
+            reports = await HostStore(redis_client, stack.info.deployment).read()
+            await redis_client.aclose()
+            assert {report.kind for report in reports if report.worker and not has_surely_ended(report.process)} == {
+                "sandbox",
+                "web",
+            }
+            async with await client.open_session() as session:
+                assert (await session.exec(["echo", "here"])).stdout == b"here\n"
 
 
 def test_up_with_a_data_folder_keeps_tenants_and_keys_when_it_is_killed(engine: APIClient, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -283,6 +284,26 @@ async def test_a_client_opens_a_session_with_an_image_that_only_the_registry_has
             with pytest.raises(ToolFailure, match=r"is not allowed on any host; allowed: .*/\*"):
                 await client.open_session(image="ghcr.io/other/tool")
         wait_until(lambda: report_contains(stack, f'"images_present":["{image}"'), SOON_S, "the host reports the image")
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_an_embedded_stack_removes_the_images_that_ended_stacks_pulled(
+    engine: APIClient, registry: ImageRegistry, tmp_path: Path, end: int
+) -> None:
+    images = [registry.push(f"tool-{at}:v1", {"mark": secrets.token_bytes(4 * MIB)}) for at in range(3)]
+    environment = {
+        "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([f"{registry.repository}/*"]),
+        "TOOLCREW_IMAGE_CACHE_BYTES": str(9 * MIB),
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    for image in images:
+        with open_stack(engine, environment) as stack:
+            async with ToolClient.connect(stack.redis_url) as client:
+                await (await client.open_session(image=image)).close()
+            if image == images[-1]:
+                wait_until(lambda: not is_in_engine(engine, images[0]), SOON_S, "the oldest image is removed")
+            stack.end(end)
+    assert [is_in_engine(engine, image) for image in images] == [False, True, True]
 
 
 def report_contains(stack: Stack, text: str) -> bool:

@@ -18,6 +18,7 @@ import structlog
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from toolcrew.contract.errors import SandboxUnavailable
+from toolcrew.contract.settings import PULLED_IMAGES
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.disks.base import Kind
 from toolcrew.workers.sandboxd.plans import SandboxPlan
@@ -92,7 +93,7 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self._containers = folder / "containers"
         self._sessions = folder / "sessions"
-        self._images = folder / "pulled-images"
+        self._images = folder / PULLED_IMAGES
         for folder in (self._containers, self._sessions, self._images):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
