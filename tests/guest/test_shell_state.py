@@ -297,17 +297,44 @@ def test_a_corrupted_state_file_does_not_break_the_next_command(guest: Guest, co
     assert (done.bytes_of("stdout"), done.bytes_of("stderr"), done["state"]["outcome"]) == (b"works\n", b"", "kept")
 
 
-def test_secret_placeholders_in_variables_are_not_kept(guest: Guest) -> None:
-    command(guest, "export TOKEN_2=tcs_placeholder_0 npm_config_cafile=/skills/authority/bundle.pem KEPT_2=tcs")
-    assert stdout_of(guest, 'echo "$TOKEN_2|$npm_config_cafile|$KEPT_2"') == "||tcs\n"
+def test_files_of_authorities_are_kept_only_in_a_session_that_has_them() -> None:
+    with running_guest() as guest:
+        file = "/skills/authority/bundle.pem"
+        for shown in ("", file):
+            command(guest, f"export CA={file} KEPT=tcs")
+            assert stdout_of(guest, 'echo "$CA|$KEPT"') == f"{shown}|tcs\n"
+            assert guest.request("set_variables", variables={"SSL_CERT_FILE": file}).code is None
+
+
+PLACEHOLDERS = [f"tcs_placeholder_{number:032x}" for number in (1, 2, 3)]
+
+
+def test_copies_of_a_placeholder_are_those_of_the_session_that_uses_the_state() -> None:
+    """A fork or a restored checkpoint has the state of another session."""
+    show = 'echo "$TOKEN|$X|$AUTH|$OTHER|$(say)"'
+    with running_guest() as guest, running_guest() as other:
+        first, second, other_token = PLACEHOLDERS
+        assert guest.request("set_variables", variables={"TOKEN": first, "OTHER": other_token}).code is None
+        command(guest, 'export X="$TOKEN" AUTH="Bearer $TOKEN for \'$OTHER\'"; eval "say() { echo $TOKEN; }"')
+        expected = "{0}|{0}|Bearer {0} for '{1}'|{1}|{0}\n"
+        assert stdout_of(guest, show) == expected.format(first, other_token)
+        assert stdout_of(guest, show) == expected.format(first, other_token)
+        state = (guest.output / ".state" / "shell").read_bytes()
+        assert not [placeholder for placeholder in PLACEHOLDERS if placeholder.encode() in state]
+        # The other session has one of the two secrets.
+        command(other, "true")
+        assert other.request("set_variables", variables={"TOKEN": second}).code is None
+        (other.output / ".state" / "shell").write_bytes(state)
+        assert stdout_of(other, show) == expected.format(second, "")
 
 
 def test_set_variables_applies_to_later_programs() -> None:
     with running_guest() as guest:
+        placeholder = PLACEHOLDERS[0]
         command(guest, "export KEPT=1")
-        assert "error" not in guest.request("set_variables", variables={"TOKEN": "tcs_placeholder_1", "PAGER": "more"})
-        assert stdout_of(guest, 'echo "$TOKEN $PAGER $KEPT"', state="use") == "tcs_placeholder_1 cat 1\n"
-        assert guest.run('echo "$TOKEN $PAGER"').bytes_of("stdout") == b"tcs_placeholder_1 more\n"
+        assert "error" not in guest.request("set_variables", variables={"TOKEN": placeholder, "PAGER": "more"})
+        assert stdout_of(guest, 'echo "$TOKEN $PAGER $KEPT"', state="use") == f"{placeholder} cat 1\n"
+        assert guest.run('echo "$TOKEN $PAGER"').bytes_of("stdout").decode() == f"{placeholder} more\n"
 
 
 @pytest.mark.parametrize("name", ["shell", "folder"])

@@ -22,6 +22,8 @@ from guest.processes import enter_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from guest.commands.exec_request import ExecRequest
 
 _MAX_PATH = 4096
@@ -38,10 +40,14 @@ builtin printf "\\0"; builtin declare -F
 builtin printf "\\0%s" {token}; }} 2>/dev/null >|{next}"""
 _FIELDS = 7
 # The text that bash prints for a variable whose value needs no quoting.
+_VARIABLE_NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_VARIABLE = re.compile(rb'declare -x ([A-Za-z_][A-Za-z0-9_]*)="([^"\\$`]*)"')
-# Do not store the placeholders of secrets and the variables for certificate authorities. They belong to one session,
-# but a state may be used by another: after a fork, or after a restore from a checkpoint.
-_OF_SECRETS = (b"tcs_placeholder_", b"/skills/authority/")
+# Placeholders of secrets belong to one session, but a state may be used by another: after a fork, or after a restore
+# from a checkpoint. So a state has the names of secrets in place of their placeholders.
+_PLACEHOLDER = re.compile(rb"tcs_placeholder_[0-9a-f]{32}")
+_SECRET = re.compile(rb"tcs_secret_([A-Z][A-Z0-9_]{0,63})_end")
+# Files of a session with secrets. Another session may not have them.
+_AUTHORITIES = b"/skills/authority/"
 _OUR_NAMES = frozenset(name.encode() for name in ENVIRONMENT)
 # Variables that are not stored. Every shell sets its previous folder and its nesting depth itself. The descriptor in
 # BASH_XTRACEFD ended with its shell; bash would close another of this number when a script unsets the variable.
@@ -143,18 +149,37 @@ def load_state(paths: GuestPaths) -> ShellState:
     """
     raw = read_state_file(paths, b"shell", MAX_STATE_BYTES)
     parts = raw.split(b"\0") if raw is not None else []
-    own = {name.encode(): value.encode() for name, value in paths.environment.items()}
+    own = {os.fsencode(name): os.fsencode(value) for name, value in paths.environment.items()}
     if len(parts) != 3 or parts[2] != _END:
         return ShellState(own, b"", b"")
-    environment, variables = _split_variables(parts[0])
-    environment.update({name: value for name, value in own.items() if value.startswith(_OF_SECRETS)})
+    secrets = _find_secrets(paths)
+    filled = [_SECRET.sub(lambda secret: secrets.get(secret[1], b""), part) for part in parts[:2]]
+    environment, variables = _split_variables(filled[0], own)
+    environment.update({name: value for name, value in own.items() if _is_of_session(name, value)})
     if b"PATH" not in environment:
         # A shell that starts without PATH sets a default PATH.
         variables = b"builtin unset -v PATH\n" + variables
-    return ShellState(environment, variables, parts[1], raw)
+    return ShellState(environment, variables, filled[1], raw)
 
 
-def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
+def _is_of_session(name: bytes, value: bytes) -> bool:
+    """Return whether a variable of the guest's environment is passed to each shell: those of the session's secrets, and
+    those whose name bash does not store.
+    """
+    return (
+        value.startswith(_AUTHORITIES)
+        or _PLACEHOLDER.fullmatch(value) is not None
+        or _VARIABLE_NAME.fullmatch(name) is None
+    )
+
+
+def _find_secrets(paths: GuestPaths) -> dict[bytes, bytes]:
+    """Return the placeholder of each secret of the session."""
+    own = [(os.fsencode(name), os.fsencode(value)) for name, value in paths.environment.items()]
+    return {name: value for name, value in own if _PLACEHOLDER.fullmatch(value)}
+
+
+def _split_variables(text: bytes, own: Mapping[bytes, bytes]) -> tuple[dict[bytes, bytes], bytes]:
     """Return the variables that can be passed in the environment, and the bash source text of the others.
 
     Passing a variable in the environment is faster than source text. This is done only for names that the guest's own
@@ -165,7 +190,7 @@ def _split_variables(text: bytes) -> tuple[dict[bytes, bytes], bytes]:
         plain = _PLAIN_VARIABLE.fullmatch(line.rstrip(b"\n"))
         if plain is not None and plain[1] in _OUR_NAMES:
             environment[plain[1]] = plain[2]
-        elif plain is not None and plain[2].startswith(_OF_SECRETS):
+        elif plain is not None and plain[2].startswith(_AUTHORITIES) and plain[2] not in own.values():
             continue
         elif line.rstrip(b"\n") != _OWN_FOLDER and not line.startswith(_OWN_VARIABLES):
             rest.append(line)
@@ -245,7 +270,10 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
         return result
     parts = raw.split(b"\0")
     result.statuses = _read_statuses(parts[1]) if len(parts) > 1 else None
-    if len(raw) > MAX_STATE_BYTES:
+    content = b"\0".join((parts[3], parts[4] + parts[5], _END)) if len(parts) == _FIELDS else b""
+    for name, placeholder in _find_secrets(paths).items():
+        content = content.replace(placeholder, b"tcs_secret_%s_end" % name)
+    if max(len(raw), len(content)) > MAX_STATE_BYTES:
         result.outcome = TOO_LARGE
     elif len(parts) != _FIELDS or parts[6] != token:
         # Accept only a state that ends with the token, because others are incomplete: the shell was replaced (`exec`)
@@ -254,7 +282,7 @@ def commit_state(paths: GuestPaths, before: ShellState, folder: bytes, started_i
     else:
         result.outcome = KEPT
         try:
-            _store(paths, before, b"\0".join((parts[3], parts[4] + parts[5], _END)))
+            _store(paths, before, content)
             _move(result, paths, started_in, parts[2].removesuffix(b"\n"))
         except OSError:
             result.outcome = NO_ROOM
