@@ -1,22 +1,18 @@
 """The program that the sandbox's entry point runs, installed as /opt/toolcrew/__main__.py."""
 
 import os
-import pwd
 import sys
 
 from guest.loop import main, parse_options
-from guest.paths import GuestPaths
+from guest.paths import GuestPaths, find_user_name
 
 try:
     options = parse_options(sys.argv[1:])
 except ValueError as error:
     sys.exit(f"toolcrew guest: {error}")
 paths = GuestPaths(has_all_files=os.geteuid() == 0, cpus=options.cpus)
-try:
-    user = pwd.getpwuid(os.geteuid()).pw_name
-except KeyError:
-    # The image does not know the user of the sandbox. Many programs then use these variables.
-    user = "root" if os.geteuid() == 0 else "sandbox"
+# If the image does not know the user of the sandbox, many programs use these variables.
+user = find_user_name(os.geteuid()) or ("root" if os.geteuid() == 0 else "sandbox")
 paths.add_variables({"USER": user, "LOGNAME": user})
-paths.add_variables(os.environ)
+paths.add_image_variables(os.environ)
 main(options, paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from guest.kernel import can_trace
 
@@ -15,6 +16,15 @@ _LEAK_OPTIONS = "LSAN_OPTIONS"
 _MAX_SEARCH_THREADS = 12
 TOOLKIT = b"/opt/toolcrew/bin"
 """Folder of the guest's own programs. They run in any image, and the session cannot replace them."""
+
+
+PASSED = "TOOLCREW_IMAGE_"
+"""Prefix of variables of the image for programs only: PASSED_PREFIX in sandboxd's hardening.py."""
+_FOR_PID_1 = ("LD_", "LC_ALL", "GCONV_PATH", "GETCONF_DIR", "GLIBC_TUNABLES", "LOCPATH", "NLSPATH")
+"""Beginnings of the names of variables that sandboxd has set or emptied for PID 1."""
+# Each bash would read these at its start: before it reads its script, it would change its options, replace builtins, or
+# run nothing.
+_OF_BASH = ("SHELLOPTS", "BASHOPTS", "BASH_FUNC_")
 
 
 KERNEL_FOLDERS = (b"/proc", b"/sys", b"/dev")
@@ -75,11 +85,16 @@ class GuestPaths:
         return os.path.join(folder, path)
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
-        """Add environment variables of the image or of the session, if their value is printable. They replace earlier
-        ones.
-        """
-        printable = {name: value for name, value in variables.items() if value and value.isprintable()}
-        self.environment = {**self.environment, **printable}
+        """Add environment variables of the session. They replace earlier ones."""
+        self.environment = {**self.environment, **variables}
+
+    def add_image_variables(self, variables: Mapping[str, str]) -> None:
+        """Add the environment variables with which PID 1 has started: those of the image, and those of sandboxd."""
+        own = {name: value for name, value in variables.items() if not _is_any(name, (*_FOR_PID_1, PASSED))}
+        if library_path := variables.get("LD_LIBRARY_PATH"):
+            own["LD_LIBRARY_PATH"] = library_path
+        passed = {name.removeprefix(PASSED): value for name, value in variables.items() if name.startswith(PASSED)}
+        self.add_variables({name: value for name, value in {**own, **passed}.items() if not _is_any(name, _OF_BASH)})
 
     def job_log(self, job: str) -> str:
         """Return the path of the log of a job."""
@@ -113,3 +128,28 @@ ENVIRONMENT: Mapping[str, str] = {
     "PIP_PROGRESS_BAR": "off",
     "PIP_NO_INPUT": "1",
 }
+
+
+def _is_any(name: str, beginnings: tuple[str, ...]) -> bool:
+    """Return whether the name is one of these, or begins with one that ends with "_"."""
+    return any(name == beginning or (beginning[-1] == "_" and name.startswith(beginning)) for beginning in beginnings)
+
+
+_PASSWD = "/etc/passwd"
+_MAX_PASSWD_BYTES = 1 << 20
+
+
+def find_user_name(uid: int) -> str | None:
+    """Return the name of a user in /etc/passwd, or None. The C library is not asked: it may load libraries of the
+    image into this process.
+    """
+    try:
+        fd = os.open(_PASSWD, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        lines = file.read(_MAX_PASSWD_BYTES).split(b"\n")
+    fields = next((fields for line in lines if (fields := line.split(b":"))[2:3] == [b"%d" % uid]), None)
+    return os.fsdecode(fields[0]) if fields is not None and fields[0] else None

@@ -32,6 +32,13 @@ STOPSIGNAL SIGCONT
 ONBUILD RUN false
 SHELL ["/evil"]
 """
+# The C library loads code that these settings name.
+LIBRARY = "/usr/lib/x86_64-linux-gnu"
+MODULES = f"""
+USER root
+RUN cp $(readlink -f {LIBRARY}/libz.so.1) {LIBRARY}/libnss_evil.so.2 && echo 'passwd: evil files' > /etc/nsswitch.conf
+ENV LC_ALL=xx_XX.EVIL LOCPATH=/evil GCONV_PATH=/evil LD_SHOW_LATER=1 GLIBC_TUNABLES=glibc.malloc.check=3
+"""
 ENDLESS_OUTPUT = "#!/bin/sh\nprintf '%s' \"$0\" >&2; while :; do head -c 65536 /dev/urandom; done\n"
 FORGED_HELLO = (
     '#!/bin/bash\nh=\'{"ev":"hello","v":1}\'\nprintf \'\\0\\0\\0\\x18\\0\\0\\0\\x14%s\' "$h"\nexec cat >/dev/null\n'
@@ -56,7 +63,7 @@ def build(api: APIClient, name: str, dockerfile: str, files: Mapping[str, tuple[
             outer.addfile(entry, io.BytesIO(data))
     context.seek(0)
     tag = f"toolcrew-test-{name}"
-    result = list(api.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True))
+    result = list(api.build(fileobj=context, custom_context=True, tag=tag, rm=True, decode=True, network_mode="none"))
     assert "error" not in result[-1], result
     return tag
 
@@ -67,6 +74,7 @@ def images(engine: APIClient) -> Iterator[dict[str, str]]:
     plain = {"etc/note": ("x", 0o644)}
     tags = {
         "loud": build(engine, "loud", METADATA, plain),
+        "modules": build(engine, "modules", MODULES, plain),
         "volume": build(engine, "volume", "VOLUME /data /workspace", plain),
         "hollow": build(engine, "hollow", "", {"opt/toolcrew/bin/python3": (ENDLESS_OUTPUT, 0o755)}),
         "liar": build(engine, "liar", "", {"opt/toolcrew/bin/python3": (FORGED_HELLO, 0o755)}),
@@ -107,6 +115,20 @@ def test_the_guest_loads_no_library_of_the_image(unrestricted_sandboxd: OwnSandb
         assert pids
         for pid in pids:
             assert "/usr/lib/x86_64-linux-gnu/libz" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_guest_loads_no_module_that_the_image_names_for_the_c_library(
+    unrestricted_sandboxd: OwnSandboxd, images: dict[str, str]
+) -> None:
+    """Aim: run code of the image in PID 1, as a module for names of users, character sets or memory."""
+    with unrestricted_sandboxd.session(session="modules", image=images["modules"]) as session:
+        assert session.bash("echo $LC_ALL $USER").streams["merged"].count(b"xx_XX.EVIL sandbox\n")
+        pid = session.watched.pid
+        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        names = ("LC_ALL=", "LOCPATH=", "GCONV_PATH=", "LD_SHOW_LATER=", "GLIBC_TUNABLES=")
+        assert {text for text in environment if text.startswith(names) and not text.endswith("=")} == {"LC_ALL=C"}
+        for pid in session.watched.processes():
+            assert "libnss_evil" not in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_labels_of_an_image_do_not_replace_sandboxd_labels(

@@ -6,7 +6,7 @@ import secrets
 import struct
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -276,16 +276,45 @@ def imported(api: APIClient, tree: bytes, changes: Sequence[str] = ()) -> Iterat
     api.remove_image(name, force=True)  # a container that is never started keeps it
 
 
-def build_tree(files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """Return a tar of (path, mode, content). A path that ends with "/" is a folder."""
+def build_tree(files: Iterable[tuple[str, int, bytes]], owners: Mapping[str, tuple[int, int]] | None = None) -> bytes:
+    """Return a tar of (path, mode, content). A path that ends with "/" is a folder. `owners`: path -> user and group;
+    without it, root.
+    """
     tree = io.BytesIO()
     with tarfile.open(fileobj=tree, mode="w") as archive:
         for path, mode, content in files:
             member = tarfile.TarInfo(path.rstrip("/"))
             member.type = tarfile.DIRTYPE if path.endswith("/") else tarfile.REGTYPE
             member.mode, member.size = mode, len(content)
+            member.uid, member.gid = (owners or {}).get(member.name, (0, 0))
             archive.addfile(member, io.BytesIO(content))
     return tree.getvalue()
+
+
+FOLDERS = {
+    "etc/": (0o751, 0, 0),
+    "home/": (0o711, 0, 0),
+    "opt/": (0o2775, 0, 50),
+    "root/": (0o750, 12, 34),
+    "srv/": (0o1777, 0, 0),
+    "var/": (0o770, 1000, 1000),
+}
+"""Folder -> mode, user and group in the image."""
+MODES = "import os, sys; print([(s.st_mode & 0o7777, s.st_uid, s.st_gid) for s in map(os.stat, sys.argv[1:])])"
+
+
+async def test_folders_have_the_modes_and_owners_of_the_image(
+    api: APIClient, either_host: Host, static_program: bytes
+) -> None:
+    tree = [("usr/bin/sh", 0o755, static_program), *((name, mode, b"") for name, (mode, _, _) in FOLDERS.items())]
+    owners = {name.rstrip("/"): (uid, gid) for name, (_, uid, gid) in FOLDERS.items()}
+    for image in imported(api, build_tree(tree, owners)):
+        sandbox = await either_host.make(image)
+        _, shown = await run(
+            sandbox, "/opt/toolcrew/bin/python3", "-I", "-S", "-c", MODES, *(f"/{name}" for name in FOLDERS)
+        )
+        assert shown == f"{list(FOLDERS.values())}\n"
+        await either_host.made.pop().remove()
 
 
 SCRIPT = b"#!/usr/bin/sh\n"

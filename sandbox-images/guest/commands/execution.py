@@ -14,6 +14,7 @@ from guest.commands.scripts import build_script_start, hide_script
 from guest.commands.shell_state import ShellSession
 from guest.failures import INVALID_ARGUMENTS, RequestFailure
 from guest.fields import encode_text
+from guest.paths import TOOLKIT
 from guest.processes import (
     MAX_ARGUMENT_BYTES,
     TERM_GRACE_S,
@@ -223,6 +224,9 @@ def build_program(
     environment = build_environment(request, paths)
     if request.argv is None:
         return build_script_start(script, environment)
+    if request.argv[0].startswith(os.fsdecode(TOOLKIT)):
+        # Libraries of the image that its programs load first are made for another C library.
+        environment = {name: value for name, value in environment.items() if not name.startswith(b"LD_")}
     argv, environment, inherited = hide_script(
         [encode_text(argument, "an argument") for argument in request.argv], environment
     )

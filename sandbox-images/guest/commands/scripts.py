@@ -31,6 +31,8 @@ _DOCUMENT = re.compile(rb"(?<!<)<<(-?)(?!<)(?:[ \t]*(?:\\?(\w+)|'([^'\n]+)'|\"([
 _LETTERS = frozenset(b"-celouE")
 _LONG_OPTIONS = (b"--norc", b"--noprofile", b"--login")
 _OPTION_NAMES = (b"errexit", b"nounset", b"pipefail")
+# Bash reads no BASH_ENV if it starts with one of these. So the preamble sets them.
+_OF_POSIX_MODE = (b"POSIXLY_CORRECT", b"POSIX_PEDANTIC")
 
 
 def build_script_start(
@@ -83,7 +85,7 @@ def hide_script(
     If the program is `bash -c SCRIPT`, the script is not in the arguments. Raises OSError.
     """
     at = _find_script(argv)
-    if at is None or b"POSIXLY_CORRECT" in environment:
+    if at is None:
         return argv, environment, []
     return [*argv[:at], _RUN, *argv[at + 1 :]], *_pass_script(argv[at], environment)
 
@@ -115,9 +117,12 @@ def _pass_script(
         b"builtin unset -v BASH_ENV" if file is None else b"BASH_ENV=" + quote(file),
         setup,
     ]
-    if file is not None and runs_file:
+    posix = {name: environment[name] for name in _OF_POSIX_MODE if name in environment}
+    if file is not None and runs_file and not posix:
         lines.append(b'if [[ -r $BASH_ENV ]]; then builtin . "$BASH_ENV"; fi')
-    environment = {**environment, b"BASH_ENV": b"/proc/self/fd/%d" % PREAMBLE_FD}
+    lines += [b"builtin export %s=%s" % (name, quote(value)) for name, value in posix.items()]
+    others = {name: value for name, value in environment.items() if name not in posix}
+    environment = {**others, b"BASH_ENV": b"/proc/self/fd/%d" % PREAMBLE_FD}
     return environment, [open_in_memory(b"\n".join(lines) + b"\n"), open_in_memory(script)]
 
 

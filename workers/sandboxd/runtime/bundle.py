@@ -19,12 +19,13 @@ from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
 from toolcrew.workers.sandboxd.disks.base import HOME
 from toolcrew.workers.sandboxd.disks.mounts import ID_RANGE
 from toolcrew.workers.sandboxd.runtime.hardening import (
-    LOADER_VARIABLES,
     MASKED_PATHS,
     READONLY_PATHS,
     SYSCTLS,
     SandboxSpec,
     guest_command,
+    image_variables,
+    is_for_programs,
     own_variables,
     tmpfs_options,
     ulimits,
@@ -50,6 +51,10 @@ _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 _ARCHITECTURES: Final = {"x86_64": ("SCMP_ARCH_X86_64", "amd64"), "aarch64": ("SCMP_ARCH_AARCH64", "arm64")}
 _OPEN_FOLDERS: Final = ("dev", "proc", "sys", "etc", "opt", "opt/toolcrew", "skills", "workspace", "output")
 _HOME_FOLDERS: Final = ("home", HOME.lstrip("/"))
+IMAGE_FOLDERS: Final[Mapping[str, int]] = {"etc": 0, "home": 0o111, "opt": 0o111, "root": 0, "tmp": 0}
+"""Folders of the skeleton that are no mount points, or not always. Those that the image has keep its owners and modes,
+with these bits: two of them lead to mount points.
+"""
 _FOLDERS: Final[Mapping[str, int]] = {
     **dict.fromkeys((*_OPEN_FOLDERS, *_HOME_FOLDERS), 0o755),
     "tmp": 0o1777,
@@ -163,9 +168,9 @@ def build_environment(spec: SandboxSpec) -> list[str]:
     """Return the environment of PID 1: the variables of the image, and the variables of sandboxd, which replace
     variables with the same name.
     """
-    image = dict(variable.partition("=")[::2] for variable in spec.image_facts.variables if "=" in variable)
+    image = {name: value for name, value in image_variables(spec).items() if not is_for_programs(name)}
     variables = {"PATH": _DEFAULT_PATH, **image, **own_variables(spec)}
-    return [f"{name}={value}" for name, value in variables.items() if name not in LOADER_VARIABLES]
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, cast
 
+from toolcrew.contract.own_programs import TOOLKIT
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME, NetworkPolicy
 from toolcrew.workers.sandboxd.disks.base import FILES, HOME, UID, WorkspaceMount, find_folders
 
 MIB: Final = 1024 * 1024
 LABEL_PREFIX: Final = "toolcrew."
-GUEST_FOLDER: Final = "/opt/toolcrew"
+GUEST_FOLDER: Final = TOOLKIT
 SKILLS_FOLDER: Final = "/skills"
 ACCOUNTS_FOLDER: Final = "/run/toolcrew-accounts"
 GUEST_COMMAND: Final = (f"{GUEST_FOLDER}/bin/python3", "-I", "-S", "-u", GUEST_FOLDER)
@@ -29,12 +30,15 @@ PROXY_PORT: Final = 3128
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "HOME": HOME,
     "LANG": "C.UTF-8",
+    # For PID 1 only: other locales are files of the image, which can name code to load.
+    "LC_ALL": "C",
     "TERM": "dumb",
 }
-LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
-"""Variables that must not come from the image. The dynamic loader also reads them when PID 1 starts, so they could load
-code of the image into the guest.
+PASSED_PREFIX: Final = "TOOLCREW_IMAGE_"
+"""Prefix under which PID 1 gets the variables of the image that only programs must see (`is_for_programs`). PASSED in
+the guest's paths.py.
 """
+_LIBRARY_VARIABLES: Final = frozenset({"GCONV_PATH", "GETCONF_DIR", "GLIBC_TUNABLES", "LOCPATH", "NLSPATH"})
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -331,17 +335,31 @@ def _guest_options(spec: SandboxSpec) -> list[str]:
 
 
 def own_variables(spec: SandboxSpec) -> dict[str, str]:
-    """Return the environment variables that sandboxd sets. They replace those of the image."""
+    """Return the environment variables of PID 1 that sandboxd sets. They replace those of the image."""
     home = {"HOME": "/root"} if spec.is_root else {}
     egress = EGRESS_ENVIRONMENT if spec.network == "egress" else {}
-    return {**ENVIRONMENT, **home, **egress}
+    passed = {f"{PASSED_PREFIX}{name}": value for name, value in image_variables(spec).items() if is_for_programs(name)}
+    return {**passed, **ENVIRONMENT, **home, **egress}
+
+
+def image_variables(spec: SandboxSpec) -> dict[str, str]:
+    """Return the environment variables of the image."""
+    return dict(variable.partition("=")[::2] for variable in spec.image_facts.variables if "=" in variable)
+
+
+def is_for_programs(name: str) -> bool:
+    """Return whether a variable of the image must not be in the environment of PID 1, where the loader and the C
+    library would read it: it could load code of the image into the guest, or print to the guest's channel. Exception:
+    LD_LIBRARY_PATH, which the toolkit ignores (RPATH).
+    """
+    is_of_loader = name.startswith("LD_") and name != "LD_LIBRARY_PATH"
+    return is_of_loader or name == "LC_ALL" or name in _LIBRARY_VARIABLES
 
 
 def _environment(spec: SandboxSpec) -> list[str]:
-    named = {variable.partition("=")[0] for variable in spec.image_facts.variables}
     # The engine can set a variable to an empty text, but cannot remove it.
-    unset = dict.fromkeys(named.intersection(LOADER_VARIABLES), "")
-    return [f"{name}={value}" for name, value in {**own_variables(spec), **unset}.items()]
+    unset = {name: "" for name in image_variables(spec) if is_for_programs(name)}
+    return [f"{name}={value}" for name, value in {**unset, **own_variables(spec)}.items()]
 
 
 def _mounts(spec: SandboxSpec) -> list[dict[str, object]]:

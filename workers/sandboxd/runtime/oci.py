@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -41,6 +42,7 @@ from toolcrew.workers.sandboxd.disks.base import FILES, find_folders
 from toolcrew.workers.sandboxd.disks.image import CHANGES, FILES_OPTIONS, FOLDER_FLAGS, open_each
 from toolcrew.workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
 from toolcrew.workers.sandboxd.disks.mounts import (
+    ID_RANGE,
     ROOTS,
     attach_below,
     attached,
@@ -59,7 +61,14 @@ from toolcrew.workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from toolcrew.workers.sandboxd.runtime.bundle import build_bundle, give_tree, host_files, make_skeleton, skeleton_name
+from toolcrew.workers.sandboxd.runtime.bundle import (
+    IMAGE_FOLDERS,
+    build_bundle,
+    give_tree,
+    host_files,
+    make_skeleton,
+    skeleton_name,
+)
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE, is_in_host_namespace
 from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
@@ -365,7 +374,7 @@ class OciRuntime:
                     content = stack.enter_context(_divided(disks, namespace, sandbox, running.base, spec.is_root))
                 skeleton = self._folder / skeleton_name(running.base)
                 make_skeleton(skeleton, running.base)
-                own = [*_write_own_files(place, spec, running.base), skeleton]
+                own = (_write_own_files(place, spec, running.base), skeleton)
                 stacked = [_open_folder(folder, stack) for folder in own]
                 lower: list[str | int] = [*content.changed, *stacked, *spec.image_facts.layers]
                 root = mount_overlay(lower, namespace if self.unmapped is None else None, content.changes)
@@ -631,24 +640,43 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     unfinished.rename(place)
 
 
-def _write_own_files(place: Path, spec: SandboxSpec, base: int) -> list[Path]:
-    """Write the user database and the host name below the folder of a sandbox. Return the folder of these files as a
-    layer, if there are any. `base`: the host id of their owner, the sandbox's root user.
+def _write_own_files(place: Path, spec: SandboxSpec, base: int) -> Path:
+    """Write the user database and the host name below the folder of a sandbox, in folders with the modes and owners
+    that they have in the image: the skeleton would replace these. Return the folder as a layer. `base`: the host id of
+    the sandbox's root user.
     """
     files = dict(spec.image_facts.accounts.items())
     if spec.hostname != DEFAULT_HOSTNAME:
         files |= {name: text.encode() for name, text in host_files(spec.hostname).items()}
-    if not files:
-        return []
     layer = place / "own"
-    for folder in (layer, layer / "etc"):
-        folder.mkdir()
-        folder.chmod(0o755)
+    (layer / "etc").mkdir(parents=True)
     for name, content in files.items():
         (layer / "etc" / name).write_bytes(content)
         (layer / "etc" / name).chmod(0o644)
+    for path in (layer, layer / "etc"):
+        path.chmod(0o755)
+    found = {name: status for name in IMAGE_FOLDERS if (status := _find_folder(spec.image_facts.layers, name))}
+    for name in found:
+        (layer / name).mkdir(exist_ok=True)
     give_tree(layer, base)
-    return [layer]
+    for name, status in found.items():
+        # An owner without an id in the sandbox is nobody there.
+        uid, gid = (base + min(number, ID_RANGE - 2) for number in (status.st_uid, status.st_gid))
+        os.chown(layer / name, uid, gid)
+        (layer / name).chmod(stat.S_IMODE(status.st_mode) | IMAGE_FOLDERS[name])
+    return layer
+
+
+def _find_folder(layers: Sequence[str], name: str) -> os.stat_result | None:
+    """Return the status of a top folder of an image, or None if the image has no such folder. `layers`: the top one
+    first.
+    """
+    for layer in layers:
+        with contextlib.suppress(FileNotFoundError):
+            # A link is not followed: it may lead out of the layer.
+            status = os.lstat(Path(layer, name))
+            return status if stat.S_ISDIR(status.st_mode) else None
+    return None
 
 
 def _remove_unfinished(sandboxes: Path) -> None:

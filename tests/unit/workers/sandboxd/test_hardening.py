@@ -56,7 +56,7 @@ GOLDEN: dict[str, Any] = {
     "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400", "--cpus", "1"],
     "Cmd": [],
     "WorkingDir": "/workspace",
-    "Env": ["HOME=/home/sandbox", "LANG=C.UTF-8", "TERM=dumb"],
+    "Env": ["HOME=/home/sandbox", "LANG=C.UTF-8", "LC_ALL=C", "TERM=dumb"],
     "Hostname": "sandbox",
     "Domainname": "",
     "Labels": {"toolcrew.session": "s1"},
@@ -295,10 +295,11 @@ def test_image_variables_are_not_a_drift() -> None:
     assert len(find_drift(config, inspected, ["PATH=/usr/bin"])) == 1
 
 
-def test_ld_preload_of_the_image_is_cleared() -> None:
-    config = build(image_facts=ImageFacts(variables=("LD_PRELOAD=/evil.so", "PATH=/usr/bin")))
+def test_variables_that_load_code_are_passed_to_programs_only() -> None:
+    config = build(image_facts=ImageFacts(variables=("LD_PRELOAD=/evil.so", "LC_ALL=x", "PATH=/usr/bin")))
 
-    assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
+    passed = ["TOOLCREW_IMAGE_LD_PRELOAD=/evil.so", "TOOLCREW_IMAGE_LC_ALL=x"]
+    assert sorted(config["Env"]) == sorted([*GOLDEN["Env"], "LD_PRELOAD=", *passed])
 
 
 def test_a_volume_of_the_image_is_reported_as_a_drift() -> None:

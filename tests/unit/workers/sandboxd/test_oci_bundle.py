@@ -116,7 +116,7 @@ def test_root_class_has_a_writable_root_and_few_capabilities() -> None:
     assert config["linux"]["uidMappings"] == bundle()["linux"]["uidMappings"]
 
 
-def test_image_environment_excludes_home_and_loader_variables() -> None:
+def test_the_environment_of_pid_1_excludes_the_home_and_variables_that_load_code() -> None:
     variables = ("PATH=/opt/conda/bin", "HOME=/evil", "LD_PRELOAD=/evil.so", "LD_AUDIT=/evil.so", "A=b=c", "broken")
     spec = build_spec(image_facts=ImageFacts(variables=variables))
 
@@ -124,7 +124,10 @@ def test_image_environment_excludes_home_and_loader_variables() -> None:
         "PATH=/opt/conda/bin",
         "HOME=/home/sandbox",
         "A=b=c",
+        "TOOLCREW_IMAGE_LD_PRELOAD=/evil.so",
+        "TOOLCREW_IMAGE_LD_AUDIT=/evil.so",
         "LANG=C.UTF-8",
+        "LC_ALL=C",
         "TERM=dumb",
     ]
     assert build_environment(build_spec())[0].startswith("PATH=/usr/local/sbin:")
