@@ -3,7 +3,13 @@
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.workers.sandboxd.runtime.base import AttachedContainer, ListedContainer
 from toolcrew.workers.sandboxd.runtime.engine import Engine
-from toolcrew.workers.sandboxd.runtime.hardening import SandboxSpec, build_container_config, find_drift
+from toolcrew.workers.sandboxd.runtime.hardening import (
+    SandboxSpec,
+    build_container_config,
+    find_drift,
+    image_variables,
+)
+from toolcrew.workers.sandboxd.runtime.image_faults import check_variables
 
 
 class EngineRuntime:
@@ -22,6 +28,7 @@ class EngineRuntime:
             raise SandboxUnavailable(
                 "the Docker engine cannot start a forked session: run sandboxd with TOOLCREW_SANDBOX_START=oci"
             )
+        check_variables(image_variables(spec), spec.image)
         return await self._engine.start(await self._build_config(spec), name)
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:

@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ _NO_FOLDER = re.compile(
     r'to rootfs at "(/[a-z/]{1,40})"[^\n]*(?:: not a directory|cannot be mounted because it is not of type proc)'
     r"|Cannot mkdir: /workspace is not a directory|evalSymlinksInScope: too many links"
 )
+_CLOSED = re.compile(r"/opt/toolcrew/bin/python3\\?\"?: (?:stat [^\n:]{1,60}: )?permission denied")
+_PRINTING_VARIABLES = ("LD_SHOW_AUXV", "LD_TRACE_LOADED_OBJECTS")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processors: the kernel's and those of images."""
 
@@ -24,7 +26,13 @@ def explain_start_failure(error_text: str, image: str) -> str | None:
     `error_text`: the engine's error, or what the container wrote to its stderr. Only its first 2,000 characters are
     examined.
     """
-    match = _NO_FOLDER.search(error_text[:_MAX_CHARS])
+    error_text = error_text[:_MAX_CHARS]
+    if _CLOSED.search(error_text) is not None:
+        return (
+            f"image {image} cannot be a sandbox: user 1000 may not enter its / or /opt; give these folders the mode "
+            "755, or use TOOLCREW_SANDBOX_START=oci"
+        )
+    match = _NO_FOLDER.search(error_text)
     if match is None:
         return None
     return f"image {image} cannot be a sandbox: its {match[1] or '/workspace'} is not a folder; {FOLDERS}"
@@ -48,6 +56,18 @@ def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
         "engine does not limit; make an image without volumes: `docker export` a container of the image, then "
         "`docker import` the file"
     )
+
+
+def check_variables(names: Collection[str], image: str) -> None:
+    """Raise SandboxUnavailable if the engine cannot start programs of an image with these variables. The engine can
+    make a variable empty, but not remove it.
+    """
+    for name in _PRINTING_VARIABLES:
+        if name in names:
+            raise SandboxUnavailable(
+                f"image {image} cannot be a sandbox: it sets {name}, with which the loader prints to the channel of "
+                "the sandbox; make an image without this variable, or use TOOLCREW_SANDBOX_START=oci"
+            )
 
 
 @contextmanager

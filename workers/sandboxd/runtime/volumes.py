@@ -20,12 +20,15 @@ import structlog
 
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
+from toolcrew.contract.settings import DEFAULT_IMAGE
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, AccountFiles, AccountVolume
 
 log = structlog.get_logger(__name__)
 
 LABEL_PRODUCT: Final = "toolcrew.product"
 PRODUCT_GUEST: Final = "guest"
+LABEL_GUEST: Final = "toolcrew.guest"
+"""Label of images with the guest (sandbox-images/base/Dockerfile)."""
 
 _FILLER_LIFE_S: Final = 30.0
 _FILLER_WAIT_S: Final = 40.0
@@ -44,15 +47,10 @@ class GuestVolumes:
         self._filled: dict[str, str] = {}
 
     def ensure(self, api: docker.APIClient, image: str) -> str:
-        """Return the name of a volume that holds the guest of `image`. Raises SandboxUnavailable when the image
-        is missing or has no guest.
+        """Return the name of a volume that holds the guest of `image`, or of DEFAULT_IMAGE if `image` has none. Raises
+        SandboxUnavailable when an image is missing or has no guest.
         """
-        try:
-            identity = str(api.inspect_image(image)["Id"])  # type: ignore[no-untyped-call]
-        except docker.errors.ImageNotFound as error:
-            raise SandboxUnavailable(
-                f"the engine has no image {image}, from which other images get the guest: {advise_missing(image)}"
-            ) from error
+        image, identity = _find_guest(api, image)
         name = _name_of(identity)
         # Verify a volume with another creation time again: the start of a container recreates a missing volume empty.
         if name not in self._filled or self._filled[name] != _read_created_at(api, name):
@@ -105,6 +103,22 @@ def _pack_accounts(accounts: AccountFiles) -> IO[bytes]:
             archive.addfile(member, io.BytesIO(content))
     packed.seek(0)
     return packed
+
+
+def _find_guest(api: docker.APIClient, image: str) -> tuple[str, str]:
+    """Return the name and the content id of the image with the guest."""
+    for name in (image, DEFAULT_IMAGE):
+        try:
+            found = api.inspect_image(name)  # type: ignore[no-untyped-call]
+        except docker.errors.ImageNotFound as error:
+            raise SandboxUnavailable(
+                f"the engine has no image {name}, from which other images get the guest: {advise_missing(name)}"
+            ) from error
+        if LABEL_GUEST in ((found.get("Config") or {}).get("Labels") or {}):
+            return name, str(found["Id"])
+    raise SandboxUnavailable(
+        f"neither {image} nor {DEFAULT_IMAGE} has the guest: build {DEFAULT_IMAGE} with scripts/build-image"
+    )
 
 
 def _name_of(image: str) -> str:
