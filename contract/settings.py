@@ -6,6 +6,7 @@ docs/settings.md.
 
 import difflib
 import json
+import hashlib
 import os
 import re
 import secrets
@@ -120,6 +121,12 @@ def default_state(name: str) -> Path:
     if os.geteuid() == 0 and "XDG_STATE_HOME" not in os.environ:
         return Path("/var/lib/toolcrew") / name
     return _find_state_home() / "toolcrew" / name
+
+
+def default_image_records() -> Path:
+    """Return the folder with the records of images that embedded stacks pulled with the Docker engine of DOCKER_HOST."""
+    engine = hashlib.sha256(os.environ.get("DOCKER_HOST", "").encode()).hexdigest()[:8]
+    return default_state("embedded-stacks") / engine
 
 
 def default_leases() -> Path:

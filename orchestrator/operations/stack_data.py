@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolcrew.contract.errors import ConfigError
-from toolcrew.contract.settings import default_state
+from toolcrew.contract.settings import default_image_records
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def open_image_records() -> Iterator[Path]:
     """Yield a folder for the records of the images that sandboxd pulls, of a stack without a data folder. It begins
     with the records of stacks that have ended, so that this stack removes their images when they need too much space.
     """
-    engine = hashlib.sha256(os.environ.get("DOCKER_HOST", "").encode()).hexdigest()[:8]
-    root = default_state("embedded-stacks") / engine
+    root = default_image_records()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -25,6 +25,7 @@ from toolcrew.concurrency.tasks import is_being_cancelled, retry_until_available
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.calls import ExecResult
 from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.run_events import Failure, FailureKind, Grade, SubmissionTaken
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tar_archives import read_tar
@@ -51,16 +52,24 @@ LIST_TIMEOUT_S = 120.0
 _START_LIST = "/output/.files-at-start"
 # A process that resumes the run finds the list of the first one.
 _LIST_START = """
-export LC_ALL=C; set -o pipefail
-[ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z > "$1.part" && mv -- "$1.part" "$1"; }
+[ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' > "$1.part" && mv -- "$1.part" "$1"; }
 """
 # The agent can change the list of the files at the start, which is in its sandbox. It can only choose thereby which
 # files it submits, and it may choose them anyway.
 _LIST_CHANGED = """
-export LC_ALL=C; set -o pipefail
+set -o pipefail
 [ -e "$1" ] || : > "$1"
-find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z | comm -z -13 "$1" -
+find . -xdev -type f -printf '%s %T@ %P\\0' | python3 -I -S -c "$2" "$1"
 """
+_SELECT_NEW = """
+import sys
+with open(sys.argv[1], "rb") as file:
+    known = {b"", *file.read().split(b"\\0")}
+for entry in sys.stdin.buffer.read().split(b"\\0"):
+    if entry not in known:
+        sys.stdout.buffer.write(entry + b"\\0")
+"""
+"""Program in Python that prints the entries of its input that are not in a list."""
 _PRINT = "%s %T@ %P\\0"
 _PRINT_OTHER = "%y %T@ %P\\0"
 """Format for what is no file: the letter of its type in the place of the size."""
@@ -265,15 +274,15 @@ async def _list_names(session: Session, grader: Grader) -> tuple[list[str], tupl
     """
     if grader.artifacts:
         kinds = ["-type", "f", "-printf", _PRINT, "-o", "!", "-type", "d", "-printf", _PRINT_OTHER]
-        argv = ["find", ".", "-xdev", *_selection(grader.artifacts), "(", *kinds, ")"]
-        done = await session.exec(argv, env={"LC_ALL": "C"}, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
+        argv = own_program("find", ".", "-xdev", *_selection(grader.artifacts), "(", *kinds, ")")
+        done = await session.exec(argv, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
     else:
         done = await _bash(session, _LIST_CHANGED)
     if done.timed_out or done.truncated:
         raise _ArtifactsRefused(
             f"the workspace has too many files for a list of the artifacts: at most {MAX_FILES} are copied"
         )
-    # The agent may have replaced its `find`. What it prints is checked below, and again in the archive.
+    # A program of the session may have changed this list. The list is checked below, and again in the archive.
     if done.returncode not in (0, _UNREADABLE):
         raise _ArtifactsRefused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
     sizes, others = dict[str, int](), dict[str, str]()
@@ -436,7 +445,7 @@ async def _identify(session: Session) -> tuple[str, int] | None:
 
 
 async def _bash(session: Session, script: str) -> ExecResult:
-    argv = ["bash", "-c", script, "list", _START_LIST]
+    argv = own_program("bash", "-c", script, "list", _START_LIST, _SELECT_NEW)
     return await session.exec(argv, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
 
 

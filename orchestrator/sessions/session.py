@@ -21,7 +21,6 @@ from toolcrew.archives.folders import pack_folder, unpack_archive
 from toolcrew.concurrency.read_memory import Reservation, read_memory
 from toolcrew.contract.call_events import OUTPUT
 from toolcrew.contract.calls import MAX_TIMEOUT_S, ExecResult, Record, SandboxInfo, ToolCall, ToolResult
-from toolcrew.contract.closed_files import OPEN_CLOSED
 from toolcrew.contract.errors import (
     OPERATOR_CODES,
     BrokerFull,
@@ -34,6 +33,7 @@ from toolcrew.contract.errors import (
 from toolcrew.contract.file_ids import is_stored
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
+from toolcrew.contract.own_programs import OPEN_CLOSED, own_program
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.session_views import Checkpoint
@@ -352,7 +352,7 @@ class Session:
     async def import_archive(self, archive: bytes, path: str) -> None:
         """Unpack a tar archive into a folder of the sandbox, which is created. Raises ToolFailure when that fails."""
         # `--`: a path that begins with `-` is no option.
-        created = await self.exec(["mkdir", "-p", "--", path])
+        created = await self.exec(own_program("mkdir", "-p", "--", path))
         if created.returncode != 0:
             error = created.stderr.decode(errors="replace").strip()[-500:]
             raise ToolFailure(
@@ -394,7 +394,8 @@ class Session:
         # so that it does not become an artifact itself.
         names = f"/output/.files-{secrets.token_hex(8)}"
         listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
-        written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
+        program = own_program("bash", "-c", 'cat > "$1"', "list", names)
+        written = await self.exec(program, stdin=listed, timeout_s=COPY_TIMEOUT_S)
         if written.returncode != 0:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
@@ -612,7 +613,8 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
 def build_list_command(folder: str, only_others: bool) -> list[str]:
     """Return the program that lists a folder for _parse_listing. Also lists what is in folders without read mode."""
     script = OPEN_CLOSED + 'open_closed "$1"; cd -- "$1" || exit'
-    return ["bash", "-c", script + ("" if only_others else _LIST_FILES) + _LIST_OTHERS, "list", folder]
+    script += ("" if only_others else _LIST_FILES) + _LIST_OTHERS
+    return own_program("bash", "-c", script, "list", folder)
 
 
 def _parse_listing(output: bytes) -> WorkspaceListing:

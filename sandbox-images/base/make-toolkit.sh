@@ -1,9 +1,10 @@
 #!/bin/sh
-# Makes the toolkit in /opt/toolcrew: the guest's own Python, bash and ripgrep. The toolkit needs nothing of the image
-# in which it is mounted: the programs name their own loader, and their own libraries by RPATH. RPATH comes before an
-# LD_LIBRARY_PATH of the image; RUNPATH would come after it.
+# Makes the toolkit in /opt/toolcrew: the guest's own Python, bash and ripgrep, and the programs that toolcrew runs in
+# sandboxes (contract/own_programs.py). The toolkit needs nothing of the image in which it is mounted: the programs name
+# their own loader, and their own libraries by RPATH. RPATH comes before an LD_LIBRARY_PATH of the image; RUNPATH would
+# come after it.
 #
-# Runs in a Debian image with python3, ripgrep, bash-static and patchelf.
+# Runs in a Debian image with python3, ripgrep, bash-static, bzip2, xz-utils and patchelf.
 set -eu
 kit=/opt/toolcrew
 version=$(python3 -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -27,6 +28,9 @@ add_program() {
 
 add_program "$(command -v python3)" python3
 add_program "$(command -v rg)" rg
+for program in tar find xargs grep gzip bzip2 xz env cat head chmod mkdir mkfifo mv readlink rm; do
+    add_program "$(command -v "$program")" "$program"
+done
 cp -L "$(command -v bash-static)" "$kit/bin/bash"
 for library in "$kit"/lib/*.so*; do
     case $library in

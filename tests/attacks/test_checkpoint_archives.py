@@ -273,28 +273,28 @@ def test_lists_of_many_checkpoints_use_no_sandboxd_memory(
     assert_next_session_usable(rooted)
 
 
-def test_a_program_cannot_forge_the_list_of_its_checkpoint(rooted: OwnSandboxd) -> None:
+def test_a_list_in_the_stream_of_tar_is_only_a_file(rooted: OwnSandboxd, store: Path, image: str) -> None:
     """Aim: write a head into the stream of `tar`, which the same user runs, so that a later restore reads it."""
-    script = r"""
-cat >/usr/local/bin/tar <<'END'
-#!/bin/bash
-if [[ $1 == -c ]]; then
-    cd /opt && mkdir -p /var/forged && printf 'sha256:%064d 8 0\n./etc/x\0' 0 >/var/forged/.toolcrew-root-changes
-    exec /usr/bin/tar -c -f - -C /var/forged .toolcrew-root-changes
-fi
-exec /usr/bin/tar "$@"
-END
-chmod 755 /usr/local/bin/tar
-"""
-    with rooted.session(session="forger") as forger, SandboxClient(rooted.path) as client:
-        assert forger.bash(script).done["exit_code"] == 0
-        saved = client.checkpoint(forger.name)
-        session = restore(rooted, str(saved["checkpoint"]))
-    if session is not None:
-        assert session.bash("ls /etc/passwd /.toolcrew-root-changes").streams["merged"].startswith(b"/.toolcrew")
-        assert_harmless(session)
-        session.close()
+    head_of_image = member("./.toolcrew-root-changes", content=f"{image} 8 0\n./etc/x\0".encode())
+    session = restore(rooted, store_archive(store, build_archive(image, pack(head_of_image))))
+    assert session is not None
+    assert session.bash("ls /etc/passwd /.toolcrew-root-changes").streams["merged"].startswith(b"/.toolcrew")
+    assert_harmless(session)
+    session.close()
     assert_next_session_usable(rooted)
+
+
+def test_a_session_cannot_replace_the_programs_that_pack_its_files(rooted: OwnSandboxd) -> None:
+    """Aim: pack other files than those of the session, with a `tar` of the session."""
+    script = "for folder in /usr/local/bin /usr/bin /bin; do printf '#!/bin/sh\\nexit 0\\n' > $folder/tar; done; chmod 755 /usr/local/bin/tar"
+    write = "echo > /opt/toolcrew/bin/tar || rm /opt/toolcrew/bin/tar || mv /opt/toolcrew /opt/other"
+    with rooted.session(session="packer") as packer, SandboxClient(rooted.path) as client:
+        assert packer.bash(f"{script}; echo kept > f").done["exit_code"] == 0
+        assert packer.bash(write).done["exit_code"] != 0
+        session = restore(rooted, str(client.checkpoint(packer.name)["checkpoint"]))
+    assert session is not None
+    assert session.bash("cat f").streams["merged"] == b"kept\n"
+    session.close()
 
 
 def assert_next_session_usable(rooted: OwnSandboxd) -> None:

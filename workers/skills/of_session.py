@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.guest_protocol import ExecRequest, GlobRequest, ReadFileRequest
+from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.skill_sidecars import Sidecar
 from toolcrew.contract.skills import MAX_SKILL_FILE_BYTES, SKILL_FILE, BundleFile, SkillBroken
 from toolcrew.contract.specs import SkillSummary, ToolSpec
@@ -129,7 +130,7 @@ _NOT_THERE = (
 def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
     """Return the skill's folder as a tar archive. Raises SkillBroken, ToolFailure."""
     request = ExecRequest(
-        argv=["tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."],
+        argv=own_program("tar", "-c", "-f", "-", "-C", f"{ROOT}/{name}", "."),
         cwd="/workspace",
         capture={"stdout": MAX_BYTES, "stderr": 4096},
         timeout_s=environment.context.timeout_s,

@@ -23,12 +23,12 @@ from toolcrew.contract.guest_protocol import (
     ReadFileRequest,
     WriteFileRequest,
 )
+from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionMove, SessionSpec
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
-from toolcrew.workers.sandboxd.archives.programs import check_programs
 from toolcrew.workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from toolcrew.workers.tools.shown_output import LIVE_BYTES, ShownOutput
 from toolcrew.workers.tools.text import encode
@@ -172,9 +172,7 @@ def _end_jobs(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     names = environment.content
     selected = ["--hard-dereference", "--no-recursion", "--null", "--verbatim-files-from", "--files-from=-"]
-    # Bash reports a missing tar like in all other archives.
-    program = ["bash", "-c", 'exec tar "$@"', "export"]
-    argv = [*program, "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
+    argv = ["tar", "-c", "-f", "-", "-C", arguments["path"], *(selected if names else ["."])]
     reply = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
     answer = reply.answer
     data = reply.streams.get("stdout", b"")
@@ -182,7 +180,6 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         raise ToolFailure(
             ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s: copy fewer files"
         )
-    check_programs(answer.exit_code, _stderr_text(reply))
     if answer.exit_code != 0:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,
@@ -200,7 +197,9 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 
 def _run(environment: ToolEnvironment, argv: list[str], body: bytes, capture: dict[str, int]) -> GuestReply[ExecAnswer]:
     context = environment.context
-    reply = environment.run(ExecRequest(argv=argv, cwd=context.cwd, capture=capture, timeout_s=context.timeout_s), body)
+    """Run a program of toolcrew in the sandbox."""
+    request = ExecRequest(argv=own_program(*argv), cwd=context.cwd, capture=capture, timeout_s=context.timeout_s)
+    reply = environment.run(request, body)
     if reply.answer.cancelled:
         raise ToolFailure(ErrorCode.CANCELLED, "copying was cancelled; files that were copied before remain")
     return reply

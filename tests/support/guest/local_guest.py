@@ -79,10 +79,15 @@ class LocalGuest:
             self._may_read.set()
 
 
+def of_this_host(argv: list[str]) -> list[str]:
+    """Return the arguments with a program of this host instead of the toolkit's."""
+    return [os.path.basename(argv[0]), *argv[1:]]
+
+
 def _start(request: Mapping[str, Any], stdin: Any, stderr: Any) -> "subprocess.Popen[bytes]":
     environment = {"PATH": os.environ["PATH"], **request["env"]}
     return subprocess.Popen(
-        request["argv"],
+        of_this_host(request["argv"]),
         cwd="/",
         env=environment,
         stdin=stdin,

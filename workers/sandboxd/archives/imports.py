@@ -2,11 +2,11 @@
 harms only its own sandbox.
 """
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.workers.sandboxd.archives.programs import check_programs
 
 TAR_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "tar": (),
@@ -56,6 +56,9 @@ _NO_ROOM = (
     # The last block of tar that fits in part.
     "Wrote only",
 )
+_NOT_FOUND = 127
+_MISSING = re.compile(r": (unzip|git): (?:command not found|No such file or directory)$", re.M)
+"""Message of bash about a program that only the image can have."""
 _LEADS_OUT = ("Removing leading", "contains '..'")
 
 
@@ -82,7 +85,12 @@ def check_import(kind: str, exit_code: int | None, error_output: str, *, timed_o
             f"the {kind} contains names that lead out of the workspace (absolute, or with '..'): pack it with "
             f"relative names",
         )
-    check_programs(exit_code, error_output)
+    missing = _MISSING.search(error_output) if exit_code == _NOT_FOUND else None
+    if missing is not None:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the image of the session has no {missing[1]}, which unpacks the {kind}: use another image, or a tar file",
+        )
     if exit_code != 0:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,

@@ -1,6 +1,6 @@
 """Pack a session's files as a tar stream from one sandbox, and unpack the stream in another.
 
-Invariant: the host never unpacks an archive, because its bytes are untrusted. Packing and unpacking run the image's own
+Invariant: the host never unpacks an archive, because its bytes are untrusted. Packing and unpacking run the toolkit's
 tar inside a sandbox. An archive is unpacked only in sandboxes of the same tenant. The host limits its size and time.
 """
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolcrew.archives.base import ArchiveHash, in_pieces
-from toolcrew.contract.closed_files import OPEN_CLOSED
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.workers.sandboxd.archives.programs import check_programs, missing_program
+from toolcrew.contract.own_programs import OPEN_CLOSED, own_program
 from toolcrew.workers.sandboxd.disks.base import find_folders
 from toolcrew.workers.sandboxd.frames import Frame
 from toolcrew.workers.sandboxd.sandbox import FRAME_COST_BYTES, quote_text
@@ -184,9 +183,6 @@ class Packing:
             flow.close()
             await _cancel(packing)
         _check_done(done, flow.stderr, "packed", (0, _CHANGED))
-        if not tally.bytes:
-            # The end of an archive alone has 1,024 bytes. The exit code of another tar for unknown options is _CHANGED.
-            raise missing_program("GNU tar")
         packed = tally.facts()
         files_changed = done["exit_code"] == _CHANGED or _VANISHED in flow.stderr
         self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), files_changed)
@@ -403,9 +399,9 @@ def _exec(argv: list[str], capture: Mapping[str, int] | None = None) -> dict[str
     capture_limits = capture or {"stdout": 0, "stderr": _STDERR_BYTES}
     return {
         "op": "exec",
-        "argv": argv,
+        "argv": own_program(*argv),
         "cwd": "/",
-        "env": {"LC_ALL": "C"},
+        "env": {},
         "timeout_s": PACKING_TIMEOUT_S,
         "capture": capture_limits,
     }
@@ -456,7 +452,6 @@ def _check_done(
     code = done.get("exit_code")
     if type(code) is int and code in accepted_codes:
         return
-    check_programs(code, bytes(stderr).decode("utf-8", "replace"))
     if any(full in stderr for full in _FULL):
         raise ToolFailure(
             ErrorCode.NO_SPACE,

@@ -165,8 +165,6 @@ async def unpack_archive(guest: PackingGuest, chunks: AsyncIterator[bytes], tota
     await reader.skip(head.padding)
     await unpack(guest, _UNPACK if is_restored else unpack_roots(ROOTS), reader.take(packed), packed)
     if is_restored:
-        # Remove files last: the image's own tar, which unpacks, may need files that a newer version in the archive
-        # does not need.
         await run_with_input(guest, _REMOVE, reader.take(head.removed), head.removed)
     else:
         await reader.skip(head.removed)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.guest.local_guest import of_this_host
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.batches.artifacts import (
     MATCH_S,
@@ -213,7 +214,7 @@ def test_the_list_of_a_workspace_says_what_is_no_file(tmp_path: Path) -> None:
     build_odd_workspace(tmp_path)
 
     def run(*, only_others: bool) -> WorkspaceListing:
-        command = build_list_command(str(tmp_path), only_others)
+        command = of_this_host(build_list_command(str(tmp_path), only_others))
         return _parse_listing(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
 
     others = {"pipe": "p", "sock": "s", "out": "l", "broken\n": "l"}
@@ -238,7 +239,7 @@ def test_files_that_their_own_user_may_not_read_are_listed_and_packed_and_keep_t
                 command, user=other_user, cwd="/", stdout=subprocess.PIPE, check=True, timeout=60
             ).stdout
 
-        listing = _parse_listing(run(build_list_command(str(folder), only_others=False)))
+        listing = _parse_listing(run(of_this_host(build_list_command(str(folder), only_others=False))))
         assert sorted(listing.files) == ["closed/a.txt", "list"]
         with tarfile.open(fileobj=io.BytesIO(run(pack_list(str(folder / "list"), str(folder))))) as archive:
             assert archive.getnames() == ["closed/a.txt"]

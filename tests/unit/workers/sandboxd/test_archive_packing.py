@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -136,54 +135,6 @@ async def test_packing_and_unpacking_preserves_files_and_metadata(
     assert (root / "same").samefile(root / "run")
     assert (root / "pipe").is_fifo()
     assert ((root / "closed").stat().st_mode & 0o777, (root / "closed" / "f").read_text()) == (0o555, "x")
-
-
-class OtherImage(LocalGuest):
-    """A guest whose image has only some programs of this host, and these scripts instead of others."""
-
-    def __init__(self, folder: Path, *missing: str, **scripts: str) -> None:
-        super().__init__()
-        self._folder = folder / "bin"
-        self._folder.mkdir()
-        for name in {"bash", "find", "chmod", "tar", "cat", "mkfifo", "head", "rm"} - {*missing, *scripts}:
-            (self._folder / name).symlink_to(shutil.which(name) or "/none")
-        for name, script in scripts.items():
-            (self._folder / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
-            (self._folder / name).chmod(0o755)
-
-    async def ask(self, request: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        argv = [shutil.which("bash") or "", *request["argv"][1:]] if request["argv"][0] == "bash" else request["argv"]
-        return await super().ask({**request, "argv": ["env", f"PATH={self._folder}", *argv]}, **options)
-
-
-BUSYBOX = (
-    "echo \"tar: unrecognized option '--format=posix'\" >&2; echo 'BusyBox v1.36.1 multi-call binary.' >&2; exit 1"
-)
-
-
-async def test_an_image_without_tar_or_with_another_tar_is_named_as_the_cause(root: Path, tmp_path: Path) -> None:
-    (root / "a").write_text("x")
-    for number, (missing, scripts) in enumerate([(("tar",), {}), ((), {"tar": BUSYBOX}), ((), {"tar": "exit 1"})]):
-        (folder := tmp_path / str(number)).mkdir()
-        with pytest.raises(ToolFailure) as failure:
-            await pack_to_memory(OtherImage(folder, *missing, **scripts), root)
-        assert (failure.value.code, "tar" in failure.value.message) == (ErrorCode.INVALID_ARGUMENTS, True)
-
-
-@pytest.mark.parametrize("missing", ["tar", "mkfifo"])
-async def test_a_program_that_is_missing_for_unpacking_is_named(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    data, _ = await pack_to_memory(LocalGuest(), root)
-    monkeypatch.setattr(packing_module, "_PIECE_BYTES", 1024)
-    with pytest.raises(ToolFailure) as failure:
-        await unpack(OtherImage(tmp_path, missing), unpack_roots((str(root),)), read_chunks(data), len(data))
-    assert (failure.value.code, missing in failure.value.message) == (ErrorCode.INVALID_ARGUMENTS, True)
-
-
-async def test_an_image_without_find_can_be_packed(root: Path, tmp_path: Path) -> None:
-    (root / "a").write_text("x")
-    assert (await pack_to_memory(OtherImage(tmp_path, "find"), root))[1].bytes > 0
 
 
 async def test_a_sparse_file_is_packed_small_and_restored_sparse(root: Path) -> None:
