@@ -5,8 +5,8 @@ docs/settings.md.
 """
 
 import difflib
-import json
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -124,7 +124,7 @@ def default_state(name: str) -> Path:
 
 
 def default_image_records() -> Path:
-    """Return the folder with the records of images that embedded stacks pulled with the Docker engine of DOCKER_HOST."""
+    """Return the folder with the records of images that embedded stacks pulled with the engine of DOCKER_HOST."""
     engine = hashlib.sha256(os.environ.get("DOCKER_HOST", "").encode()).hexdigest()[:8]
     return default_state("embedded-stacks") / engine
 
