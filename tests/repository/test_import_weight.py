@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-MAX_MODULES = 110
+MAX_MODULES = 111
 """Lower the number when the graph of imports gets thinner. A higher number needs a reason in the commit."""
 
 
