@@ -463,6 +463,11 @@ class SandboxdSettings(LogSettings):
     """The starter of sandboxes: `oci` is sandboxd itself with crun or runc, which is faster and needs root on the
     engine's host; `engine` is the Docker engine. The operator changes it when `auto` chooses the wrong one.
     """
+    containerd_socket: Path | None = None
+    """The socket of a containerd whose images sandboxd uses in place of a Docker engine's (docs/images.md). Default:
+    the Docker engine; or /run/containerd/containerd.sock, if no Docker engine answers and DOCKER_HOST is not set. The
+    operator sets it on nodes of Kubernetes whose socket has another path.
+    """
     sandbox_runtime: str = "runc"
     """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""
     sandbox_memory_reserve_bytes: int = Field(default=256 * MIB, ge=64 * MIB)

@@ -86,7 +86,7 @@ async def _examine_engine(report: Report) -> None:
         report.add(
             "engine",
             False,
-            f"the check of engine and sandbox did not end within {CHECK_TIMEOUT_S:g} s: restart the Docker engine",
+            f"the check of engine and sandbox did not end within {CHECK_TIMEOUT_S:g} s: restart the engine",
         )
         return
     try:
@@ -100,7 +100,7 @@ async def _examine_engine(report: Report) -> None:
         return
     report.guarantees = list(facts["guarantees"])
     if "engine" in facts:
-        report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
+        report.add("engine", True, f"{facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
         report.add(
             "kernel",
             bool(facts["seccomp"]),

@@ -6,14 +6,16 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from tests.support.sandboxd.containerd_server import ContainerdServer, open_containerd
 from tests.support.sandboxd.containers import IMAGE, Watched, open_engine, watch
 from tests.support.stack.stack import is_alive
 from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
@@ -48,15 +50,18 @@ from toolcrew.workers.sandboxd.runtime.base import (
     AttachedContainer,
     SandboxRuntime,
 )
+from toolcrew.workers.sandboxd.runtime.containerd_engine import ContainerdEngine
 from toolcrew.workers.sandboxd.runtime.engine import Engine
 from toolcrew.workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine
 from toolcrew.workers.sandboxd.runtime.hardening import SandboxLimits, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_obstacle
 from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
 
 pytestmark = pytest.mark.stack
 
-PROGRAMS = {"engine": None, "crun": "crun", "runc": "runc"}
+PROGRAMS = {"engine": None, "crun": "crun", "runc": "runc", "containerd": "crun"}
+"""Kind of host -> OCI runtime. With `containerd`, sandboxes are on the images of a containerd without Docker."""
 
 
 @dataclass
@@ -71,14 +76,21 @@ class Host:
         return f"toolcrew-{self.deployment}-{secrets.token_hex(8)}"
 
 
+@pytest.fixture(scope="module")
+def containerd() -> Iterator[ContainerdServer]:
+    with open_containerd(open_engine()) as opened:
+        yield opened
+        assert opened.leases() == opened.views() == []
+
+
 @pytest.fixture(params=PROGRAMS)
-async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
     open_engine()
     program = PROGRAMS[request.param]
     if program is not None and shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     deployment = f"conformance-{secrets.token_hex(4)}"
-    with closing(Engine()) as engine:
+    with closing(_open(request, tmp_path)) as engine:
         facts = await engine.facts()
         labels = {LABEL_PRODUCT: PRODUCT, LABEL_DEPLOYMENT: deployment, LABEL_CREATED_AT: "1700000000"}
         spec = SandboxSpec(
@@ -92,6 +104,7 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
             image_facts=await engine.find_image(IMAGE),
         )
         if program is None:
+            assert isinstance(engine, Engine)
             yield Host(EngineRuntime(engine), spec, deployment)
             return
         assert find_obstacle(facts) is None
@@ -102,6 +115,12 @@ async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
             for container in await runtime.list_sandboxes(deployment):
                 await runtime.remove(container.id)
             await runtime.close()
+
+
+def _open(request: pytest.FixtureRequest, folder: Path) -> ContainerEngine:
+    if request.param != "containerd":
+        return Engine()
+    return ContainerdEngine(request.getfixturevalue("containerd").address, folder)
 
 
 @dataclass

@@ -57,6 +57,7 @@ ABSENT: dict[tuple[str, str], str] = {
     ("web-worker", "TOOLCREW_CHECKPOINT_EVERY_S"): "it has no sandboxes",
     ("web-worker", "TOOLCREW_DRAIN_S"): "it has no sessions to move",
     ("web-worker", "TOOLCREW_SKILLS"): "skills run in sandboxes",
+    ("sandboxd", "TOOLCREW_CONTAINERD_SOCKET"): "compose needs a Docker engine",
     ("sandboxd", "TOOLCREW_SANDBOXD_STATE"): "compose mounts the default folder as a volume",
     ("sandboxd", "TOOLCREW_SANDBOXD_LEASES"): "one sandboxd runs per engine",
 }
@@ -123,6 +124,7 @@ def test_kubernetes_passes_every_setting_from_one_config_map(service: str) -> No
         "TOOLCREW_REDIS_ORCHESTRATOR_PASSWORD",
         "TOOLCREW_REDIS_WORKER_PASSWORD",
         "TOOLCREW_REDIS_WEB_PASSWORD",
+        "TOOLCREW_CONTAINERD_SOCKET",
         "TOOLCREW_CONCURRENCY",
         "TOOLCREW_DRAIN_S",
         "TOOLCREW_MCP_SERVERS",

@@ -47,14 +47,15 @@ from toolcrew.workers.sandboxd.forks import SessionForker
 from toolcrew.workers.sandboxd.images import Images, PullDisk
 from toolcrew.workers.sandboxd.leases import Lease
 from toolcrew.workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
-from toolcrew.workers.sandboxd.plans import Plans, Profile, SandboxPlan, load_plans
+from toolcrew.workers.sandboxd.plans import DEFAULT_RUNTIME, Plans, Profile, SandboxPlan, load_plans
 from toolcrew.workers.sandboxd.pool import PoolLimits, WarmPools, available_memory
 from toolcrew.workers.sandboxd.reaper import Reaper
 from toolcrew.workers.sandboxd.records import Records
 from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, find_dirt
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
-from toolcrew.workers.sandboxd.runtime.engine_images import EngineImages
+from toolcrew.workers.sandboxd.runtime.containerd_engine import ContainerdEngine
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine, open_engine, open_images
 from toolcrew.workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
 from toolcrew.workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from toolcrew.workers.sandboxd.sandbox import Sandbox
@@ -94,7 +95,7 @@ class HostSetup:
     """Parts of the daemon that are the same for every kind of workspace."""
 
     settings: SandboxdSettings
-    engine: Engine
+    engine: ContainerEngine
     facts: EngineFacts
     plans: Plans
     profile: Profile
@@ -130,7 +131,7 @@ class Daemon:
             settings.sandbox_image,
         )
         self.images = Images(
-            EngineImages(setup.engine),
+            open_images(setup.engine),
             plans,
             records,
             settings.image_cache_bytes,
@@ -184,7 +185,7 @@ class Daemon:
             "memory_free_bytes": available_memory(),
             "disk_free_bytes": shutil.disk_usage(settings.state()).free,
             "store": "local" if settings.workspace_store is None else "shared",
-            "engine": self.setup.facts.version,
+            "engine": f"{self.setup.facts.product} {self.setup.facts.version}",
             "runtime": settings.sandbox_runtime,
             "start": "oci" if self.setup.starts_by_oci else "engine",
             "workspaces": {
@@ -224,7 +225,7 @@ class Daemon:
 
 
 @asynccontextmanager
-async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterator[Daemon]:
+async def open_daemon(settings: SandboxdSettings, engine: ContainerEngine) -> AsyncIterator[Daemon]:
     """Check the host, remove leftovers of dead sandboxds, test the profile on a real sandbox, and take over kept
     sessions. At the end of the block, close everything.
 
@@ -232,6 +233,8 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
     """
     facts = await engine.facts()
     plans = load_plans(settings)
+    if isinstance(engine, ContainerdEngine):
+        settings = _require_oci(settings, plans)
     await check_host(settings, engine, facts, plans)
     state = settings.state()
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -303,12 +306,26 @@ def _log_weaker_parts(daemon: Daemon) -> None:
         log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
 
 
-async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFacts, plans: Plans) -> None:
+def _require_oci(settings: SandboxdSettings, plans: Plans) -> SandboxdSettings:
+    """Return the settings for a host without a Docker engine, where only sandboxd can start sandboxes. Raises
+    SandboxUnavailable when they need a Docker engine.
+    """
+    others = sorted(plans.runtimes() - {DEFAULT_RUNTIME})
+    if others or settings.sandbox_start == "engine":
+        reason = f"the runtime '{others[0]}' of a tenant class" if others else "TOOLCREW_SANDBOX_START=engine"
+        raise SandboxUnavailable(
+            f"{reason} needs a Docker engine, and this sandboxd uses the images of containerd: change that, or start a "
+            "Docker engine and unset TOOLCREW_CONTAINERD_SOCKET"
+        )
+    return settings.model_copy(update={"sandbox_start": "oci"})
+
+
+async def check_host(settings: SandboxdSettings, engine: ContainerEngine, facts: EngineFacts, plans: Plans) -> None:
     """Raise SandboxUnavailable when seccomp, a runtime or the image is missing."""
     if not facts.seccomp:
         raise SandboxUnavailable(
-            "the Docker engine runs without seccomp, so sandboxes would not be isolated: use an engine that was built "
-            "with seccomp"
+            "the engine or the kernel runs without seccomp, so sandboxes would not be isolated: use those that were "
+            "built with seccomp"
         )
     missing = sorted(plans.runtimes() - set(facts.runtimes))
     if missing:
@@ -323,7 +340,9 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
         )
 
 
-def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) -> tuple[OciRuntime | None, str | None]:
+def _open_oci(
+    settings: SandboxdSettings, engine: ContainerEngine, facts: EngineFacts
+) -> tuple[OciRuntime | None, str | None]:
     """Return the runtime that starts sandboxes without the engine, or None where this is impossible; and why the engine
     starts new sandboxes, or None where it does not. Raises SandboxUnavailable when the settings require the runtime.
     """
@@ -336,8 +355,8 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
             obstacle = str(error)
     if settings.sandbox_start == "oci":
         raise SandboxUnavailable(
-            f"this host cannot start sandboxes with an OCI runtime: {obstacle}; change that, or set "
-            "TOOLCREW_SANDBOX_START=engine"
+            f"this host cannot start sandboxes with an OCI runtime: {obstacle}; change that, or use a Docker engine "
+            "with TOOLCREW_SANDBOX_START=engine"
         )
     return None, obstacle
 
@@ -457,14 +476,11 @@ async def run(settings: SandboxdSettings) -> None:
     sandboxes, and OSError when the socket is taken.
     """
     hold_lifeline(ORPHAN_GRACE_S)
-    engine = Engine()
     try:
         with cancelled_by_signals() as received:
-            await _run(settings, engine, received)
+            await _run(settings, received)
     except asyncio.CancelledError:
         log.info("sandboxd_stopped")
-    finally:
-        engine.close()
 
 
 @contextlib.contextmanager
@@ -491,20 +507,21 @@ def cancelled_by_signals() -> Iterator[Sequence[int]]:
             loop.remove_signal_handler(number)
 
 
-async def _run(settings: SandboxdSettings, engine: Engine, received: Sequence[int]) -> None:
+async def _run(settings: SandboxdSettings, received: Sequence[int]) -> None:
     # Check before anything is removed: the sandboxes of a living sandboxd are not leftovers.
     refuse_second(settings.sandboxd_socket, owner=OWNER)
-    async with open_daemon(settings, engine) as daemon:
-        control = ControlRequests(
-            daemon.sessions,
-            SessionForker(daemon.sessions, daemon.factory),
-            daemon.setup.plans,
-            HostStores(daemon.checkpoints, daemon.files, daemon.setup.skills, settings.state()),
-            SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
-            daemon.describe,
-        )
-        server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())
-        await _serve(settings, server, daemon, received)
+    with contextlib.closing(await open_engine(settings)) as engine:
+        async with open_daemon(settings, engine) as daemon:
+            control = ControlRequests(
+                daemon.sessions,
+                SessionForker(daemon.sessions, daemon.factory),
+                daemon.setup.plans,
+                HostStores(daemon.checkpoints, daemon.files, daemon.setup.skills, settings.state()),
+                SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
+                daemon.describe,
+            )
+            server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())
+            await _serve(settings, server, daemon, received)
 
 
 async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daemon, received: Sequence[int]) -> None:

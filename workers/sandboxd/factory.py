@@ -31,8 +31,7 @@ from toolcrew.workers.sandboxd.runtime.base import (
     PRODUCT,
     SandboxRuntime,
 )
-from toolcrew.workers.sandboxd.runtime.engine import Engine
-from toolcrew.workers.sandboxd.runtime.engine_runtime import EngineRuntime
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine, open_runtime
 from toolcrew.workers.sandboxd.runtime.hardening import ImageFacts
 from toolcrew.workers.sandboxd.runtime.image_faults import FOLDERS, explained
 from toolcrew.workers.sandboxd.sandbox import Sandbox
@@ -166,7 +165,7 @@ class SandboxFactory:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ContainerEngine,
         profile: Profile,
         workspaces: Workspaces,
         records: Records,
@@ -178,8 +177,8 @@ class SandboxFactory:
         with the toolkit. The toolkit is mounted into every sandbox, so no image can bring a guest of its own.
         """
         self.engine = engine
-        self._engine_runtime = EngineRuntime(engine)
-        self.runtimes: Sequence[SandboxRuntime] = (self._engine_runtime,)
+        self._engine_runtime = open_runtime(engine)
+        self.runtimes: Sequence[SandboxRuntime] = () if self._engine_runtime is None else (self._engine_runtime,)
         """All runtimes of this host. The first starts sandboxes, unless a class names a runtime of the engine."""
         self.workspaces = workspaces
         self.slots = slots
@@ -297,7 +296,9 @@ class SandboxFactory:
         return sandbox
 
     def _find_runtime(self, plan: SandboxPlan) -> SandboxRuntime:
-        return self.runtimes[0] if plan.runtime == DEFAULT_RUNTIME else self._engine_runtime
+        if plan.runtime == DEFAULT_RUNTIME or self._engine_runtime is None:
+            return self.runtimes[0]
+        return self._engine_runtime
 
     async def _find_image(self, plan: SandboxPlan) -> ImageFacts:
         """Return what the engine says about the plan's image. This never changes for a content id while the engine has

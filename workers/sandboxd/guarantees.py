@@ -147,10 +147,10 @@ def _judge_engine(evidence: Evidence) -> HostGuarantee:
             name,
             "broken",
             evidence.problem or "it was not queried",
-            "start Docker, or check DOCKER_HOST and your rights",
+            "start the engine, or check DOCKER_HOST or TOOLCREW_CONTAINERD_SOCKET and your rights",
             is_needed=True,
         )
-    return HostGuarantee(name, "holds", f"Docker {facts.version}", is_needed=True)
+    return HostGuarantee(name, "holds", f"{facts.product} {facts.version}", is_needed=True)
 
 
 def _judge_profile(evidence: Evidence) -> HostGuarantee:

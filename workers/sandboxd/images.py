@@ -107,7 +107,7 @@ class _PullSize:
             )
         if self._disk is not None and free < self._disk.keep_bytes:
             raise _PullStopped(
-                f"the disk of the Docker engine would have less than {self._disk.keep_bytes} bytes free; free space "
+                f"the disk of the engine would have less than {self._disk.keep_bytes} bytes free; free space "
                 "there, or use a smaller image",
                 is_too_large=False,
             )
@@ -352,9 +352,10 @@ class Images:
         await asyncio.wait({pull.task}, timeout=wait_s)
         if not pull.task.done():
             done, total = pull.progress.bytes()
+            # containerd does not tell the progress of a pull.
+            shown = f" ({_size(done)} of at least {_size(total)})" if total else ""
             raise ImageNotReady(
-                f"image {name.short} is still being pulled ({_size(done)} of at least {_size(total)}): try again in a "
-                "minute; the pull continues"
+                f"image {name.short} is still being pulled{shown}: try again in a minute; the pull continues"
             )
         if pull.task.cancelled():
             raise SandboxUnavailable("sandboxd is stopping: try again after its restart")
@@ -505,6 +506,7 @@ class Images:
         self._store.forget_image(name)
 
 
+_NO_VARIANT: Final = ("no matching manifest", "no match for platform")
 _NO_IMAGE: Final = ("manifest unknown", "not found", "name unknown", "does not exist")
 _NO_ACCESS: Final = ("denied", "unauthorized", "authentication required", "no basic auth", "forbidden")
 _UNREACHABLE: Final = (
@@ -530,14 +532,14 @@ def explain_pull_failure(reason: str, name: ImageName, *, has_login: bool) -> Sa
     text, failed = reason.lower(), f"image {name.short} was not pulled"
     if "no space left" in text:
         return SandboxUnavailable(
-            f"{failed}: the disk of the Docker engine is full; free space there, or lower TOOLCREW_IMAGE_CACHE_BYTES"
+            f"{failed}: the disk of the engine is full; free space there, or lower TOOLCREW_IMAGE_CACHE_BYTES"
         )
     if "toomanyrequests" in text or "rate limit" in text:
         return SandboxUnavailable(
             f"{failed}: the registry {name.registry} limits pulls ({reason}); try again later, or add a login to "
             "'registries' of the tenant class"
         )
-    if "no matching manifest" in text:
+    if any(part in text for part in _NO_VARIANT):
         return ImageRefused(f"{failed}: it has no variant for this machine's processor; use another image")
     if any(part in text for part in _NO_ACCESS):
         advice = "check the login of" if has_login else "if it is private, add a login for"
@@ -549,10 +551,10 @@ def explain_pull_failure(reason: str, name: ImageName, *, has_login: bool) -> Sa
         return ImageRefused(f"{failed}: the registry {name.registry} has no such image ({reason}); check the name")
     if any(part in text for part in _UNREACHABLE):
         return SandboxUnavailable(
-            f"{failed}: the Docker engine cannot reach the registry {name.registry} ({reason}); check the engine's "
+            f"{failed}: the engine cannot reach the registry {name.registry} ({reason}); check the engine's "
             "network, proxy and certificates"
         )
-    return SandboxUnavailable(f"{failed}: {reason}; see the log of the Docker engine")
+    return SandboxUnavailable(f"{failed}: {reason}; see the log of the engine")
 
 
 def _read_account(registry: str, login: RegistryLogin) -> RegistryAccount:

@@ -23,12 +23,12 @@ from toolcrew.workers.sandboxd.egress.relay import connect_proxy
 from toolcrew.workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
 from toolcrew.workers.sandboxd.plans import Plans, load_plans
 from toolcrew.workers.sandboxd.runtime.apparmor import NO_PROFILE
-from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine, open_engine
 
 _KILLED_S: Final = 3600.0
 
 
-async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> Evidence:
+async def examine(settings: SandboxdSettings, plans: Plans, engine: ContainerEngine) -> Evidence:
     """Collect all evidence about the host. Missing parts raise no exception, because they are evidence too."""
     evidence = Evidence(settings, read_host_facts(), plans, egress_problem=await _find_egress_problem(settings, plans))
     try:
@@ -46,11 +46,11 @@ async def examine(settings: SandboxdSettings, plans: Plans, engine: Engine) -> E
         )
 
 
-async def _find_images(plans: Plans, engine: Engine) -> Mapping[str, str | None]:
+async def _find_images(plans: Plans, engine: ContainerEngine) -> Mapping[str, str | None]:
     return {image: await engine.image_id(image) for image in sorted(plans.local_images())}
 
 
-async def _prove(settings: SandboxdSettings, engine: Engine, evidence: Evidence) -> Evidence:
+async def _prove(settings: SandboxdSettings, engine: ContainerEngine, evidence: Evidence) -> Evidence:
     """Run the test sandbox of sandboxd's start. Add the workspaces and the way in which sandboxes are started to the
     evidence. Raises SandboxUnavailable with the guarantee that does not hold.
     """
@@ -144,15 +144,12 @@ def _parse_arguments() -> argparse.Namespace:
 async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
     """Print the table of guarantees. Returns 1 when sandboxd would not start."""
     plans = load_plans(settings)
-    engine = Engine()
     try:
-        with cancelled_by_signals():
+        with cancelled_by_signals(), contextlib.closing(await open_engine(settings)) as engine:
             evidence = await examine(settings, plans, engine)
     except asyncio.CancelledError:
         sys.stderr.write("sandboxd: a signal ended the check before it was complete\n")
         return 1
-    finally:
-        engine.close()
     rows = build_rows(evidence)
     sys.stdout.write(json.dumps(_build_report(evidence, rows)) + "\n" if as_json else "".join(map(_show, rows)))
     return 1 if any(row.is_needed and row.state == "broken" for row in rows) else 0
@@ -165,7 +162,7 @@ def _build_report(evidence: Evidence, rows: tuple[HostGuarantee, ...]) -> dict[s
     report["guarantees"] = [asdict(row) for row in rows]
     if facts is not None:
         report |= {
-            "engine": facts.version,
+            "engine": f"{facts.product} {facts.version}",
             "kernel": facts.kernel,
             "cgroup": facts.cgroup_version,
             "seccomp": facts.seccomp,

@@ -26,7 +26,7 @@ from toolcrew.contract.tar_archives import read_tar
 from toolcrew.workers.sandboxd.background import settle
 from toolcrew.workers.sandboxd.leases import Lease
 from toolcrew.workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
-from toolcrew.workers.sandboxd.runtime.engine import Engine
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine
 from toolcrew.workers.sandboxd.runtime.hardening import AUTHORITIES, SKILLS_FOLDER
 
 log = structlog.get_logger(__name__)
@@ -45,7 +45,9 @@ class SkillVolume:
     the container that unpacks bundles. `spool`: a folder on a disk for bundles that arrive; None: that of the system.
     """
 
-    def __init__(self, engine: Engine, image: str, owner: Mapping[str, str], spool: Path | None = None) -> None:
+    def __init__(
+        self, engine: ContainerEngine, image: str, owner: Mapping[str, str], spool: Path | None = None
+    ) -> None:
         self.volume = f"toolcrew-skills-{secrets.token_hex(8)}"
         self._engine = engine
         self._image = image

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,17 @@ class ImageRegistry:
             )
         wait_until(self._answers, SOON_S, lambda: self._log.read_text(errors="replace"))
 
-    def push(self, name: str, files: Mapping[str, bytes], *, keep: bool = False) -> str:
+    def push(self, name: str, files: Mapping[str, bytes], *, keep: bool = False, changes: Sequence[str] = ()) -> str:
         """Make an image of these files, push it as `name` (with a tag) and return its complete name. The engine
-        forgets it unless `keep` is set.
+        forgets it unless `keep` is set. `changes`: lines of a Dockerfile.
 
         The layer differs from those of every other registry. A layer that an image of an ended run left in the engine
         would not be pulled.
         """
         repository, _, tag = f"{self.repository}/{name}".rpartition(":")
-        self._api.import_image(build_tar(*files.items(), ("registry", self._identity)), repository, tag)
+        self._api.import_image(
+            build_tar(*files.items(), ("registry", self._identity)), repository, tag, changes=list(changes)
+        )
         answer = self._api.push(repository, tag, auth_config=self._login)
         assert "error" not in str(answer), answer
         full = f"{repository}:{tag}"

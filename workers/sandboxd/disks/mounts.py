@@ -151,17 +151,20 @@ def attach_below(mount: int, root: int, folder: str) -> None:
     """Attach a detached mount to a folder below the attached mount `root`. Programs of a sandbox may have changed the
     tree: a link on the way, or a folder of another mount, is an error. Raises OSError.
     """
-    fd = _open_below(root, folder)
+    fd = open_below(root, folder)
     try:
         _move(mount, fd, b"", _MOVE_MOUNT_T_EMPTY_PATH)
     finally:
         os.close(fd)
 
 
-def _open_below(root: int, folder: str) -> int:
+def open_below(root: int, path: str, flags: int = _MOUNT_POINT) -> int:
+    """Return a descriptor of a path below the mount `root`. A link on the way, or another mount, is an error. Raises
+    OSError.
+    """
     resolve = _RESOLVE_IN_ROOT | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_XDEV
-    how = struct.pack("QQQ", _MOUNT_POINT, 0, resolve)
-    return check(LIBC.syscall(_OPENAT2, root, os.fsencode(folder), how, len(how)), folder)
+    how = struct.pack("QQQ", flags, 0, resolve)
+    return check(LIBC.syscall(_OPENAT2, root, os.fsencode(path), how, len(how)), path)
 
 
 def _move(mount: int, parent: int, path: bytes, flags: int) -> None:

@@ -6,14 +6,18 @@ The files of an image are foreign data: only regular files of at most MAX_BYTES 
 """
 
 import io
+import os
+import stat
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 import docker
 import docker.errors
 
 from toolcrew.workers.sandboxd.disks.base import HOME, UID
+from toolcrew.workers.sandboxd.disks.mounts import open_below
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, AccountFiles
 
 MAX_BYTES: Final = 64 * 1024
@@ -26,11 +30,33 @@ _SHELL: Final = f"{GUEST_FOLDER}/bin/bash"
 
 def read_accounts(api: docker.APIClient, container: str) -> AccountFiles:
     """Return the completed files of a container that was never started. Raises the errors of the SDK."""
-    passwd, group = (_read_file(api, container, f"/etc/{name}") for name in ("passwd", "group"))
+    return complete_accounts(partial(_read_file, api, container))
+
+
+def complete_accounts(read: Callable[[str], bytes | None]) -> AccountFiles:
+    """Return the completed files of an image. `read`: returns the content of a file, empty if it does not exist; None
+    if it is a link, no file, or too large.
+    """
+    passwd, group = read("/etc/passwd"), read("/etc/group")
     return AccountFiles(
         passwd=None if passwd is None else complete_passwd(passwd),
         group=None if group is None else complete_group(group),
     )
+
+
+def read_file(root: int, path: str) -> bytes | None:
+    """Return the content of a file below the folder `root`, as for `complete_accounts`. No link is followed."""
+    try:
+        fd = open_below(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    except OSError:
+        return None
+    try:
+        content = os.read(fd, MAX_BYTES + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+    finally:
+        os.close(fd)
+    return None if content is None or len(content) > MAX_BYTES else content
 
 
 def complete_passwd(text: bytes) -> bytes | None:

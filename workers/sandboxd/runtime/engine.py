@@ -118,7 +118,7 @@ class LateContainerRemover:
 @dataclass(frozen=True)
 class EngineFacts:
     """The engine's description of itself. `components`: versions by name, such as `runc`; empty when it
-    reports none.
+    reports none. `product`: `Docker` or `containerd`.
     """
 
     version: str
@@ -141,6 +141,7 @@ class EngineFacts:
     has_memory_limit: bool = True
     has_swap_limit: bool = True
     has_pids_limit: bool = True
+    product: str = "Docker"
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""Sandboxes that sandboxd starts with an OCI runtime (crun or runc), on images that the Docker engine keeps.
+"""Sandboxes that sandboxd starts with an OCI runtime (crun or runc), on images that the engine keeps.
 
 Every sandbox has a folder `<folder>/sandboxes/<id>` with its labels, its configuration and a lock. Invariants:
 
@@ -70,7 +70,8 @@ from toolcrew.workers.sandboxd.runtime.bundle import (
     skeleton_name,
 )
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE, is_in_host_namespace
-from toolcrew.workers.sandboxd.runtime.engine import Engine, EngineFacts
+from toolcrew.workers.sandboxd.runtime.engine import EngineFacts
+from toolcrew.workers.sandboxd.runtime.engines import ContainerEngine
 from toolcrew.workers.sandboxd.runtime.hardening import GUEST_FOLDER, SKILLS_FOLDER, SandboxSpec
 from toolcrew.workers.sandboxd.runtime.id_ranges import IdRanges
 from toolcrew.workers.sandboxd.runtime.oci_drift import find_kernel_drift
@@ -139,7 +140,7 @@ class OciRuntime:
     host lacks something.
     """
 
-    def __init__(self, engine: Engine, program: str, facts: EngineFacts, folder: Path = FOLDER) -> None:
+    def __init__(self, engine: ContainerEngine, program: str, facts: EngineFacts, folder: Path = FOLDER) -> None:
         self._engine = engine
         self._program = program
         # crun prints "crun version 1.8.1", runc "runc version 1.1.5+ds1"; more lines follow.

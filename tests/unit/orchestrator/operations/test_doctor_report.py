@@ -54,6 +54,6 @@ async def test_a_slow_check_is_terminated_after_time_to_clean_up(
     report = await examine(OrchestratorSettings())
 
     assert [(finding.is_good, finding.text) for finding in report.findings if finding.name == "engine"] == [
-        (False, "the check of engine and sandbox did not end within 0.3 s: restart the Docker engine")
+        (False, "the check of engine and sandbox did not end within 0.3 s: restart the engine")
     ]
     assert sorted(os.listdir(tmp_path)) == ["check", *remaining]

@@ -1,15 +1,24 @@
 """The user database that sandboxes of an image get."""
 
 import io
+import os
 import tarfile
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import docker.errors
 import pytest
 from docker import APIClient
 
-from toolcrew.workers.sandboxd.runtime.accounts import MAX_BYTES, complete_group, complete_passwd, read_accounts
+from toolcrew.workers.sandboxd.runtime.accounts import (
+    MAX_BYTES,
+    complete_group,
+    complete_passwd,
+    read_accounts,
+    read_file,
+)
 
 ROOT = b"root:x:0:0:root:/root:/bin/sh\n"
 
@@ -89,3 +98,27 @@ def test_links_and_large_files_of_an_image_stay_as_they_are() -> None:
     large = ImageFiles(passwd=(tarfile.REGTYPE, b"x" * (MAX_BYTES * 50)))
     assert read(large).passwd is None
     assert large.read < 20
+
+
+def test_only_regular_files_below_the_folder_are_read(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for folder in (root / "etc", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        (folder / "passwd").write_bytes(b"x")
+    (root / "etc" / "large").write_bytes(b"x" * (MAX_BYTES + 1))
+    (root / "etc" / "most").write_bytes(b"x" * MAX_BYTES)
+    (root / "etc" / "link").symlink_to(tmp_path / "outside" / "passwd")
+    (root / "etc" / "inner").symlink_to("passwd")
+    (root / "folder").symlink_to("../outside")
+    os.mkfifo(root / "etc" / "pipe")
+    fd = os.open(root, os.O_PATH)
+    try:
+        read = partial(read_file, fd)
+        assert read("/etc/passwd") == b"x"
+        assert read("/etc/most") == b"x" * MAX_BYTES
+        assert read("/etc/missing") == read("/missing/passwd") == b""
+        for path in ("/etc/large", "/etc/link", "/etc/inner", "/folder/passwd", "/etc/pipe", "/etc"):
+            assert read(path) is None, path
+        assert read("/../outside/passwd") == b""
+    finally:
+        os.close(fd)
