@@ -16,6 +16,7 @@ from kubernetes_validate import validate
 
 from toolcrew.contract.names import POOL_QUEUES
 from toolcrew.contract.settings import (
+    DEFAULT_IMAGE,
     EgressSettings,
     OrchestratorSettings,
     SandboxdSettings,
@@ -24,6 +25,7 @@ from toolcrew.contract.settings import (
 )
 from toolcrew.store.pressure import HostsPressure, QueuePressure
 from toolcrew.workers.sandboxd.runtime.cgroup_namespace import HOST_NAMESPACE
+from toolcrew.workers.sandboxd.runtime.containerd import DEFAULT_ADDRESS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -37,7 +39,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
 SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
 """Containers that are services of docker-compose.yml, too."""
-ENGINE = "/var/run/docker.sock"
+CONTAINERD = "/run/containerd"
 SETTINGS = (OrchestratorSettings, WorkerSettings, SandboxdSettings, WebSettings, EgressSettings)
 SECRET = re.compile(r"SECRET|PASSWORD|API_KEY")
 
@@ -225,10 +227,15 @@ def test_pod_has_no_service_account_token_or_host_namespaces(workload: str) -> N
     assert WORKLOADS[workload]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/name": workload}
 
 
-def test_only_sandboxd_mounts_the_engine_socket() -> None:
-    assert {name for name, (_, container) in CONTAINERS.items() if ENGINE in str(container)} == {"sandboxd"}
-    engine = next(volume for volume in pod_of("sandbox-host")["volumes"] if ENGINE in str(volume))
-    assert engine["hostPath"] == {"path": ENGINE, "type": "Socket"}
+def test_only_sandboxd_mounts_the_folder_of_containerd_s_socket() -> None:
+    assert {name for name, (_, container) in CONTAINERS.items() if CONTAINERD in str(container)} == {"sandboxd"}
+    assert "docker" not in str(WORKLOADS).lower()
+    assert (
+        environment_of("sandboxd")["TOOLCREW_CONTAINERD_SOCKET"] == DEFAULT_ADDRESS == f"{CONTAINERD}/containerd.sock"
+    )
+    image = environment_of("sandboxd").get("TOOLCREW_SANDBOX_IMAGE", DEFAULT_IMAGE)
+    [first, *_] = pod_of("sandbox-host")["initContainers"]
+    assert first["image"] == image, "the kubelet pulls the image of sandboxes before sandboxd starts"
     for name, (workload, container) in CONTAINERS.items():
         paths = {volume["name"] for volume in pod_of(workload).get("volumes", []) if "hostPath" in volume}
         used = {mount["name"] for mount in container.get("volumeMounts", [])} & paths
@@ -253,9 +260,10 @@ def test_sandboxd_has_the_same_host_folders_as_in_compose() -> None:
         paths[mount["name"]]: [mount["mountPath"], *(["ro"] if mount.get("readOnly") else [])]
         for mount in CONTAINERS["sandboxd"][1]["volumeMounts"]
     }
+    del folders["/var/lib/docker"]
     assert {path: mounts.get(path) for path in folders} == folders
-    assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/dev"}
-    others = {"/var/lib/toolcrew", "/run/toolcrew-egress", "/proc/1/ns/cgroup", ENGINE}
+    assert set(folders) == {"/run/toolcrew/oci", "/sys/fs/cgroup", "/dev", CONTAINERD, "/var/lib/containerd"}
+    others = {"/var/lib/toolcrew", "/run/toolcrew-egress", "/proc/1/ns/cgroup"}
     assert mounts.keys() - folders.keys() == {None, *others}
     assert mounts["/proc/1/ns/cgroup"] == [str(HOST_NAMESPACE), "ro"]
 
