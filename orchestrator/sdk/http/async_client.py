@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
-from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel
@@ -17,18 +16,23 @@ from pydantic import BaseModel
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
 from toolcrew.contract.errors import ApiUnavailable, ToolcrewError
 from toolcrew.orchestrator.sdk.http.connection import (
+    MAX_ANSWER_BYTES,
+    MAX_ERROR_BYTES,
     Ask,
     EventReader,
     ServerEvent,
     build_error,
     build_lost,
     build_options,
+    build_too_large,
     file_path,
+    keep_error,
     keepalive,
     parse,
     parse_object,
     pause_after,
     run_fields,
+    segment,
     with_key,
 )
 
@@ -99,7 +103,7 @@ class AsyncClient:
 
         tenant = (await self.key()).tenant
         times = {"from": start and start.isoformat(), "to": end and end.isoformat()}
-        return await self.get(UsageReport, f"/v1/tenants/{tenant}/usage", {**times, "by": by})
+        return await self.get(UsageReport, f"/v1/tenants/{segment(tenant)}/usage", {**times, "by": by})
 
     async def get(self, kind: type[M], path: str, params: Mapping[str, Any] | None = None) -> M:
         """Return the record at an address of the API."""
@@ -120,8 +124,13 @@ class AsyncClient:
 
     async def send(self, ask: Ask) -> bytes:
         """Send a request and return the content of its answer. Raises the errors of the class."""
+        content = bytearray()
         async with self.stream(ask) as response:
-            return await response.aread()
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise build_too_large(self.url)
+        return bytes(content)
 
     @asynccontextmanager
     async def stream(self, ask: Ask) -> AsyncIterator[httpx.Response]:
@@ -158,11 +167,15 @@ class AsyncClient:
                 raise build_lost(problem, self.url) from problem
 
     async def _read_error(self, response: httpx.Response) -> httpx.Response:
+        content = bytearray()
         try:
-            await response.aread()
-            return response
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > MAX_ERROR_BYTES:
+                    break
         finally:
             await response.aclose()
+        return keep_error(response, bytes(content))
 
     async def follow(self, ask: Ask) -> AsyncGenerator[ServerEvent]:
         """Send a request and yield the events of its answer."""
@@ -234,7 +247,7 @@ class AsyncSession:
 
     def __init__(self, client: AsyncClient, session: str) -> None:
         self._client = client
-        self._path = f"/v1/sessions/{quote(session, safe='')}"
+        self._path = f"/v1/sessions/{segment(session)}"
         self.id = session
         self.files = AsyncSessionFiles(client, session)
 
@@ -546,7 +559,7 @@ class AsyncFiles:
 
     async def download(self, file: str, path: Path | str) -> None:
         """Write the content of a file to a local path."""
-        ask = Ask("GET", f"/v1/files/{quote(file, safe='')}/content", repeats=True)
+        ask = Ask("GET", f"/v1/files/{segment(file)}/content", repeats=True)
         async with self._client.stream(ask) as response:
             with await asyncio.to_thread(Path(path).open, "wb") as out:
                 async for piece in response.aiter_bytes():
@@ -554,7 +567,7 @@ class AsyncFiles:
 
     async def delete(self, file: str) -> None:
         """Delete a file."""
-        await self._client.send(Ask("DELETE", f"/v1/files/{quote(file, safe='')}"))
+        await self._client.send(Ask("DELETE", f"/v1/files/{segment(file)}"))
 
 
 OPEN_S = 600.0
@@ -577,8 +590,8 @@ def _read_lines(lines: Iterable[Mapping[str, Any]] | Path | str) -> bytes:
 
 
 def _run_path(run: str) -> str:
-    return f"/v1/runs/{quote(run, safe='')}"
+    return f"/v1/runs/{segment(run)}"
 
 
 def _batch_path(batch: str) -> str:
-    return f"/v1/batches/{quote(batch, safe='')}"
+    return f"/v1/batches/{segment(batch)}"

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
-from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel
@@ -16,18 +15,23 @@ from pydantic import BaseModel
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
 from toolcrew.contract.errors import ApiUnavailable, ToolcrewError
 from toolcrew.orchestrator.sdk.http.connection import (
+    MAX_ANSWER_BYTES,
+    MAX_ERROR_BYTES,
     Ask,
     EventReader,
     ServerEvent,
     build_error,
     build_lost,
     build_options,
+    build_too_large,
     file_path,
+    keep_error,
     keepalive,
     parse,
     parse_object,
     pause_after,
     run_fields,
+    segment,
     with_key,
 )
 
@@ -96,7 +100,7 @@ class Client:
 
         tenant = (self.key()).tenant
         times = {"from": start and start.isoformat(), "to": end and end.isoformat()}
-        return self.get(UsageReport, f"/v1/tenants/{tenant}/usage", {**times, "by": by})
+        return self.get(UsageReport, f"/v1/tenants/{segment(tenant)}/usage", {**times, "by": by})
 
     def get(self, kind: type[M], path: str, params: Mapping[str, Any] | None = None) -> M:
         """Return the record at an address of the API."""
@@ -115,8 +119,13 @@ class Client:
 
     def send(self, ask: Ask) -> bytes:
         """Send a request and return the content of its answer. Raises the errors of the class."""
+        content = bytearray()
         with self.stream(ask) as response:
-            return response.read()
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise build_too_large(self.url)
+        return bytes(content)
 
     @contextmanager
     def stream(self, ask: Ask) -> Iterator[httpx.Response]:
@@ -153,11 +162,15 @@ class Client:
                 raise build_lost(problem, self.url) from problem
 
     def _read_error(self, response: httpx.Response) -> httpx.Response:
+        content = bytearray()
         try:
-            response.read()
-            return response
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MAX_ERROR_BYTES:
+                    break
         finally:
             response.close()
+        return keep_error(response, bytes(content))
 
     def follow(self, ask: Ask) -> Generator[ServerEvent]:
         """Send a request and yield the events of its answer."""
@@ -229,7 +242,7 @@ class Session:
 
     def __init__(self, client: Client, session: str) -> None:
         self._client = client
-        self._path = f"/v1/sessions/{quote(session, safe='')}"
+        self._path = f"/v1/sessions/{segment(session)}"
         self.id = session
         self.files = SessionFiles(client, session)
 
@@ -537,7 +550,7 @@ class Files:
 
     def download(self, file: str, path: Path | str) -> None:
         """Write the content of a file to a local path."""
-        ask = Ask("GET", f"/v1/files/{quote(file, safe='')}/content", repeats=True)
+        ask = Ask("GET", f"/v1/files/{segment(file)}/content", repeats=True)
         with self._client.stream(ask) as response:
             with Path(path).open("wb") as out:
                 for piece in response.iter_bytes():
@@ -545,7 +558,7 @@ class Files:
 
     def delete(self, file: str) -> None:
         """Delete a file."""
-        self._client.send(Ask("DELETE", f"/v1/files/{quote(file, safe='')}"))
+        self._client.send(Ask("DELETE", f"/v1/files/{segment(file)}"))
 
 
 OPEN_S = 600.0
@@ -566,8 +579,8 @@ def _read_lines(lines: Iterable[Mapping[str, Any]] | Path | str) -> bytes:
 
 
 def _run_path(run: str) -> str:
-    return f"/v1/runs/{quote(run, safe='')}"
+    return f"/v1/runs/{segment(run)}"
 
 
 def _batch_path(batch: str) -> str:
-    return f"/v1/batches/{quote(batch, safe='')}"
+    return f"/v1/batches/{segment(batch)}"

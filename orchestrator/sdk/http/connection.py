@@ -38,6 +38,8 @@ CONNECT_S: Final = 10.0
 ANSWER_S: Final = 60.0
 """Seconds without a byte after which the service is lost: an event stream has a comment every 15 s."""
 MAX_ERROR_BYTES: Final = 64 * 1024
+MAX_ANSWER_BYTES: Final = 128 * 1024 * 1024
+"""Limit of an answer that is held in memory. The largest are files of 64 MiB and transcripts."""
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit of one event: a result of 256 Ki characters, each as an escape sequence of JSON, and its metadata."""
 _BUSY: Final = frozenset({429, 503})
@@ -144,10 +146,18 @@ def pause_after(ask: Ask, attempt: int, problem: httpx.Response | httpx.Transpor
 def read_problem(response: httpx.Response) -> Mapping[str, Any]:
     """Return the problem of an answer whose content was read; {} if it has none."""
     try:
-        problem = json.loads(response.content[:MAX_ERROR_BYTES])
+        problem = json.loads(response.content)
     except (ValueError, RecursionError):
         return {}
     return problem if isinstance(problem, dict) else {}
+
+
+def keep_error(response: httpx.Response, content: bytes) -> httpx.Response:
+    """Return a failed answer with the part of its content that was read."""
+    headers = {"Retry-After": response.headers.get("retry-after", "")}
+    return httpx.Response(
+        response.status_code, headers=headers, content=content[:MAX_ERROR_BYTES], request=response.request
+    )
 
 
 def build_error(response: httpx.Response) -> ToolcrewError:
@@ -172,6 +182,11 @@ def build_lost(error: httpx.TransportError, url: str) -> ApiUnavailable:
     """Return the error for a service that does not answer."""
     reason = str(error) or type(error).__name__
     return ApiUnavailable(f"the API at {url} does not answer ({reason}): check TOOLCREW_URL and that the service runs")
+
+
+def build_too_large(url: str) -> ApiUnavailable:
+    """Return the error for an answer that is too large for memory."""
+    return ApiUnavailable(f"the API at {url} sent more than {MAX_ANSWER_BYTES} bytes: check TOOLCREW_URL")
 
 
 def parse(kind: type[M], content: bytes) -> M:
@@ -209,12 +224,15 @@ def run_fields(body: "RunBody") -> dict[str, Any]:
     return {**fields, **limits}
 
 
+def segment(name: str) -> str:
+    """Return a name as one part of an address."""
+    # httpx would remove `..` and the part before it, and so change the address.
+    return name.replace(".", "%2E") if name in (".", "..") else quote(name.encode("utf-8", "surrogateescape"), safe="")
+
+
 def file_path(session: str, path: str) -> str:
     """Return the address of a file of a session."""
-    quoted = quote(path.encode("utf-8", "surrogateescape"), safe="/")
-    # httpx would remove `..` and the part before it, and so change the address.
-    parts = [part.replace(".", "%2E") if part in (".", "..") else part for part in quoted.split("/")]
-    return f"/v1/sessions/{quote(session, safe='')}/files/{'/'.join(parts)}"
+    return f"/v1/sessions/{segment(session)}/files/{'/'.join(map(segment, path.split('/')))}"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,6 +109,7 @@ CHECKPOINT = ok({"id": "c", "bytes": 1, "sha256": "x"})
         (problem(500, "INTERNAL"), lambda client: client.sessions.get("s").checkpoint(), 1),
         (None, lambda client: client.sessions.get("s").checkpoint(), 1),
         (None, lambda client: client.sessions.get("s").exec(["x"]), 1),
+        (problem(503, "OUTCOME_UNKNOWN"), lambda client: client.sessions.get("s").exec(["x"]), 1),
         (None, lambda client: client.sessions.get("s").run("x"), 1),
         (None, lambda client: client.sessions.get("s").files.read("x"), 2),
         (None, lambda client: client.sessions.get("s").files.write("x", b""), 2),
@@ -122,6 +124,7 @@ CHECKPOINT = ok({"id": "c", "bytes": 1, "sha256": "x"})
         "bug",
         "checkpoint",
         "exec",
+        "exec unknown",
         "call",
         "read",
         "write",
@@ -178,6 +181,21 @@ def test_every_answer_that_is_no_success_is_one_error(answer: Answer, kind: type
     assert raised.value.code is code  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_is_too_large_is_not_read_into_memory(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 1_000_000)
+    service = Service([(status, {}, bytes(32 * 1024 * 1024))])
+    with service.serving() as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ApiUnavailable):
+                client.sessions.get("s").files.read("x")
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 8 * 1024 * 1024
+
+
 def test_an_interrupted_stream_of_a_run_continues_after_its_last_event() -> None:
     def event(number: int, kind: str) -> bytes:
         return f'id: 1-{number}\nevent: {kind}\ndata: {{"n": {number}}}\n\n'.encode()
@@ -229,9 +247,13 @@ def test_names_cannot_leave_their_place_in_the_address() -> None:
     with service.serving() as client:
         client.sessions.get("../../v1/tenants").files.write("a/../b?c#d%2e", b"")
         client.runs.get("../batches/x?tenant=rival")
+        client.runs.get("..")
+        client.sessions.get("..").files.write("x", b"")
     assert [request for request, _, _ in service.requests] == [
         "PUT /v1/sessions/..%2F..%2Fv1%2Ftenants/files/a/%2E%2E/b%3Fc%23d%252e",
         "GET /v1/runs/..%2Fbatches%2Fx%3Ftenant%3Drival",
+        "GET /v1/runs/%2E%2E",
+        "PUT /v1/sessions/%2E%2E/files/x",
     ]
 
 
