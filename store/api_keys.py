@@ -156,7 +156,7 @@ class ApiKeys(AuditedStore):
         """
         parts = _KEY.fullmatch(text)
         key_id = parts[1] if parts is not None else ""
-        record = await self._find(key_id) if key_id else None
+        record = await self.find(key_id) if key_id else None
         # An unknown key takes the same time as a wrong one, so the time reveals no key ids.
         is_right = hmac.compare_digest(_digest(text), record.digest if record is not None else _NOBODY)
         if record is None or not is_right:
@@ -171,7 +171,7 @@ class ApiKeys(AuditedStore):
         """Return the identity of a key that was presented earlier, by its id. Raises the same errors as
         `authenticate`.
         """
-        record = await self._find(key_id)
+        record = await self.find(key_id)
         if record is None:
             raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: use another key")
         return self._identity(key_id, record)
@@ -258,7 +258,10 @@ class ApiKeys(AuditedStore):
             )
         return Identity(record.tenant, record.role, key_id, record.name)
 
-    async def _find(self, key_id: str) -> ApiKeyRecord | None:
+    async def find(self, key_id: str) -> ApiKeyRecord | None:
+        """Return a key by its id, or None for an unknown or revoked key. Raises ConfigError for an unreadable record,
+        and BrokerUnavailable when Redis does not answer.
+        """
         record, requested_at = self._cache.get(key_id, (None, 0.0))
         if record is not None and time.monotonic() - requested_at < KEY_FRESH_S:
             return record

@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/key", tags=["tenants"], responses=responses())
 @router.get("")
 async def get_own_key(caller: AnyCaller) -> KeyView:
     """Return the API key of this request: its tenant, its role and its end, without its text."""
-    key = (await caller.app_state.parts.keys.all()).get(caller.identity.key_id)
+    key = await caller.app_state.parts.keys.find(caller.identity.key_id)
     if key is None:
         raise ApiProblem(ErrorCode.UNAUTHENTICATED, "the API key was revoked: use another key")
     return view_key(caller.identity.key_id, key)

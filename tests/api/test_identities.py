@@ -45,6 +45,14 @@ async def test_the_stored_response_of_a_key_creation_does_not_contain_the_key(
     assert b"body" not in records[0]
 
 
+async def test_a_key_that_asks_for_itself_does_not_make_the_service_read_all_keys(
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(api_keys.ApiKeys, "all")
+    own = await api["acme"].get("/v1/key")
+    assert (own.status_code, own.json()["tenant"]) == (200, "acme")
+
+
 async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_same_address(
     redis_server: RedisProcess, five_at_once: None
 ) -> None:
