@@ -145,15 +145,15 @@ class Blobs:
         return data
 
     @contextlib.asynccontextmanager
-    async def hold(self, tenant: str, key: str) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
-        """Yield a result's bytes in pieces, and the memory that is reserved for them during the block. Delete the blob.
-        Raises the errors of `take` and of `ReadMemory.reserve`.
+    async def hold(self, tenant: str, key: str, copies: int = 1) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+        """Yield a result's bytes in pieces, and the memory that is reserved during the block: `copies` times their
+        size. Delete the blob. Raises the errors of `take` and of `ReadMemory.reserve`.
         """
         self._check_owner(tenant, key)
         try:
             with broker_errors("the result's content was not read"):
                 size = min(int(await self._client.strlen(key)), MAX_BLOB_BYTES)
-            async with read_memory().reserve(tenant, size) as memory:
+            async with read_memory().reserve(tenant, size * copies) as memory:
                 yield await self._pieces(key, size), memory
         finally:
             await self.drop(key)

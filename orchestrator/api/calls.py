@@ -1,7 +1,6 @@
 """Tool calls over HTTP: run one tool in a session, and return its result or stream its output."""
 
 import asyncio
-import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -17,7 +16,7 @@ from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from toolcrew.orchestrator.api.access import AnyCaller, find_caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
-from toolcrew.orchestrator.api.idempotency import IdempotencyKey, mark_not_done
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey, derive_call_id, mark_not_done
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
@@ -113,7 +112,7 @@ async def call_tool(
     With `Accept: text/event-stream` the response streams the output while the tool runs. The call ends when the client
     disconnects.
     """
-    call_id = body.call_id or (_call_id(caller.identity.key_id, idempotency_key) if idempotency_key else None)
+    call_id = body.call_id or derive_call_id("call", caller.identity.key_id, idempotency_key)
     if MEDIA_TYPE in request.headers.get("accept", ""):
         session = await caller.client.session(session_id)
         return EventStream(caller.streams.counted(_stream(session, body, call_id)))
@@ -175,10 +174,3 @@ def _dump(result: ToolResult) -> bytes:
     if result.error_code is ErrorCode.BROKER_UNAVAILABLE:
         result = result.model_copy(update={"error": REDIS_AWAY})
     return dump_exactly(result.model_dump(mode="json"))
-
-
-def _call_id(key_id: str, idempotency_key: str) -> str:
-    """Return the call id of a request. The same request sent again gets the same id, so that the tool does not run
-    twice.
-    """
-    return hashlib.sha256(f"call\0{key_id}\0{idempotency_key}".encode()).hexdigest()[:32]

@@ -50,6 +50,15 @@ def mark_not_done(scope: Scope) -> None:
     scope[_UNDONE] = True
 
 
+def derive_call_id(kind: str, key_id: str, idempotency_key: str | None) -> str | None:
+    """Return the id of the call of a request with an Idempotency-Key; None without one. The same request sent again
+    gets the same id, so that the call does not run twice even if its response was not stored.
+    """
+    if idempotency_key is None:
+        return None
+    return hashlib.sha256(f"{kind}\0{key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
+
+
 class Idempotency:
     """Stores the responses of requests with an Idempotency-Key for a day.
 

@@ -25,6 +25,7 @@ from toolcrew.contract.session_views import (
     WrittenFile,
 )
 from toolcrew.orchestrator.api.access import AnyCaller
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey, derive_call_id
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.piece_responses import FileAnswer, split_pieces, while_connected
 from toolcrew.orchestrator.api.problem_handlers import responses
@@ -146,13 +147,20 @@ async def fork_session(session_id: SessionId, body: NewForks, caller: AnyCaller)
 
 
 @router.post("/{session_id}/exec", response_model=ExecView, responses=responses(404))
-async def exec_program(session_id: SessionId, body: NewExec, caller: AnyCaller, request: Request) -> Response:
+async def exec_program(
+    session_id: SessionId,
+    body: NewExec,
+    caller: AnyCaller,
+    request: Request,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
     """Run a program without a shell, and return its whole output. Unlike a tool call, it needs no approval of a person
     and its output is not cut for a model. The program is killed when the client disconnects.
     """
     async with AsyncExitStack() as stack:
         session = await caller.client.session(session_id)
-        held = session.hold_exec(body.argv, stdin=body.stdin, env=body.env, cwd=body.cwd, timeout_s=body.timeout_s)
+        call_id = derive_call_id("exec", caller.identity.key_id, idempotency_key)
+        held = session.hold_exec(**dict(body), call_id=call_id)
         try:
             result, memory = await while_connected(request.receive, stack.enter_async_context(held))
         except ClientDisconnect:

@@ -48,8 +48,10 @@ from toolcrew.store.api_keys import Credential
 from toolcrew.store.blobs import Blobs
 
 COPY_TIMEOUT_S = 120.0
-EXEC_COPIES = 4
-"""Copies of a program's output that an answer in JSON takes: the streams, in base64, as text and as bytes of JSON."""
+EXEC_COPIES = 5
+"""Copies of a program's output that an answer in JSON takes: as Redis has it, the streams, in base64, as text and as
+bytes of JSON.
+"""
 # The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
 # end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
 # the target of a link and the link, or the letter of a type and a pipe, socket or device.
@@ -282,18 +284,33 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def hold_exec(
-        self, argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: str | None, timeout_s: float
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes,
+        env: Mapping[str, str],
+        cwd: str | None,
+        timeout_s: float,
+        call_id: str | None = None,
     ) -> AsyncIterator[tuple[ExecResult, Reservation]]:
         """Yield the result that `exec` returns, and memory of EXEC_COPIES times its output that is reserved during the
-        block. Raises also the errors of `ReadMemory.reserve`.
+        block. The same `call_id` never runs twice. Raises ToolFailure(OUTCOME_UNKNOWN) when there is no memory.
         """
         arguments = _build_exec_arguments(argv, env, cwd)
-        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s)
+        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, call_id=call_id)
         async with contextlib.AsyncExitStack() as stack:
-            pieces, memory = await stack.enter_async_context(self._hold(result))
-            size = sum(map(len, pieces))
-            memory = await stack.enter_async_context(read_memory().reserve(self.tenant, size * EXEC_COPIES))
-            yield _build_exec_result(result, b"".join(pieces)), memory
+            try:
+                pieces, memory = await stack.enter_async_context(self._hold(result, EXEC_COPIES))
+            except ToolFailure as failure:
+                if failure.code is not ErrorCode.RATE_LIMITED:
+                    raise
+                # The code would tell the client that nothing has happened and that it can send the request again.
+                raise ToolFailure(
+                    ErrorCode.OUTCOME_UNKNOWN,
+                    "the program has ended, but its output was lost, because other requests use the memory for "
+                    "answers: check its effects before you repeat it",
+                ) from failure
+            yield _build_exec_result(result, _join(pieces)), memory
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a whole file atomically, and create missing folders. Limit: 64 MiB."""
@@ -320,10 +337,10 @@ class Session:
             yield held
 
     @contextlib.asynccontextmanager
-    async def _hold(self, result: ToolResult) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+    async def _hold(self, result: ToolResult, copies: int = 1) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
         async with contextlib.AsyncExitStack() as stack:
             if result.blob:
-                yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob))
+                yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob, copies))
             else:
                 yield deque(), await stack.enter_async_context(read_memory().reserve(self.tenant, 0))
 
@@ -514,10 +531,11 @@ class Session:
         content: bytes = b"",
         timeout_s: float,
         on_output: OnOutput | None = None,
+        call_id: str | None = None,
     ) -> ToolResult:
         # An envelope carries 1 MiB, and the content may have 64 MiB.
         blob = await self._blobs.leave(self.tenant, content) if content else None
-        call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
+        call = ToolCall(id=call_id or _call_id(), name=f"session.{name}", arguments=arguments)
         request = Request(call, self.tenant, self.id, timeout_s=timeout_s, blob=blob, audience="session")
         try:
             return _require_success(await self.send(request, on_output))
@@ -557,6 +575,13 @@ async def _close_when_open(
 
 def _build_exec_arguments(argv: Sequence[str], env: Mapping[str, str] | None, cwd: str | None) -> dict[str, Any]:
     return {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
+
+
+def _join(pieces: deque[bytes]) -> bytes:
+    """Return the pieces as one, and remove them from memory."""
+    data = b"".join(pieces)
+    pieces.clear()
+    return data
 
 
 def _build_exec_result(result: ToolResult, data: bytes) -> ExecResult:

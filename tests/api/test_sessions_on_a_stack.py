@@ -13,6 +13,7 @@ from tests.support.stack.api_stack import ApiStack, read_events
 from tests.support.stack.stack import commands_in
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.contract.calls import MAX_BLOB_BYTES
+from toolcrew.orchestrator.api.idempotency import MAX_ANSWER_BYTES
 
 pytestmark = pytest.mark.stack
 
@@ -183,6 +184,21 @@ async def test_a_repeated_streamed_call_runs_once_and_its_state_is_found_by_its_
     assert {"id": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
         one for one in listed if one["id"] == results[1]["call_id"]
     ).items()
+
+
+@pytest.mark.parametrize("size", [10, MAX_ANSWER_BYTES])
+async def test_a_repeated_exec_with_a_key_runs_its_program_once(
+    client: httpx.AsyncClient, session: str, size: int
+) -> None:
+    path, headers = f"/v1/sessions/{session}/exec", {"Idempotency-Key": f"exec-{session}-{size}"}
+    program = {"argv": ["sh", "-c", f"echo x >>/tmp/ran; head -c {size} /dev/zero"]}
+    first, again = [await client.post(path, json=program, headers=headers) for _ in range(2)]
+    assert first.status_code == 200, first.text
+    if size < MAX_ANSWER_BYTES:
+        assert (again.status_code, again.json()) == (200, first.json())
+    else:
+        assert (again.status_code, again.json()["code"]) == (503, "OUTCOME_UNKNOWN")
+    assert (await run(client, session, "cat /tmp/ran"))["output"] == "x\n"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ async def test_the_end_of_a_session_orders_the_end_of_its_sessions_at_mcp_server
     orders = [(queue, order.name) for queue, order in pool.transport.commands]
     assert orders == ([("pool.tools", "session.close")] if has_server_sessions else [])
     assert pool.transport.contexts[-1].session == session.id
+
+
+class FullMemoryBlobs(MemoryAsyncBlobs):
+    """Blobs of a process whose memory for reads is in use."""
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tenant: str, key: str, copies: int) -> AsyncIterator[None]:
+        raise ToolFailure(ErrorCode.RATE_LIMITED, "no memory")
+        yield
+
+
+async def test_a_program_that_ran_is_not_reported_as_a_request_without_effect() -> None:
+    pool = Pool(exec={"blob": "acme:0", "metadata": {"returncode": 0, "stdout_bytes": 1}})
+    pool.blobs = FullMemoryBlobs()
+    session = await pool.open()
+    with pytest.raises(ToolFailure) as raised:
+        async with session.hold_exec(["rm", "x"], stdin=b"", env={}, cwd=None, timeout_s=5):
+            pass
+    assert raised.value.code is ErrorCode.OUTCOME_UNKNOWN
+    assert pool.sent() == ["open", "exec"]
 
 
 @pytest.mark.parametrize(("name", "call_id"), [("x" * 200, None), ("", None), ("bash_tool", "not an id")])
