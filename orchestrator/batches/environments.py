@@ -10,7 +10,7 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.file_ids import NO_STORE, TenantStore, is_stored
 from toolcrew.contract.run_spec import ItemEnvironment
 from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS, Pattern
-from toolcrew.orchestrator.sessions.workspace_sources import find_source_kind, load_source
+from toolcrew.orchestrator.sessions.workspace_files import find_source_kind, load_source
 from toolcrew.store.batches import BatchItem, Grader
 
 _HEAD_BYTES = 1024 * 1024

@@ -14,7 +14,7 @@ from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionOptions, SessionSpec
 from toolcrew.contract.tool_configs import parse_tool_config
 from toolcrew.orchestrator.cli.field_options import build_option, build_parameter, flag_of, refuse, replace_parameter
-from toolcrew.orchestrator.sessions.workspace_sources import name_path
+from toolcrew.orchestrator.sessions.workspace_files import name_path
 
 
 def parse_options(text: str) -> SandboxOptions:

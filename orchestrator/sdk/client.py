@@ -33,7 +33,7 @@ from toolcrew.orchestrator.approvals.policies import ApprovalPolicy, load_policy
 from toolcrew.orchestrator.dispatch.pool_connection import PoolConnection, open_pool
 from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.sessions.session import Session, delete_checkpoint
-from toolcrew.orchestrator.sessions.workspace_sources import name_path
+from toolcrew.orchestrator.sessions.workspace_files import name_path
 from toolcrew.orchestrator.tracing import RunSpans, TracedRun, run_spans
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from toolcrew.contract.errors import (
 from toolcrew.contract.file_ids import is_stored
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
-from toolcrew.contract.own_programs import OPEN_CLOSED, own_program
+from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
 from toolcrew.contract.session_views import Checkpoint
@@ -43,7 +43,12 @@ from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
 from toolcrew.orchestrator.dispatch.request import Request, build_cancel
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
-from toolcrew.orchestrator.sessions.workspace_sources import load_source
+from toolcrew.orchestrator.sessions.workspace_files import (
+    WorkspaceListing,
+    build_list_command,
+    load_source,
+    parse_listing,
+)
 from toolcrew.store.api_keys import Credential
 from toolcrew.store.blobs import Blobs
 
@@ -52,31 +57,7 @@ EXEC_COPIES = 5
 """Copies of a program's output that an answer in JSON takes: as Redis has it, the streams, in base64, as text and as
 bytes of JSON.
 """
-# The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
-# end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
-# the target of a link and the link, or the letter of a type and a pipe, socket or device.
-_LIST_FILES = """
-find . -ignore_readdir_race -xdev -type f -printf 'f\\0%P\\0'
-"""
-_LIST_OTHERS = """
-set -o pipefail
-find . -ignore_readdir_race -xdev \\( -type p -o -type s -o -type b -o -type c \\) -printf '%y\\0%P\\0'
-find . -ignore_readdir_race -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
-    if [ -f "$link" ]; then target=$(readlink -f -- "$link"; printf x); else target=xx; fi
-    printf '%s\\0%s\\0' "${target%?x}" "$link"
-done
-"""
 CANCEL_WAIT_S = 5.0
-
-
-@dataclass(frozen=True)
-class WorkspaceListing:
-    """Paths below /workspace. `files`: files, and links to files of the workspace. `others`: path -> letter of the type
-    of `find`, for all other links (`l`), named pipes, sockets and devices.
-    """
-
-    files: tuple[str, ...]
-    others: Mapping[str, str]
 
 
 class SessionInfo(Record):
@@ -400,7 +381,7 @@ class Session:
                 ErrorCode.PERMISSION_DENIED,
                 f"the files of the workspace cannot be listed: {error}; make its folders readable",
             )
-        return _parse_listing(result.stdout)
+        return parse_listing(result.stdout)
 
     async def save_files(self, file: str, paths: Sequence[str]) -> None:
         """Store files of /workspace in the store as the archive `file` of the session's tenant.
@@ -633,32 +614,6 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
     if part.path[0] == "name":
         return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
     return ToolResult.failed(stand_in, ErrorCode.INVALID_ARGUMENTS, f"{part}; correct the call")
-
-
-def build_list_command(folder: str, only_others: bool) -> list[str]:
-    """Return the program that lists a folder for _parse_listing. Also lists what is in folders without read mode."""
-    script = OPEN_CLOSED + 'open_closed "$1"; cd -- "$1" || exit'
-    script += ("" if only_others else _LIST_FILES) + _LIST_OTHERS
-    return own_program("bash", "-c", script, "list", folder)
-
-
-def _parse_listing(output: bytes) -> WorkspaceListing:
-    """Parse the output of `build_list_command`. Raises ToolFailure."""
-    parts = [os.fsdecode(part) for part in output.split(b"\0")]
-    if len(parts) % 2 == 0:
-        raise ToolFailure(
-            ErrorCode.INTERNAL,
-            "the sandbox returned an invalid file list: check that its image belongs to this release",
-        )
-    # A link counts as a file only if its target is inside: a reader on another machine has no other target.
-    pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
-    files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
-    others = {
-        path: target if target in ("p", "s", "b", "c") else "l"
-        for target, path in pairs
-        if target != "f" and not target.startswith("/workspace/")
-    }
-    return WorkspaceListing(tuple(files), others)
 
 
 def _call_id() -> str:

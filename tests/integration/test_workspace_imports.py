@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.sandboxd.archives import build_tar
-from tests.unit.orchestrator.sessions.test_workspace_sources import git
+from tests.unit.orchestrator.sessions.test_workspace_files import git
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.orchestrator.sessions.session import Session

@@ -31,7 +31,7 @@ from toolcrew.orchestrator.batches.artifacts import (
     choose_paths,
     copy_artifacts,
 )
-from toolcrew.orchestrator.sessions.session import WorkspaceListing, _parse_listing, build_list_command
+from toolcrew.orchestrator.sessions.workspace_files import WorkspaceListing, build_list_command, parse_listing
 from toolcrew.store.batches import MAX_ID_CHARS
 from toolcrew.workers.sandboxd.archives.packing import pack_list
 
@@ -215,7 +215,7 @@ def test_the_list_of_a_workspace_says_what_is_no_file(tmp_path: Path) -> None:
 
     def run(*, only_others: bool) -> WorkspaceListing:
         command = of_this_host(build_list_command(str(tmp_path), only_others))
-        return _parse_listing(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+        return parse_listing(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
 
     others = {"pipe": "p", "sock": "s", "out": "l", "broken\n": "l"}
     assert run(only_others=False) == WorkspaceListing(("a.txt",), others)
@@ -239,7 +239,7 @@ def test_files_that_their_own_user_may_not_read_are_listed_and_packed_and_keep_t
                 command, user=other_user, cwd="/", stdout=subprocess.PIPE, check=True, timeout=60
             ).stdout
 
-        listing = _parse_listing(run(of_this_host(build_list_command(str(folder), only_others=False))))
+        listing = parse_listing(run(of_this_host(build_list_command(str(folder), only_others=False))))
         assert sorted(listing.files) == ["closed/a.txt", "list"]
         with tarfile.open(fileobj=io.BytesIO(run(pack_list(str(folder / "list"), str(folder))))) as archive:
             assert archive.getnames() == ["closed/a.txt"]

@@ -1,9 +1,11 @@
-"""Sources of a session's first files: a folder, an archive, or a git bundle. This module only checks them; the
-sandbox unpacks them.
+"""The files of a workspace: the sources of its first files, and the list of its files, which is hostile input.
+
+A source is a folder, an archive, or a git bundle. This module only checks it; the sandbox unpacks it.
 """
 
 import bz2
 import lzma
+import os
 import stat
 import tarfile
 import zlib
@@ -14,7 +16,8 @@ from pathlib import Path
 from toolcrew.archives.folders import pack_folder
 from toolcrew.contract.archive_kinds import SUPPORTED_KINDS, find_kind, is_tar
 from toolcrew.contract.calls import MAX_BLOB_BYTES
-from toolcrew.contract.errors import ConfigError
+from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
+from toolcrew.contract.own_programs import OPEN_CLOSED, own_program
 
 _XZ_MEMORY_BYTES = 128 * 1024 * 1024
 _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
@@ -24,6 +27,20 @@ _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
 }
 _SOURCES = f"a folder, {SUPPORTED_KINDS}"
 _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
+# The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
+# end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
+# the target of a link and the link, or the letter of a type and a pipe, socket or device.
+_LIST_FILES = """
+find . -ignore_readdir_race -xdev -type f -printf 'f\\0%P\\0'
+"""
+_LIST_OTHERS = """
+set -o pipefail
+find . -ignore_readdir_race -xdev \\( -type p -o -type s -o -type b -o -type c \\) -printf '%y\\0%P\\0'
+find . -ignore_readdir_race -xdev -type l -printf '%P\\0' | while IFS= read -r -d '' link; do
+    if [ -f "$link" ]; then target=$(readlink -f -- "$link"; printf x); else target=xx; fi
+    printf '%s\\0%s\\0' "${target%?x}" "$link"
+done
+"""
 
 
 @dataclass(frozen=True)
@@ -110,3 +127,39 @@ def _check_bundle(path: Path, content: bytes) -> None:
 def name_path(path: Path | str) -> str:
     """Return the absolute path of a workspace, which is never the id of a file in the store."""
     return str(Path(path).absolute())
+
+
+@dataclass(frozen=True)
+class WorkspaceListing:
+    """Paths below /workspace. `files`: files, and links to files of the workspace. `others`: path -> letter of the type
+    of `find`, for all other links (`l`), named pipes, sockets and devices.
+    """
+
+    files: tuple[str, ...]
+    others: Mapping[str, str]
+
+
+def build_list_command(folder: str, only_others: bool) -> list[str]:
+    """Return the program that lists a folder for parse_listing. Also lists what is in folders without read mode."""
+    script = OPEN_CLOSED + 'open_closed "$1"; cd -- "$1" || exit'
+    script += ("" if only_others else _LIST_FILES) + _LIST_OTHERS
+    return own_program("bash", "-c", script, "list", folder)
+
+
+def parse_listing(output: bytes) -> WorkspaceListing:
+    """Parse the output of `build_list_command`. Raises ToolFailure."""
+    parts = [os.fsdecode(part) for part in output.split(b"\0")]
+    if len(parts) % 2 == 0:
+        raise ToolFailure(
+            ErrorCode.INTERNAL,
+            "the sandbox returned an invalid file list: check that its image belongs to this release",
+        )
+    # A link counts as a file only if its target is inside: a reader on another machine has no other target.
+    pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
+    files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
+    others = {
+        path: target if target in ("p", "s", "b", "c") else "l"
+        for target, path in pairs
+        if target != "f" and not target.startswith("/workspace/")
+    }
+    return WorkspaceListing(tuple(files), others)

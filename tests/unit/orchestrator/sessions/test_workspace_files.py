@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.errors import ConfigError
-from toolcrew.orchestrator.sessions.workspace_sources import find_source_kind, load_source
+from toolcrew.orchestrator.sessions.workspace_files import find_source_kind, load_source
 from toolcrew.workers.sandboxd.archives.imports import KINDS
 
 
