@@ -54,11 +54,13 @@ class DirectoryEntry:
         os.close(self.directory)
 
 
-def find_entry(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> DirectoryEntry:
+def find_entry(
+    path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False, is_exact: bool = False
+) -> DirectoryEntry:
     """Resolve a path to the entry of its file, which may not exist yet. Raises RequestFailure.
 
     Links that stay inside the roots are followed. `to_read`: the path is only read, so it may also be in the folder of
-    long outputs.
+    long outputs. `is_exact`: a program chose the path, and means these bytes.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
@@ -66,7 +68,8 @@ def find_entry(path: str, paths: GuestPaths, make_parents: bool = False, to_read
     roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
     resolver = _Resolver(paths, shown, make_parents, roots)
     try:
-        entry = resolver.resolve(raw)
+        folder = read_folder(paths)
+        entry = resolver.resolve(os.path.join(folder, raw) if is_exact else paths.absolute(raw, folder))
         if b"" in roots:
             _check_kernel_folders(entry)
         return entry
@@ -134,8 +137,8 @@ class _Resolver:
         self._created_names: list[bytes] = []
 
     def resolve(self, path: bytes) -> DirectoryEntry:
-        """Return the entry of the path. Raises RequestFailure and OSError."""
-        parts = self._enter_root(self._paths.absolute(path, read_folder(self._paths)))
+        """Return the entry of an absolute path. Raises RequestFailure and OSError."""
+        parts = self._enter_root(path)
         while True:
             if len(parts) > 1:
                 parts = self._skip_parents(parts)

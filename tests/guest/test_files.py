@@ -36,6 +36,15 @@ def test_written_content_is_read_unchanged(guest: Guest) -> None:
     assert (guest.workspace / "new" / "er" / "file").read_bytes() == content
 
 
+@pytest.mark.parametrize("name", ["f\n", "\nf", "f\r", "~", "file:///workspace/f"])
+def test_a_program_gets_the_file_of_exactly_its_name(guest: Guest, name: str) -> None:
+    write(guest, "f", b"other")
+    path = f"{guest.workspace}/{name}" if ":" not in name else name
+    write(guest, path, b"own")
+    assert read(guest, path).bytes_of("file") == b"own"
+    assert read(guest, "f").bytes_of("file") == b"other"
+
+
 def test_an_overwrite_does_not_change_an_open_file(guest: Guest) -> None:
     write(guest, "f", b"old")
     with (guest.workspace / "f").open("rb") as old:

@@ -37,7 +37,7 @@ def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, ob
 
 
 def _open_file(path: str, paths: GuestPaths) -> tuple[int, str]:
-    entry = find_entry(path, paths, to_read=True)
+    entry = find_entry(path, paths, to_read=True, is_exact=True)
     try:
         return open_pinned(pin_file(entry), os.O_RDONLY), entry.shown
     except OSError as error:

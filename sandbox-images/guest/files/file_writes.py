@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:
     """Write the body to a file. Raises RequestFailure: the old content is then intact and no temporary file remains."""
-    entry = find_entry(request.path, context.paths, make_parents=True)
+    entry = find_entry(request.path, context.paths, make_parents=True, is_exact=True)
     try:
         return _write(str(request.mode), entry, context)
     except OSError as error:
