@@ -342,7 +342,7 @@ class Machine:
             "uname -r; docker version --format '{{.Server.Version}}'; crun --version | head -n 1; python3 --version"
         )
         kernel, engine, crun, python = self.must(script).splitlines()
-        return f"Linux {kernel.split('-')[0]}, Docker {engine.split('+')[0]}, {crun.replace(' version', '')}, {python}"
+        return f"Linux {re.split('[-+]', kernel)[0]}, Docker {engine.split('+')[0]}, {crun.replace(' version', '')}, {python}"
 
     def try_rows(self, rows: dict[str, str], store: str) -> None:
         """Run the rows, and add their results to those of earlier runs."""
