@@ -165,6 +165,30 @@ async def test_a_rate_limited_call_runs_when_it_is_repeated_with_its_idempotency
     assert [result["output"] for _, result in results] == ["1\n", "1\n"]
 
 
+async def test_programs_and_archives_obey_the_policy_of_their_tenant(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    async def refuse(code: str, method: str, path: str, **body: Any) -> None:
+        """Send a request until it is refused: the service learns of the policy within two seconds."""
+        async with asyncio.timeout(SOON_S):
+            while (answer := await client.request(method, f"/v1/sessions/{session}/{path}", **body)).is_success:
+                pass
+        assert (answer.status_code, answer.json()["code"]) == (403, code)
+
+    rule = {"action": "deny", "tool": "bash_tool", "argv_prefix": ["rm", "-f"]}
+    async with api_stack.client("admin") as admin:
+        before = (await admin.get("/v1/tenants/acme")).json()["policy"]
+        try:
+            assert (await admin.put("/v1/tenants/acme", json={**before, "commands": [rule]})).status_code == 200
+            for argv in (["rm", "-f", "x"], ["sh", "-c", "true; rm -f x"]):
+                await refuse("SECURITY_REFUSED", "POST", "exec", json={"argv": argv})
+            assert (await admin.put("/v1/tenants/acme", json={**before, "tools": ["web*"]})).status_code == 200
+            await refuse("PERMISSION_DENIED", "POST", "exec", json={"argv": ["true"]})
+            await refuse("PERMISSION_DENIED", "PUT", "archive", content=bytes(10_240))
+        finally:
+            assert (await admin.put("/v1/tenants/acme", json=before)).status_code == 200
+
+
 async def test_a_repeated_streamed_call_runs_once_and_its_state_is_found_by_its_id(
     client: httpx.AsyncClient, session: str
 ) -> None:
