@@ -94,7 +94,7 @@ class GuestPaths:
         if library_path := variables.get("LD_LIBRARY_PATH"):
             own["LD_LIBRARY_PATH"] = library_path
         passed = {name.removeprefix(PASSED): value for name, value in variables.items() if name.startswith(PASSED)}
-        self.add_variables({name: value for name, value in {**own, **passed}.items() if not _is_any(name, _OF_BASH)})
+        self.add_variables({name: value for name, value in {**passed, **own}.items() if not _is_any(name, _OF_BASH)})
 
     def job_log(self, job: str) -> str:
         """Return the path of the log of a job."""

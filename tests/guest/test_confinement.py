@@ -57,6 +57,13 @@ def test_a_path_may_begin_at_the_home_or_be_a_file_url(paths: GuestPaths, path: 
     assert read(path.format(root=root(paths)), paths) == "in f"
 
 
+def test_an_image_cannot_replace_the_variables_of_sandboxd(paths: GuestPaths) -> None:
+    paths.add_image_variables(
+        {"HOME": "/home/x", "LC_ALL": "C", "TOOLCREW_IMAGE_HOME": "/evil", "TOOLCREW_IMAGE_LC_ALL": "de"}
+    )
+    assert (paths.environment["HOME"], paths.environment["LC_ALL"]) == ("/home/x", "de")
+
+
 @pytest.mark.parametrize("path", ["~", "~/f", "file:///etc/passwd"])
 def test_a_home_outside_the_roots_is_refused(paths: GuestPaths, path: str) -> None:
     paths.add_variables({"HOME": "/etc"})
