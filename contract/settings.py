@@ -71,6 +71,7 @@ OTHERS = frozenset(
         "SERVICE_BASE",
         "TEST_MARK",
         "TEST_REQUIRE",
+        "TEST_RIPGREP",
         "WEB_CONCURRENCY",
         "WEB_MEMORY",
         "WORKER_MEMORY",
