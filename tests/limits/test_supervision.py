@@ -313,6 +313,9 @@ class FakeStack:
     ) -> None:
         self.settings = settings
 
+    def keep_image_records(self, folder: Path) -> None:
+        return None
+
     async def start(self) -> StackInfo:
         return INFO
 
@@ -325,7 +328,8 @@ class FakeStack:
 
 
 @pytest.fixture(autouse=True)
-def fake_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(local_stack, "LocalStack", FakeStack)
 
 
