@@ -85,3 +85,6 @@ def _print_stack(stack: StackInfo, *, is_kept: bool) -> None:
     if stack.workspace_store is not None:
         typer.echo(f"  export TOOLCREW_WORKSPACE_STORE='{stack.workspace_store}'")
     typer.echo("  toolcrew call bash_tool command='uname -a'")
+    if stack.api_url is not None:
+        typer.echo("or from a program with toolcrew.Client:")
+        typer.echo(f"  export TOOLCREW_URL='{stack.api_url}' TOOLCREW_API_KEY='{stack.api_key}'")
