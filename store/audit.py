@@ -54,6 +54,7 @@ AuditAction = Literal[
     "run.cancel",
     "session.close",
     "session.fork",
+    "session.use",
     "file.delete",
     "skill.install",
     "skill.remove",

@@ -18,7 +18,7 @@ from toolcrew.orchestrator.api.access import AnyCaller, find_caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey, derive_call_id, mark_not_done
 from toolcrew.orchestrator.api.problem_handlers import responses
-from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId
+from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId, use_session
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from toolcrew.orchestrator.http.body_limits import find_header
 from toolcrew.orchestrator.http.problems import REDIS_AWAY
@@ -114,10 +114,11 @@ async def call_tool(
     """
     call_id = body.call_id or derive_call_id("call", caller.identity.key_id, idempotency_key)
     if MEDIA_TYPE in request.headers.get("accept", ""):
-        session = await caller.client.session(session_id)
+        session = await use_session(caller, session_id)
         return EventStream(caller.streams.counted(_stream(session, body, call_id)))
     sessions, name = caller.app_state.sessions, (caller.tenant, session_id, caller.identity.key_id)
     session = await sessions.find(name, lambda: caller.client.session(session_id))
+    await caller.record_foreign_action("session.use", session_id)
     result = await session.call(body.name, body.arguments, timeout_s=body.timeout_s, call_id=call_id)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
         sessions.forget(name)

@@ -132,7 +132,7 @@ async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
 @router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))
 async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> Checkpoint:
     """Store a checkpoint of the session's files and shell. New sessions can start from the checkpoint."""
-    return await (await caller.client.session(session_id)).checkpoint()
+    return await (await use_session(caller, session_id)).checkpoint()
 
 
 @router.post("/{session_id}/fork", status_code=201, responses=responses(404, 409))
@@ -158,7 +158,7 @@ async def exec_program(
     and its output is not cut for a model. The program is killed when the client disconnects.
     """
     async with AsyncExitStack() as stack:
-        session = await caller.client.session(session_id)
+        session = await use_session(caller, session_id)
         call_id = derive_call_id("exec", caller.identity.key_id, idempotency_key)
         held = session.hold_exec(**dict(body), call_id=call_id)
         try:
@@ -241,7 +241,16 @@ async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:
             ErrorCode.INVALID_ARGUMENTS,
             f"the path of the file is invalid: use 1 to {MAX_PATH_BYTES} bytes without a zero byte",
         )
-    return await caller.client.session(session_id)
+    return await use_session(caller, session_id)
+
+
+async def use_session(caller: AnyCaller, session_id: str) -> Session:
+    """Return an open session for a request that runs programs, or reads or writes files. An operator's use of another
+    tenant's session is written to the audit log.
+    """
+    session = await caller.client.session(session_id)
+    await caller.record_foreign_action("session.use", session_id)
+    return session
 
 
 def view_session(info: SessionInfo) -> SessionView:

@@ -327,3 +327,33 @@ async def test_a_change_of_folder_moves_no_file_of_a_program(client: httpx.Async
     written = await client.put(f"/v1/sessions/{session}/files/here.txt", content=b"x")
     assert written.json() == {"path": "here.txt", "bytes": 1}
     assert (await client.get(f"/v1/sessions/{session}/files//workspace/here.txt")).content == b"x"
+
+
+async def test_what_an_operator_does_in_the_session_of_a_tenant_is_audited(
+    api_stack: ApiStack, client: httpx.AsyncClient, session: str
+) -> None:
+    path, call = f"/v1/sessions/{session}", {"name": "bash_tool", "arguments": {"command": "true"}}
+    async with api_stack.client("operator") as operator:
+
+        async def read_audit() -> list[str]:
+            found = await operator.get("/v1/audit", params={"action": "session.use", "target": session})
+            return [entry["actor"]["role"] for entry in found.json()["data"]]
+
+        await run(client, session, "echo secret >mine")
+        assert (await client.get(f"{path}/files/mine")).content == b"secret\n"
+        assert await read_audit() == []
+        for number, request in enumerate(
+            (
+                operator.post(f"{path}/calls?tenant=acme", json=call),
+                operator.post(f"{path}/calls?tenant=acme", json=call, headers={"Accept": "text/event-stream"}),
+                operator.post(f"{path}/exec?tenant=acme", json={"argv": ["true"]}),
+                operator.get(f"{path}/files/mine?tenant=acme"),
+                operator.put(f"{path}/files/mine?tenant=acme", content=b"x"),
+                operator.get(f"{path}/archive?tenant=acme"),
+                operator.post(f"{path}/checkpoints?tenant=acme"),
+            ),
+            start=1,
+        ):
+            answer = await request
+            assert answer.is_success, answer.text
+            assert await read_audit() == ["operator"] * number
