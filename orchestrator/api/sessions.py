@@ -44,7 +44,7 @@ FilePath = Annotated[
 FolderPath = Annotated[str, Query(description="An absolute path of the sandbox, or a path below /workspace.")]
 WORKSPACE = "/workspace"
 _CLIENT_LEFT = 499
-"""Status for logs of a response that nobody receives."""
+"""Status for logs of a response that no client receives."""
 MAX_PATH_BYTES = 4096
 _BYTES = {
     "required": True,
@@ -65,7 +65,7 @@ class NewSession(SessionOptions):
 
 class NewExec(BaseModel):
     """A program without a shell. `argv`: the program and its arguments. `stdin`: its input, in base64. `env`: variables
-    beside those of the session. `cwd` null: /workspace. `timeout_s`: limit in seconds.
+    in addition to those of the session. `cwd` null: /workspace. `timeout_s`: limit in seconds.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -44,7 +44,7 @@ MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit of one event: a result of 256 Ki characters, each as an escape sequence of JSON, and its metadata."""
 _BUSY: Final = frozenset({429, 503})
 _EFFECTLESS: Final = frozenset({"TOO_MANY_REQUESTS", "NOT_READY", "RATE_LIMITED", "IDEMPOTENCY_IN_PROGRESS"})
-"""Codes of answers after which a request can be sent again, because it had no effect."""
+"""Codes of answers after which a request can be sent again: it had no effect, or waits for its first attempt to end."""
 _API_CODES: Final[Mapping[str, ErrorCode]] = {
     "NOT_FOUND": ErrorCode.FILE_NOT_FOUND,
     "BODY_TOO_LARGE": ErrorCode.FILE_TOO_LARGE,
@@ -136,7 +136,8 @@ def pause_after(ask: Ask, attempt: int, problem: httpx.Response | httpx.Transpor
         # The request of a connection that was never made had no effect.
         never_sent = isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
         return pause_s if ask.repeats or never_sent else None
-    if problem.status_code not in _BUSY or not (ask.repeats or read_problem(problem).get("code") in _EFFECTLESS):
+    is_busy = ask.repeats and problem.status_code in _BUSY
+    if not is_busy and read_problem(problem).get("code") not in _EFFECTLESS:
         return None
     asked = problem.headers.get("retry-after", "")
     after_s = float(asked) if asked.isascii() and asked.isdigit() else 0.0
@@ -218,7 +219,7 @@ def with_key(ask: Ask, key: str | None = None) -> Ask:
 
 
 def run_fields(body: "RunBody") -> dict[str, Any]:
-    """Return the fields of a new run as the API reads them: with the limits beside the others."""
+    """Return the fields of a new run as the API reads them: with the limits among the other fields."""
     fields = body.model_dump(mode="json", exclude_defaults=True)
     limits = fields.pop("limits", {})
     return {**fields, **limits}
@@ -250,18 +251,21 @@ class EventReader:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._event, self._id = "message", ""
         self._data: list[str] = []
         self._size = 0
 
     def feed(self, piece: bytes) -> Iterator[ServerEvent]:
         """Yield the events that a piece completes."""
-        lines = (self._rest + piece).split(b"\n")
-        self._rest = lines.pop()
+        self._rest += piece
         self._size += len(piece)
         if self._size > MAX_EVENT_BYTES:
             raise ApiUnavailable(f"the API sent an event of more than {MAX_EVENT_BYTES} bytes: check TOOLCREW_URL")
+        if b"\n" not in piece:
+            # Do not search the beginning of a long line again for each piece.
+            return
+        *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             if (event := self._take(line.removesuffix(b"\r").decode("utf-8", "replace"))) is not None:
                 yield event

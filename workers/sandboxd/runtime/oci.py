@@ -136,8 +136,8 @@ class OciRuntime:
     with the folders of its data.
 
     `unmapped`: why the owners of images cannot be mapped to the ids of a sandbox, or None where they are. Unmapped
-    owners are nobody in a sandbox, there is no root inside, and no overlay on disks. Raises SandboxUnavailable when the
-    host lacks something.
+    owners are `nobody` in a sandbox, there is no root inside, and no overlay on disks. Raises SandboxUnavailable when
+    the host lacks something.
     """
 
     def __init__(self, engine: ContainerEngine, program: str, facts: EngineFacts, folder: Path = FOLDER) -> None:
@@ -661,7 +661,7 @@ def _write_own_files(place: Path, spec: SandboxSpec, base: int) -> Path:
         (layer / name).mkdir(exist_ok=True)
     give_tree(layer, base)
     for name, status in found.items():
-        # An owner without an id in the sandbox is nobody there.
+        # An owner without an id in the sandbox is shown as `nobody` there.
         uid, gid = (base + min(number, ID_RANGE - 2) for number in (status.st_uid, status.st_gid))
         os.chown(layer / name, uid, gid)
         (layer / name).chmod(stat.S_IMODE(status.st_mode) | IMAGE_FOLDERS[name])
