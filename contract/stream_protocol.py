@@ -1,0 +1,118 @@
+"""The stream protocol: how a client's stream reaches a process, a port or a file of a sandbox.
+
+The same frames travel between the API and a host's stream gateway, and between the gateway and the stream server of a
+sandbox. docs/stream-protocol.md defines them. Bytes of a sandbox are untrusted: sizes are checked before memory is
+taken, and the first invalid frame ends the connection.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+HEADER: Final = struct.Struct(">IBBHIQ")
+"""Size of the payload, kind, flags, zero, stream, offset."""
+MAX_DATA_BYTES: Final = 32_768
+"""Largest payload of DATA, and so the longest time that a large stream delays a key."""
+MAX_JSON_BYTES: Final = 65_536
+"""Largest payload of the kinds with JSON."""
+MAX_PING_BYTES: Final = 64
+EPOCH_BYTES: Final = 20
+"""A number (4 bytes, big-endian) and 16 random bytes."""
+WINDOW_BYTES: Final = 65_536
+"""Bytes of one direction that may be on their way before the receiver grants more."""
+BULK_WINDOW_BYTES: Final = 262_144
+"""Window of files and ports."""
+STDERR: Final = 1
+"""Flag of DATA: the bytes are from the standard error of a process."""
+LAST: Final = 2
+"""Flag of DATA: this direction of the stream ends after these bytes."""
+
+
+class FrameKind(IntEnum):
+    """Kind of a frame. OPEN, CALL and CLOSE go to the sandbox; OPENED, END and REPLY come from it; the others go in
+    both directions.
+    """
+
+    OPEN = 1
+    OPENED = 2
+    DATA = 3
+    CREDIT = 4
+    END = 5
+    CALL = 6
+    REPLY = 7
+    CLOSE = 8
+    PING = 9
+    PONG = 10
+    EPOCH = 11
+
+
+_JSON_KINDS = frozenset({FrameKind.OPEN, FrameKind.OPENED, FrameKind.END, FrameKind.CALL, FrameKind.REPLY})
+_MAX_BYTES: Final = {kind: MAX_JSON_BYTES if kind in _JSON_KINDS else 0 for kind in FrameKind} | {
+    FrameKind.DATA: MAX_DATA_BYTES,
+    FrameKind.PING: MAX_PING_BYTES,
+    FrameKind.PONG: MAX_PING_BYTES,
+    FrameKind.EPOCH: EPOCH_BYTES,
+}
+
+
+class StreamFrameError(ValueError):
+    """Raised when bytes are not a frame. The connection ends, because the next frame cannot be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFrame:
+    """A frame. `stream`: a number that the client's side chooses; it rises and is never used again in an epoch.
+
+    `offset`: of DATA, the position of its first byte; of CREDIT, the position up to which the receiver of the frame may
+    send.
+    """
+
+    kind: FrameKind
+    stream: int = 0
+    offset: int = 0
+    payload: bytes = b""
+    flags: int = 0
+
+    def encode(self) -> bytes:
+        """Return the bytes of the frame."""
+        return HEADER.pack(len(self.payload), self.kind, self.flags, 0, self.stream, self.offset) + self.payload
+
+
+class StreamDecoder:
+    """Collects bytes into frames. Holds at most one unfinished frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._failed = False
+
+    def feed(self, data: bytes) -> list[StreamFrame]:
+        """Return the frames that `data` completes. Raises StreamFrameError at the first invalid frame and on every
+        later call.
+        """
+        if self._failed:
+            raise StreamFrameError("the connection already had an invalid frame")
+        self._buffer += data
+        frames: list[StreamFrame] = []
+        at = 0
+        while len(self._buffer) - at >= HEADER.size:
+            size, number, flags, zero, stream, offset = HEADER.unpack_from(self._buffer, at)
+            kind = self._check(size, number, flags, zero)
+            end = at + HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            payload = bytes(memoryview(self._buffer)[at + HEADER.size : end])
+            frames.append(StreamFrame(kind, stream, offset, payload, flags))
+            at = end
+        # Delete once for all frames of a feed, so that many small frames cost linear time.
+        del self._buffer[:at]
+        return frames
+
+    def _check(self, size: int, number: int, flags: int, zero: int) -> FrameKind:
+        kind = FrameKind(number) if 1 <= number <= FrameKind.EPOCH else None
+        allowed_flags = STDERR | LAST if kind is FrameKind.DATA else 0
+        if kind is None or zero or flags & ~allowed_flags or size > _MAX_BYTES[kind]:
+            self._failed = True
+            self._buffer.clear()
+            raise StreamFrameError(f"a frame of kind {number} with flags {flags} and {size} bytes is invalid")
+        return kind
