@@ -4,7 +4,8 @@ import os
 import sys
 
 from guest.loop import main, parse_options
-from guest.paths import GuestPaths, find_user_name
+from guest.paths import GuestPaths
+from guest.users import find_user_name
 
 try:
     options = parse_options(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 
 from guest.kernel import can_trace
 
@@ -133,23 +132,3 @@ ENVIRONMENT: Mapping[str, str] = {
 def _is_any(name: str, beginnings: tuple[str, ...]) -> bool:
     """Return whether the name is one of these, or begins with one that ends with "_"."""
     return any(name == beginning or (beginning[-1] == "_" and name.startswith(beginning)) for beginning in beginnings)
-
-
-_PASSWD = "/etc/passwd"
-_MAX_PASSWD_BYTES = 1 << 20
-
-
-def find_user_name(uid: int) -> str | None:
-    """Return the name of a user in /etc/passwd, or None. The C library is not asked: it may load libraries of the
-    image into this process.
-    """
-    try:
-        fd = os.open(_PASSWD, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        lines = file.read(_MAX_PASSWD_BYTES).split(b"\n")
-    fields = next((fields for line in lines if (fields := line.split(b":"))[2:3] == [b"%d" % uid]), None)
-    return os.fsdecode(fields[0]) if fields is not None and fields[0] else None
