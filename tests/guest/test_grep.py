@@ -244,6 +244,28 @@ def test_a_multiline_match_lists_every_line(harness: Harness) -> None:
     assert reply["matches"] == 4
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize(
+    ("pattern", "fixed"),
+    [
+        ("one\ntwo", False),
+        (r"one\ntwo", False),
+        (r"one\r?\ntwo", False),
+        (r"o[^\n]+\n+two", False),
+        (r"one$\n^two", False),
+        (r"(?=one)one\ntwo", False),
+        ("one\ntwo (", True),
+        ("one\r\ntwo (", True),
+    ],
+)
+def test_a_multiline_pattern_finds_both_kinds_of_line_ends(
+    harness: Harness, pattern: str, fixed: bool, end: str
+) -> None:
+    harness.make("a", f"zero{end}one{end}two (){end}three{end}")
+    reply = harness.grep(pattern, multiline=True, fixed_strings=fixed)
+    assert reply.lines == ["a:2: one", "a:3: two ()"]
+
+
 def test_long_lines_are_cut_around_the_match(harness: Harness) -> None:
     harness.make("min.js", "文" * 5000 + "needle" + "x" * 5000 + "\n" + "needle\n")
     reply = harness.grep("needle", before=0)

@@ -10,7 +10,7 @@ import re
 
 from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, RequestFailure
 from guest.fields import escaped
-from guest.search.readings import accept_escapes
+from guest.search.readings import accept_escapes, accept_line_ends, escape_lines
 
 MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""
@@ -41,6 +41,12 @@ class GrepPattern:
         self.text = text if fixed_strings else accept_escapes(text)
         self.written = text
         self.fixed_strings = fixed_strings
+        self.is_regex = not fixed_strings
+        """Whether `text` is a regular expression. Lines that are meant literally become one."""
+        if multiline and not fixed_strings:
+            self.text = accept_line_ends(self.text)
+        elif multiline and "\n" in text:
+            self.text, self.is_regex = escape_lines(text), True
         self.ignore_case = ignore_case
         self.multiline = multiline
         if not text:

@@ -20,6 +20,10 @@ _WRAPPED = re.compile(r"(?P<mark>['\"`/])(?P<text>.+)(?P=mark)[gimsuy]{0,6}", re
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 # What ripgrep 13 accepts after a backslash besides letters and digits. It refuses any other character there.
 _ESCAPABLE = r"\.+*?()|[]{}^$#&-~"
+_LINE_END = re.compile(rf"{_CLASS}|\\r\??(?:\\n|\n)|\r\n|(?P<end>\\n|\n)|\\.", re.DOTALL)
+_ANY_LINE_END = r"(?:\r?\n)"
+# Comments may end at a line end, and a look-behind must have one length.
+_KEEPS_LINE_ENDS = re.compile(r"\(\?(?:[a-zA-Z]*x|<[=!])")
 
 
 class Reading:
@@ -86,6 +90,20 @@ def accept_escapes(text: str) -> str:
         return r"\b" if token["escaped"] in "<>" else _unescape(token["escaped"])
 
     return _TOKEN.sub(accept, text)
+
+
+def accept_line_ends(text: str) -> str:
+    r"""Return the pattern in which a line end also matches `\r\n`, as files of Windows have it. Classes stay as they
+    are, and so do patterns with comments or look-behind.
+    """
+    if _KEEPS_LINE_ENDS.search(text):
+        return text
+    return _LINE_END.sub(lambda token: _ANY_LINE_END if token["end"] else token[0], text)
+
+
+def escape_lines(text: str) -> str:
+    """Return the pattern that finds these lines, with either line end."""
+    return _ANY_LINE_END.join(_SPECIAL.sub(r"\\\g<0>", line) for line in re.split(r"\r?\n", text))
 
 
 def _unescape(char: str) -> str:

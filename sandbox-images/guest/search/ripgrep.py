@@ -211,7 +211,7 @@ class Ripgrep:
         begins at the same column.
         """
         pattern = self._pattern
-        if not pattern.needs_pcre or pattern.fixed_strings or pattern.multiline or _NOT_IN_GROUP.search(pattern.text):
+        if not pattern.needs_pcre or not pattern.is_regex or pattern.multiline or _NOT_IN_GROUP.search(pattern.text):
             return self._raw_pattern()
         return f"{pattern.pcre_start}(?:{pattern.text}\\E)\\N?+".encode()
 
@@ -219,7 +219,7 @@ class Ripgrep:
         pattern = self._pattern
         if not pattern.needs_pcre:
             return pattern.text.encode("utf-8")
-        text = re.escape(pattern.text) if pattern.fixed_strings else pattern.text
+        text = pattern.text if pattern.is_regex else re.escape(pattern.text)
         return (pattern.pcre_start + text).encode("utf-8")
 
 
@@ -241,4 +241,4 @@ def _build_pattern_options(pattern: GrepPattern) -> list[bytes]:
     options += [b"--multiline", b"--multiline-dotall"] if pattern.multiline else []
     if pattern.needs_pcre:
         return [*options, b"--pcre2"]
-    return [*options, b"--crlf", *([b"--fixed-strings"] if pattern.fixed_strings else [])]
+    return [*options, b"--crlf", *([] if pattern.is_regex else [b"--fixed-strings"])]
