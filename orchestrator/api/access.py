@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.schema import MAX_NAME_CHARS, find_nearest
 from toolcrew.orchestrator.api.api_state import ApiState
-from toolcrew.orchestrator.api.shares import Streams
+from toolcrew.orchestrator.api.shares import EventStreams
 from toolcrew.orchestrator.http.authentication import CLOSE, check_length, identify, read_bearer_key
 from toolcrew.orchestrator.http.body_limits import find_header, refuse
 from toolcrew.orchestrator.http.problems import ApiProblem, replace_surrogates, response_to
@@ -99,9 +99,9 @@ class Caller:
         return SecretStore(pool.redis, self.app_state.settings.deployment, pool.keys).acting_as(self.identity.actor())
 
     @property
-    def streams(self) -> Streams:
+    def event_streams(self) -> EventStreams:
         """Return the counter of the event streams that the key has open in this process."""
-        return self.app_state.streams.of(self.identity.key_id)
+        return self.app_state.event_streams.of(self.identity.key_id)
 
     async def record_foreign_action(self, action: AuditAction, target: str) -> None:
         """Before an operator's action on another tenant runs, write the action to the audit log."""

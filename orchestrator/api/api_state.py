@@ -12,7 +12,7 @@ from toolcrew.orchestrator.api.shares import (
     SEARCHES_PER_KEY,
     ConcurrencyLimit,
     FairQueue,
-    OpenStreams,
+    OpenEventStreams,
 )
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.http.app_state import AppState
@@ -58,7 +58,7 @@ class ApiState(AppState):
         self.readiness = ValueCache[Mapping[str, str]](READY_FRESH_S)
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
         self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
-        self.streams = OpenStreams()
+        self.event_streams = OpenEventStreams()
         self.files = ConcurrencyLimit(FILES_PER_KEY)
         self.pages = ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

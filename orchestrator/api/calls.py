@@ -115,7 +115,7 @@ async def call_tool(
     call_id = body.call_id or derive_call_id("call", caller.identity.key_id, idempotency_key)
     if MEDIA_TYPE in request.headers.get("accept", ""):
         session = await use_session(caller, session_id)
-        return EventStream(caller.streams.counted(_stream(session, body, call_id)))
+        return EventStream(caller.event_streams.counted(_stream(session, body, call_id)))
     sessions, name = caller.app_state.sessions, (caller.tenant, session_id, caller.identity.key_id)
     session = await sessions.find(name, lambda: caller.client.session(session_id))
     await caller.record_foreign_action("session.use", session_id)

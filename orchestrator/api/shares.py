@@ -20,18 +20,18 @@ PAGES_PER_KEY = 2
 RETRY_AFTER_S = 5
 
 
-class OpenStreams:
+class OpenEventStreams:
     """Counts the open event streams of every API key."""
 
     def __init__(self) -> None:
         self._open = Counter[str]()
 
-    def of(self, key: str) -> "Streams":
+    def of(self, key: str) -> "EventStreams":
         """Return the streams of one key."""
-        return Streams(self._open, key)
+        return EventStreams(self._open, key)
 
 
-class Streams:
+class EventStreams:
     """The open event streams of one key."""
 
     def __init__(self, streams: Counter[str], key: str) -> None:

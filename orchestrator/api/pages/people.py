@@ -17,7 +17,7 @@ from toolcrew.orchestrator.api.access import depend_on_app_state
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.pages.logins import Login, find_login
 from toolcrew.orchestrator.api.pages.rendering import Viewer, render
-from toolcrew.orchestrator.api.shares import Streams
+from toolcrew.orchestrator.api.shares import EventStreams
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.sdk.client import ToolClient
 from toolcrew.store.audit import Actor
@@ -59,9 +59,9 @@ class Person:
         return self.login.identity.role == "admin"
 
     @property
-    def streams(self) -> Streams:
+    def event_streams(self) -> EventStreams:
         """Return the counter of the event streams that the key has open in this process."""
-        return self.app_state.streams.of(self.login.identity.key_id)
+        return self.app_state.event_streams.of(self.login.identity.key_id)
 
     async def viewer(self) -> Viewer:
         """Return the person's data for templates."""

@@ -111,7 +111,7 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
         await _get_runs(person).get(person.owner, run)
         # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
         last = await _read_so_far(person, run, progress, until=start)
-    return EventStream(person.streams.counted(_parts(person, viewer, run, progress, last)))
+    return EventStream(person.event_streams.counted(_parts(person, viewer, run, progress, last)))
 
 
 @router.post("/runs/{run}/cancel")
