@@ -6,12 +6,14 @@ from random import Random
 from tests.fuzz.decision_checks import check_decision
 from tests.fuzz.native_checks import check_native
 from tests.fuzz.tag_checks import check_calls, check_hostile
+from tests.fuzz.terminal_checks import check_terminal
 
 CHECKS: Mapping[str, Callable[[Random], None]] = {
     "tag_hostile": check_hostile,
     "tag_calls": check_calls,
     "native": check_native,
     "decision": check_decision,
+    "terminal": check_terminal,
 }
 """A check makes its input from the Random and raises when something does not hold. They take turns."""
 
