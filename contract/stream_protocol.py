@@ -19,6 +19,12 @@ MAX_JSON_BYTES: Final = 65_536
 MAX_PING_BYTES: Final = 64
 EPOCH_BYTES: Final = 20
 """A number (4 bytes, big-endian) and 16 random bytes."""
+EPOCH_HEADER: Final = HEADER.pack(EPOCH_BYTES, 11, 0, 0, 0, 0)
+"""Header of EPOCH. These bytes occur nowhere else in a channel, so that a reader finds EPOCH after half a frame."""
+SERVER_RESTART: Final = bytes(EPOCH_BYTES)
+"""Payload of an EPOCH that nobody asked for: the stream server has no streams, because it is new or because it has
+refused a frame.
+"""
 WINDOW_BYTES: Final = 65_536
 """Bytes of one direction that may be on their way before the receiver grants more."""
 BULK_WINDOW_BYTES: Final = 262_144
@@ -47,6 +53,8 @@ class FrameKind(IntEnum):
     EPOCH = 11
 
 
+# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the rest.
+_CUT_BYTES: Final = 16
 _JSON_KINDS = frozenset({FrameKind.OPEN, FrameKind.OPENED, FrameKind.END, FrameKind.CALL, FrameKind.REPLY})
 _MAX_BYTES: Final = {kind: MAX_JSON_BYTES if kind in _JSON_KINDS else 0 for kind in FrameKind} | {
     FrameKind.DATA: MAX_DATA_BYTES,
@@ -75,15 +83,29 @@ class StreamFrame:
     flags: int = 0
 
     def encode(self) -> bytes:
-        """Return the bytes of the frame."""
-        return HEADER.pack(len(self.payload), self.kind, self.flags, 0, self.stream, self.offset) + self.payload
+        """Return the bytes of the frame. DATA that contains the header of EPOCH becomes several frames."""
+        encoded, offset, rest = b"", self.offset, self.payload
+        while True:
+            data = HEADER.pack(len(rest), self.kind, self.flags, 0, self.stream, offset) + rest
+            at = data.find(EPOCH_HEADER[:_CUT_BYTES], 1) if self.kind is FrameKind.DATA else -1
+            size = max(1, at + _CUT_BYTES - 1 - HEADER.size)
+            if at < 0 or size >= len(rest):
+                return encoded + data
+            encoded += StreamFrame(self.kind, self.stream, offset, rest[:size], self.flags & ~LAST).encode()
+            offset, rest = offset + size, rest[size:]
 
 
 class StreamDecoder:
-    """Collects bytes into frames. Holds at most one unfinished frame."""
+    """Collects bytes into frames. Holds at most one unfinished frame.
+
+    The header of EPOCH is found at any place. What precedes it and is not a whole frame is dropped: its sender has
+    ended.
+    """
 
     def __init__(self) -> None:
+        # The last bytes of the frames before, and from the index `_at` on, the begin of the next frame.
         self._buffer = bytearray()
+        self._at = 0
         self._failed = False
 
     def feed(self, data: bytes) -> list[StreamFrame]:
@@ -92,21 +114,31 @@ class StreamDecoder:
         """
         if self._failed:
             raise StreamFrameError("the connection already had an invalid frame")
+        search_from = max(0, len(self._buffer) - HEADER.size + 1)
         self._buffer += data
         frames: list[StreamFrame] = []
-        at = 0
-        while len(self._buffer) - at >= HEADER.size:
-            size, number, flags, zero, stream, offset = HEADER.unpack_from(self._buffer, at)
-            kind = self._check(size, number, flags, zero)
-            end = at + HEADER.size + size
-            if len(self._buffer) < end:
-                break
-            payload = bytes(memoryview(self._buffer)[at + HEADER.size : end])
-            frames.append(StreamFrame(kind, stream, offset, payload, flags))
-            at = end
+        while (at := self._buffer.find(EPOCH_HEADER, search_from)) >= 0:
+            self._take_frames(at, frames)
+            self._at = at
+            search_from = at + HEADER.size
+        self._take_frames(len(self._buffer), frames)
         # Delete once for all frames of a feed, so that many small frames cost linear time.
-        del self._buffer[:at]
+        unused = max(0, self._at - HEADER.size + 1)
+        del self._buffer[:unused]
+        self._at -= unused
         return frames
+
+    def _take_frames(self, limit: int, frames: list[StreamFrame]) -> None:
+        """Append the whole frames before the index `limit`."""
+        while limit - self._at >= HEADER.size:
+            size, number, flags, zero, stream, offset = HEADER.unpack_from(self._buffer, self._at)
+            kind = self._check(size, number, flags, zero)
+            end = self._at + HEADER.size + size
+            if end > limit:
+                break
+            payload = bytes(memoryview(self._buffer)[self._at + HEADER.size : end])
+            frames.append(StreamFrame(kind, stream, offset, payload, flags))
+            self._at = end
 
     def _check(self, size: int, number: int, flags: int, zero: int) -> FrameKind:
         kind = FrameKind(number) if 1 <= number <= FrameKind.EPOCH else None

@@ -121,7 +121,7 @@ class FrameDecoder:
         body_at = at + _LENGTHS.size + _LENGTHS.unpack_from(self._buffer, at)[1]
         with memoryview(self._buffer) as view:
             text, body = bytes(view[at + _LENGTHS.size : body_at]), bytes(view[body_at:end])
-        return Frame(_parse_header(text), body)
+        return Frame(parse_object(text), body)
 
 
 def _check_total(total: int, max_total: int) -> None:
@@ -138,7 +138,8 @@ def _check_lengths(total: int, header: int, max_total: int) -> None:
         raise FrameError(f"the body of a frame has {body} bytes; at most {MAX_BODY_UP} are allowed")
 
 
-def _parse_header(text: bytes) -> dict[str, Any]:
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a header. Raises FrameError."""
     try:
         header = _DECODER.decode(text.decode("utf-8"))
     except FrameError:

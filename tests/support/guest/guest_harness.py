@@ -28,7 +28,7 @@ GUEST_PARENT = Path(__file__).resolve().parents[3] / "sandbox-images"
 if str(GUEST_PARENT) not in sys.path:
     sys.path.append(str(GUEST_PARENT))
 
-_PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+PYTHON = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
 RIPGREP = os.environ.get("TOOLCREW_TEST_RIPGREP", "/usr/bin/rg").encode()
 """The ripgrep of the tests. In a sandbox the guest has its own."""
 HAS_RIPGREP_14 = b"ripgrep 13" not in subprocess.run([RIPGREP, "--version"], capture_output=True, check=False).stdout
@@ -107,7 +107,7 @@ class Guest:
             root.mkdir()
             os.chown(root, uid, uid)
         roots = [str(root) for root in (self.workspace, self.tmp, self.output)]
-        guest = [_PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), faults, *roots, *options]
+        guest = [PYTHON, "-I", "-S", "-u", "-c", _BOOT, str(GUEST_PARENT), str(idle_s), faults, *roots, *options]
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # dash has no `ulimit -u`, so sh is not used. A limit that cannot be set must stop the start instead of being
         # ignored.
