@@ -53,7 +53,8 @@ class FrameKind(IntEnum):
     EPOCH = 11
 
 
-# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the rest.
+# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the
+# rest.
 _CUT_BYTES: Final = 16
 _JSON_KINDS = frozenset({FrameKind.OPEN, FrameKind.OPENED, FrameKind.END, FrameKind.CALL, FrameKind.REPLY})
 _MAX_BYTES: Final = {kind: MAX_JSON_BYTES if kind in _JSON_KINDS else 0 for kind in FrameKind} | {
@@ -120,7 +121,7 @@ class StreamDecoder:
         while (at := self._buffer.find(EPOCH_HEADER, search_from)) >= 0:
             self._take_frames(at, frames)
             self._at = at
-            search_from = at + HEADER.size
+            search_from = at + 1
         self._take_frames(len(self._buffer), frames)
         # Delete once for all frames of a feed, so that many small frames cost linear time.
         unused = max(0, self._at - HEADER.size + 1)

@@ -99,6 +99,12 @@ def test_an_epoch_is_found_after_a_part_of_a_frame(sent: list[Fields], size: int
         assert decoded == [*whole, EPOCH, (9, 0, 0, b"after", 0)]
 
 
+def test_an_epoch_is_found_after_a_part_of_an_epoch() -> None:
+    for size in range(40):
+        pieces = [encode_both(EPOCH)[:size], encode_both(EPOCH)]
+        assert decode_host(pieces) == decode_guest(pieces) == decode_guest([b"".join(pieces)]) == [EPOCH]
+
+
 def test_no_frame_is_completed_by_an_epoch_in_the_next_read() -> None:
     begin, epoch = encode_both((3, 1, 0, b"x" * 30, 0))[:-5], encode_both(EPOCH)
     for size in range(len(epoch)):

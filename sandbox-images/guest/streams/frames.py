@@ -33,7 +33,8 @@ if the frame before is not whole.
 SERVER_RESTART = bytes(EPOCH_BYTES)
 """Payload of an EPOCH that nobody asked for: the server has no streams, because it is new or has refused a frame."""
 
-# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the rest.
+# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the
+# rest.
 _CUT_BYTES = 16
 _MAX_BYTES = {kind: MAX_JSON_BYTES if kind in (OPEN, OPENED, END, CALL, REPLY) else 0 for kind in range(OPEN, EPOCH)}
 _MAX_BYTES.update({DATA: MAX_DATA_BYTES, PING: 64, PONG: 64, EPOCH: EPOCH_BYTES})
@@ -101,7 +102,7 @@ class StreamDecoder:
         while (at := self._buffer.find(EPOCH_HEADER, search_from)) >= 0:
             self._take_frames(at, frames)
             self._at, self._is_broken = at, False
-            search_from = at + HEADER.size
+            search_from = at + 1
         self._take_frames(len(self._buffer) - (HEADER.size - 1 if more_follow else 0), frames)
         # Delete once for all frames of a feed, so that many small frames cost linear time.
         unused = max(0, self._at - HEADER.size + 1)

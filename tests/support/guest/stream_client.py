@@ -238,7 +238,9 @@ def running_stream_server(base: Path, extra: str = "") -> Iterator[RunningServer
         (base / name).mkdir(exist_ok=True)
     own, servers = socket.socketpair()
     paths = [str(base / name) for name in ("workspace", "tmp", "output")]
-    process = subprocess.Popen([PYTHON, "-I", "-S", "-c", _BOOT, str(GUEST_PARENT), extra, *paths], stdin=servers.fileno())
+    process = subprocess.Popen(
+        [PYTHON, "-I", "-S", "-c", _BOOT, str(GUEST_PARENT), extra, *paths], stdin=servers.fileno()
+    )
     servers.close()
     try:
         client = StreamClient(own)
