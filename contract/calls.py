@@ -152,8 +152,8 @@ class CallUsage(Record):
 class SessionUsage(Record):
     """Totals of a session, counted by one sandboxd process. They only grow. `meter`: random id of this count; a session
     gets a new id, and counts from 0, on another host and after a restart of sandboxd. The totals include the start of
-    its sandboxes, background jobs, and calls whose results were lost. `sandbox_s`: time in which the session had a
-    sandbox.
+    its sandboxes, background jobs, and calls whose results were lost. `stream_bytes`: bytes of streams, in both
+    directions. `sandbox_s`: time in which the session had a sandbox.
     """
 
     meter: Identifier
@@ -161,6 +161,7 @@ class SessionUsage(Record):
     read_bytes: int = Field(default=0, ge=0)
     written_bytes: int = Field(default=0, ge=0)
     network_bytes: int = Field(default=0, ge=0)
+    stream_bytes: int = Field(default=0, ge=0)
     sandbox_s: float = Field(default=0.0, ge=0)
 
 

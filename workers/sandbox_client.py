@@ -191,7 +191,7 @@ class SandboxClient:
                     on_data(stream, frame.body)
                 else:
                     gathered.setdefault(stream, bytearray()).extend(frame.body)
-        return GuestResponse(_check_answer(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
+        return GuestResponse(check_answer(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
         """Return the folder of a skill's bundle in every sandbox; None when sandboxd does not have the bundle yet
@@ -208,7 +208,7 @@ class SandboxClient:
         `archive` is a tar archive of the bundle's files, sorted by path.
         """
         header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}
-        return str(_check_answer(self._exchange(header, OPEN_TIMEOUT_S, archive).header)["place"])
+        return str(check_answer(self._exchange(header, OPEN_TIMEOUT_S, archive).header)["place"])
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill the processes of a call. Return False when the call is not running."""
@@ -235,7 +235,7 @@ class SandboxClient:
         """
         body = io.BytesIO(json.dumps(values).encode())
         answer = self._exchange({"verb": "secrets"}, 10.0, body)
-        _check_answer(answer.header)
+        check_answer(answer.header)
         return dict(json.loads(answer.body))
 
     def status(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class SandboxClient:
         after: str | None = ""
         while after is not None:
             page = self._exchange({"verb": verb, "after": after}, 10.0)
-            after = _check_answer(page.header)["next"]
+            after = check_answer(page.header)["next"]
             rows += json.loads(page.body)
         return rows
 
@@ -294,7 +294,7 @@ class SandboxClient:
         self.disconnect()
 
     def _request(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        return _check_answer(self._exchange(header, timeout_s).header)
+        return check_answer(self._exchange(header, timeout_s).header)
 
     def _exchange(self, header: Mapping[str, Any], timeout_s: float, body: IO[bytes] | None = None) -> Frame:
         first = b""
@@ -398,7 +398,7 @@ def _encode_frame(header: Mapping[str, Any], body: bytes) -> bytes:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message) from error
 
 
-def _check_answer(header: Mapping[str, Any]) -> dict[str, Any]:
+def check_answer(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer. Raises the failure that the answer contains."""
     if header.get("ok") is not True:
         code, message = str(header.get("code")), str(header.get("message"))

@@ -249,6 +249,36 @@ async def test_pid_1_ends_when_its_stdin_is_closed(host: Host) -> None:
         await asyncio.to_thread(wait_until, lambda: not is_alive(pid), SOON_S, "PID 1 ends")
 
 
+async def test_pid_1_gets_its_streams_and_no_other_descriptor(host: Host) -> None:
+    if not isinstance(host.runtime, OciRuntime):
+        pytest.skip("the engine passes no descriptor")
+    async with started(host) as sandbox:
+        folder = Path(f"/proc/{sandbox.watched.pid}/fd")
+        links = {int(entry.name): os.readlink(entry) for entry in folder.iterdir()}
+    assert {number for number, link in links.items() if link.startswith("socket:")} == {0, 1, 3}
+    assert links[3] != links[0]
+    assert not [link for link in links.values() if link.startswith("/")], "a file of the host, such as the lock"
+
+
+async def test_no_program_of_a_call_gets_the_descriptor_of_the_streams(host: Host) -> None:
+    async with started(host) as sandbox:
+        assert b"socket:" not in await _run_script(sandbox, b"ls -l /proc/self/fd; ls -l /proc/$$/fd")
+
+
+async def _run_script(sandbox: Started, script: bytes) -> bytes:
+    """Return the output of a script that runs as a call."""
+    capture = {"stdout": 8192, "stderr": 8192}
+    fields: dict[str, Any] = {"argv": None, "script_bytes": len(script), "capture": capture, "max_bytes": 8192}
+    request = ExecRequest(cwd=None, state="keep", live=False, spill=None, timeout_s=20.0, **fields)
+    header = {**request.as_header(), "id": secrets.token_hex(16), "body_bytes": len(script)}
+    sandbox.channel.send(header, script)
+    output = b""
+    while (frame := await asyncio.wait_for(sandbox.frames.get(), SOON_S)).header["ev"] == "data":
+        output += frame.body
+    assert frame.header["exit_code"] == 0, (frame.header, output)
+    return output
+
+
 async def test_the_error_for_a_missing_image_names_it(host: Host) -> None:
     unknown = "toolcrew-test/nowhere:1"
     spec = replace(host.spec, image=unknown, image_facts=type(host.spec.image_facts)())

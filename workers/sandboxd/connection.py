@@ -37,6 +37,8 @@ ReadBody = Callable[[int], AsyncIterator[bytes]]
 """Returns the chunks of a request's body of the given size."""
 AnswerControl = Callable[[Mapping[str, Any], ReadBody], Awaitable[tuple[dict[str, Any], bytes]]]
 """Returns the header and the body of the answer to a request that is not a call."""
+ServeStreams = Callable[[Sessions, WorkerLink, Mapping[str, Any]], Awaitable[None]]
+"""Serves a connection that asks for the stream channel of a session, until its end."""
 _MESSAGE_CHARS = 4096
 MAX_BODY_BYTES = 67_108_864
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
@@ -48,8 +50,11 @@ _OPS = (*REQUESTS, "ping")
 class RequestServer:
     """Listens for workers and serves one request at a time on each connection. A closed connection cancels its call."""
 
-    def __init__(self, sessions: Sessions, answer_control: AnswerControl, uids: frozenset[int]) -> None:
+    def __init__(
+        self, sessions: Sessions, answer_control: AnswerControl, serve_streams: ServeStreams, uids: frozenset[int]
+    ) -> None:
         self._sessions = sessions
+        self._serve_streams = serve_streams
         self._answer_control = answer_control
         self._uids = uids
         self._connections: set[asyncio.Task[None]] = set()
@@ -82,7 +87,7 @@ class RequestServer:
 
     async def _serve(self, link: WorkerLink) -> None:
         try:
-            await Connection(link, self._sessions, self._answer_control).serve()
+            await Connection(link, self._sessions, self._answer_control, self._serve_streams).serve()
         except (FrameError, ConnectionError) as error:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
@@ -94,14 +99,17 @@ class RequestServer:
 
 
 class Connection:
-    """Serves the requests of one worker. Calls are relayed to the guest; `answer_control` answers all other
-    requests.
+    """Serves the requests of one worker or stream gateway. Calls are relayed to the guest; `serve_streams` and
+    `answer_control` answer all other requests.
     """
 
-    def __init__(self, link: WorkerLink, sessions: Sessions, answer_control: AnswerControl) -> None:
+    def __init__(
+        self, link: WorkerLink, sessions: Sessions, answer_control: AnswerControl, serve_streams: ServeStreams
+    ) -> None:
         self._link = link
         self._sessions = sessions
         self._answer_control = answer_control
+        self._serve_streams = serve_streams
 
     async def serve(self) -> None:
         """Serve requests until the worker leaves. Raises FrameError when the worker breaks the protocol, and
@@ -123,6 +131,8 @@ class Connection:
     async def _serve(self, verb: object, frame: Frame) -> None:
         if verb == "call":
             await self._call(frame)
+        elif verb == "open_streams":
+            await self._serve_streams(self._sessions, self._link, frame.header)
         else:
             answer, body = await self._answer_control(frame.header, lambda size: self._body(frame.body, size))
             self._link.send({"ok": True, **answer}, body)

@@ -62,6 +62,7 @@ from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions
 from toolcrew.workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.sandboxd.streams import serve_streams
 from toolcrew.workers.sandboxd.suspension import open_suspension_store
 from toolcrew.workers.unix_listening import refuse_second, socket_mode, unlink_own
 
@@ -520,7 +521,7 @@ async def _run(settings: SandboxdSettings, received: Sequence[int]) -> None:
                 SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
                 daemon.describe,
             )
-            server = RequestServer(daemon.sessions, control.answer, settings.allowed_uids())
+            server = RequestServer(daemon.sessions, control.answer, serve_streams, settings.allowed_uids())
             await _serve(settings, server, daemon, received)
 
 

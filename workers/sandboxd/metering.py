@@ -170,30 +170,33 @@ class UsageTotals:
     """Totals of a session in this process (contract/calls.py: SessionUsage)."""
 
     meter: str = field(default_factory=lambda: secrets.token_hex(6))
-    amounts: list[int] = field(default_factory=lambda: [0] * 4)
-    """CPU microseconds, bytes read, written, and over the network."""
+    amounts: list[int] = field(default_factory=lambda: [0] * 5)
+    """CPU microseconds, bytes read, written, over the network, and of streams."""
     sandbox_s: float = 0.0
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of a SessionUsage."""
-        return {"meter": self.meter, **_fields(self.amounts), "sandbox_s": round(self.sandbox_s, 6)}
+        more = {"stream_bytes": self.amounts[4], "sandbox_s": round(self.sandbox_s, 6)}
+        return {"meter": self.meter, **_fields(self.amounts), **more}
 
 
 @dataclass(eq=False)
 class RequestMeter:
     """The usage of one request so far."""
 
-    amounts: list[int] = field(default_factory=lambda: [0] * 4)
+    amounts: list[int] = field(default_factory=lambda: [0] * 5)
 
 
 class SandboxMeter:
-    """Measures one sandbox from its start to its removal. `network_bytes`: the caller counts them here."""
+    """Measures one sandbox from its start to its removal. `network_bytes`, `stream_bytes`: the caller counts them
+    here.
+    """
 
     def __init__(self, reader: UsageReader | None) -> None:
         """`reader` None: this process cannot see the control group, so only time and network are measured."""
-        self.network_bytes = 0
+        self.network_bytes = self.stream_bytes = 0
         self._reader = reader
-        self._last = [0] * 4
+        self._last = [0] * 5
         self._calls: list[RequestMeter] = []
         self._totals: UsageTotals | None = None
         self._counted_at = 0.0
@@ -226,7 +229,7 @@ class SandboxMeter:
         if self._totals is None:
             return
         reading = self._reader.read(has_disks=has_disks) if self._reader is not None else UsageReading()
-        amounts, now = [*reading, self.network_bytes], time.monotonic()
+        amounts, now = [*reading, self.network_bytes, self.stream_bytes], time.monotonic()
         used = list(map(sub, amounts, self._last))
         self._last = amounts
         self._totals.amounts = list(map(add, self._totals.amounts, used))
@@ -246,7 +249,7 @@ class SandboxMeter:
 
 
 def _fields(amounts: list[int]) -> dict[str, Any]:
-    cpu_us, read_bytes, written_bytes, network_bytes = amounts
+    cpu_us, read_bytes, written_bytes, network_bytes, _ = amounts
     return {
         "cpu_s": cpu_us / 1e6,
         "read_bytes": read_bytes,

@@ -140,7 +140,7 @@ class SessionMonitor:
     async def _evict(self, entry: HostSession, places: FairBudget) -> None:
         async with places.hold(entry.tenant, 1):
             # The session may have been used while this task waited for a slot.
-            if entry.idle_s() >= self._idle.evict_s:
+            if entry.may_evict and entry.idle_s() >= self._idle.evict_s:
                 with bound_to_session(entry.id):
                     await self._sessions.suspender.give_up(entry)
 

@@ -79,6 +79,18 @@ class Connections(Protocol):
     def close(self) -> None: ...
 
 
+class StreamChannel(Protocol):
+    """The channel to the stream server of a sandbox (streams.py)."""
+
+    @property
+    def is_active(self) -> bool: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class SandboxCounter(Protocol):
     """Counters of all sandboxes (factory.py)."""
 
@@ -111,7 +123,7 @@ class Sandbox:
     and its container is removed at once.
 
     The next `remove` repeats a failed removal. `is_removed`: the engine no longer has the container. `tenant`: "" until
-    a session gets the sandbox.
+    a session gets the sandbox. `streams`: None until a stream gateway has asked for its channel.
     """
 
     runtime: SandboxRuntime
@@ -124,6 +136,7 @@ class Sandbox:
     is_loss_reported: bool = field(init=False, default=False)
     is_removed: bool = field(init=False, default=False)
     tunnels: Connections | None = field(init=False, default=None)
+    streams: StreamChannel | None = field(init=False, default=None)
     on_removed: Callable[[], None] | None = None
     counts: "SandboxCounter | None" = None
     calls: dict[str, RunningCall] = field(init=False, default_factory=dict)
@@ -497,6 +510,8 @@ class Sandbox:
         # End the connections too: the sandbox's programs cannot read the answers any more.
         if self.tunnels is not None:
             self.tunnels.close()
+        if self.streams is not None:
+            self.streams.close()
         if not self._hello.done():
             self._hello.set_result(None)
         for call in list(self.calls.values()):

@@ -53,17 +53,23 @@ _RESTORED = (
 @dataclass
 class SessionActivity:
     """Changes to the files of a session. `has_written`: a request that may have changed files has ended since the last
-    checkpoint. `jobs`: ids of background jobs that may still run. The guest reports these values, so the safety of
-    other sessions must not depend on them.
+    checkpoint. `jobs`: ids of background jobs that may still run. `has_streams`: processes of streams may still run.
+    The guest reports these values, so the safety of other sessions must not depend on them.
     """
 
     has_written: bool = False
     jobs: set[str] = field(default_factory=set)
+    has_streams: bool = False
+
+    @property
+    def may_run(self) -> bool:
+        """Return whether programs may run between calls."""
+        return bool(self.jobs) or self.has_streams
 
     @property
     def changed(self) -> bool:
-        """Return whether files may differ from the last checkpoint. A running job may write at any time."""
-        return self.has_written or bool(self.jobs)
+        """Return whether files may differ from the last checkpoint. A running program may write at any time."""
+        return self.has_written or self.may_run
 
     def record(self, op: str, done: Mapping[str, Any]) -> None:
         """Record the end of a request. `done`: the guest's answer; empty if the outcome is unknown."""
@@ -75,7 +81,7 @@ class SessionActivity:
             self._record_job(job)
 
     def record_jobs(self, running: int) -> None:
-        """Record the number of running jobs that the guest attests."""
+        """Record the number of programs that run between calls, as the guest attests it."""
         if running == 0:
             self.end_jobs()
 
@@ -84,6 +90,7 @@ class SessionActivity:
         checkpoint.
         """
         self.has_written = self.changed
+        self.has_streams = False
         self.jobs.clear()
 
     def _record_job(self, job: object) -> None:
@@ -170,6 +177,16 @@ class HostSession:
         # A running checkpoint counts as use, so that the session is not evicted meanwhile.
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
+    @property
+    def is_streaming(self) -> bool:
+        """Return whether bytes of streams flow."""
+        return self.sandbox is not None and self.sandbox.streams is not None and self.sandbox.streams.is_active
+
+    @property
+    def may_evict(self) -> bool:
+        """Return whether the session has a sandbox that no open stream keeps."""
+        return self.sandbox is not None and (self.sandbox.streams is None or not self.sandbox.streams.is_open)
+
     async def handed_over(self) -> None:
         """Wait until this session has the archive with the state of the container from which it was forked."""
         if self.handover is not None:
@@ -179,14 +196,14 @@ class HostSession:
     def describe_usage(self) -> dict[str, Any]:
         """Return the totals of the session until now (contract/calls.py: SessionUsage)."""
         if self.sandbox is not None:
-            # Read disk bytes only while a job runs: otherwise nothing uses disks between calls, and the reading blocks
-            # the event loop of all sessions.
-            self.sandbox.meter.update(has_disks=bool(self.activity.jobs))
+            # Read disk bytes only while programs may run: otherwise nothing uses disks between calls, and the reading
+            # blocks the event loop of all sessions.
+            self.sandbox.meter.update(has_disks=self.activity.may_run)
         return self.usage.describe()
 
     def idle_s(self) -> float:
-        """Return the seconds since the last call; 0 while a call runs."""
-        return 0.0 if self.is_busy else time.monotonic() - self.used_at
+        """Return the seconds since the last use; 0 while a call runs or bytes of streams flow."""
+        return 0.0 if self.is_busy or self.is_streaming else time.monotonic() - self.used_at
 
     def record(self) -> SessionRecord:
         """Return the state that must survive the death of sandboxd."""

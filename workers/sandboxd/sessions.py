@@ -566,7 +566,7 @@ class Sessions:
         return [
             entry
             for entry in self.all()
-            if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
+            if entry.may_evict and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
 
 

@@ -22,7 +22,7 @@ from toolcrew.workers.sandboxd.budgets import MemoryBudget
 from toolcrew.workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from toolcrew.workers.sandboxd.factory import SandboxFactory
 from toolcrew.workers.sandboxd.records import Records, SessionRecord
-from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, count_programs
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
 
@@ -36,8 +36,8 @@ MIN_IDLE_S = 1.0
 _MAX_UNPACKS = 3
 """Number of failures after which an archive counts as lost."""
 _JOBS_ENDED = (
-    "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
-    "and variables are kept"
+    "sandboxd was stopped and started again: background jobs have ended, and so have processes of streams; files, kept "
+    "outputs and the shell's folder and variables are kept"
 )
 
 
@@ -201,6 +201,8 @@ class SessionSuspender:
         sandbox = entry.sandbox
         if sandbox is None or sandbox.lost is not None or entry.is_busy or entry.is_closing:
             return False
+        if entry.is_streaming and not is_last:
+            return False
         entry.is_moving = True
         try:
             if entry.is_paused:
@@ -237,9 +239,9 @@ class SessionSuspender:
 
     async def _has_jobs(self, entry: HostSession, sandbox: Sandbox) -> bool:
         entry.checked_at = time.monotonic()
-        jobs = (await ask_attestation(sandbox)).jobs
-        entry.activity.record_jobs(jobs)
-        return jobs > 0
+        running = count_programs(await ask_attestation(sandbox), has_streams=sandbox.streams is not None)
+        entry.activity.record_jobs(running)
+        return running > 0
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[HostSession]:

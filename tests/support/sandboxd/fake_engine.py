@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import tarfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import IO, Any
 
 from toolcrew.contract.errors import SandboxUnavailable
@@ -26,6 +26,11 @@ CLEAN: Mapping[str, Any] = {
     "workspace": {"bytes": 1 << 28, "inodes": 65_536, "type": "tmpfs"},
 }
 """The state that a guest reports for an unused sandbox."""
+
+
+def pack_output(data: bytes, stream: int = 1) -> bytes:
+    """Return output as the engine sends it."""
+    return _MUX.pack(stream, len(data)) + data
 
 
 class FakeGuest:
@@ -66,7 +71,7 @@ class FakeGuest:
 
     async def send_raw(self, data: bytes, stream: int = 1) -> None:
         """Send bytes of PID 1's stdout (1) or stderr (2) in one engine message."""
-        await asyncio.get_running_loop().sock_sendall(self._sock, _MUX.pack(stream, len(data)) + data)
+        await asyncio.get_running_loop().sock_sendall(self._sock, pack_output(data, stream))
 
     async def hello(self) -> None:
         await self.send({"ev": "hello", "v": 1})
@@ -140,6 +145,8 @@ class FakeEngine:
         self.pause_gate = asyncio.Event()
         self.pause_gate.set()
         self.image = "sha256:1"
+        self.stream_servers: dict[str, socket.socket] = {}
+        """Container -> the end of its last stream server. A test plays the server."""
         self.skills: dict[str, bytes] = {}
         self.listed: list[ListedContainer] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,6 +167,15 @@ class FakeEngine:
         self.alive[container] = guest
         self.emptied.clear()
         return AttachedContainer(container, ours, os.getpid())
+
+    async def open_program(self, container: str, command: Sequence[str]) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        if (before := self.stream_servers.pop(container, None)) is not None:
+            before.close()
+        self.stream_servers[container] = theirs
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        return ours
 
     async def remove(self, container: str) -> None:
         self.removing.set()
@@ -213,6 +229,8 @@ class FakeEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for guest in self.guests:
             guest.close()
+        for server in self.stream_servers.values():
+            server.close()
 
     @staticmethod
     async def _play(behaviour: Behaviour, guest: FakeGuest) -> None:

@@ -35,6 +35,7 @@ from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions
 from toolcrew.workers.sandboxd.skill_store import SkillVolume
+from toolcrew.workers.sandboxd.streams import serve_streams
 from toolcrew.workers.sandboxd.suspension import SuspensionStore
 
 SETTINGS = SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["python", "foreign"])
@@ -282,7 +283,7 @@ async def running_sandboxd(
         SecretExchange(values, _read_no_uses),
         lambda: {"boot": "b00t"},
     )
-    server = RequestServer(host.sessions, control.answer, allowed)
+    server = RequestServer(host.sessions, control.answer, serve_streams, allowed)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server, control, values)
     try:

@@ -68,6 +68,13 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
     )
 
 
+def count_programs(attestation: Attestation, *, has_streams: bool) -> int:
+    """Return how many programs run between calls: background jobs, and processes of streams. `has_streams`: the sandbox
+    may have a stream server, which is a process that does not count.
+    """
+    return max(attestation.jobs, attestation.processes - 1 if has_streams else 0)
+
+
 def find_dirt(attestation: Attestation) -> list[str]:
     """Return a sentence for each trace of use; none for a sandbox that was never used."""
     counts = [

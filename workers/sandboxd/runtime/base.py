@@ -66,6 +66,12 @@ class SandboxRuntime(Protocol):
         """
         ...
 
+    async def open_stream_channel(self, container: str) -> socket.socket:
+        """Return a new descriptor of the socket to the stream server of a running sandbox (docs/stream-protocol.md).
+        The caller closes it; a shutdown of the socket ends the channel.
+        """
+        ...
+
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         """Compare a running sandbox with its specification. Return a sentence for every property that differs."""
         ...

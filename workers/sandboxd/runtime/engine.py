@@ -211,6 +211,15 @@ class Engine:
                 await self._remove_refused(name)
             raise
 
+    async def open_program(self, container: str, command: Sequence[str]) -> socket.socket:
+        """Start another program in a container. Return the socket to its stdin and its multiplexed stdout."""
+
+        def work(api: docker.APIClient) -> socket.socket:
+            program = api.exec_create(container, list(command), stdin=True, stderr=False)
+            return _duplicate(api.exec_start(program["Id"], socket=True))
+
+        return await self._run(self._lanes.starts, work, socket.socket.close)
+
     async def inspect(self, container: str) -> dict[str, Any]:
         """Return the engine's description of a container."""
         return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
@@ -464,18 +473,24 @@ def _create_attach_start(api: docker.APIClient, config: dict[str, Any], name: st
             f"the engine has no image {config['Image']}: {advise_missing(config['Image'])}"
         ) from error
     attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-    # Duplicate the descriptor: the SDK's response can then be closed without closing the connection. Close the response
-    # and not only its file: from Python 3.13 on, a response that finds its file closed reports this on stderr.
-    sock = socket.socket(fileno=os.dup(attached.fileno()))
-    attached._response.close()
+    sock = _duplicate(attached)
     try:
         api.start(container)
         process = int(api.inspect_container(container)["State"]["Pid"])
     except BaseException:
         sock.close()
         raise
-    sock.setblocking(False)
     return AttachedContainer(container, sock, process)
+
+
+def _duplicate(attached: Any) -> socket.socket:
+    """Return the connection of the SDK's file as a socket that does not block."""
+    # Duplicate the descriptor: the SDK's response can then be closed without closing the connection. Close the response
+    # and not only its file: from Python 3.13 on, a response that finds its file closed reports this on stderr.
+    sock = socket.socket(fileno=os.dup(attached.fileno()))
+    attached._response.close()
+    sock.setblocking(False)
+    return sock
 
 
 def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:

@@ -37,6 +37,7 @@ import structlog
 from toolcrew.contract.errors import SandboxUnavailable
 from toolcrew.contract.image_names import advise_missing
 from toolcrew.contract.session_spec import DEFAULT_HOSTNAME
+from toolcrew.contract.settings import copy_environment
 from toolcrew.workers.sandboxd.cgroups import PARENT, Cgroups
 from toolcrew.workers.sandboxd.disks.base import FILES, find_folders
 from toolcrew.workers.sandboxd.disks.image import CHANGES, FILES_OPTIONS, FOLDER_FLAGS, open_each
@@ -96,12 +97,13 @@ _ERROR_CHARS: Final = 500
 
 @dataclass
 class _RunningSandbox:
-    """A sandbox of this process. `process`: a descriptor of its PID 1. `changes`: descriptors of the folders with the
-    changes of its root file system, the newest layer first.
+    """A sandbox of this process. `process`: a descriptor of its PID 1. `streams`: the socket to its stream server.
+    `changes`: descriptors of the folders with the changes of its root file system, the newest layer first.
     """
 
     base: int
     process: int | None = None
+    streams: socket.socket | None = None
     changes: list[int] = field(default_factory=list)
 
 
@@ -219,6 +221,13 @@ class OciRuntime:
             except OSError as error:
                 return f"the kernel cannot map the owners of image layers at {layers} ({error.strerror})"
         return None
+
+    async def open_stream_channel(self, container: str) -> socket.socket:
+        with self._forgetting:
+            running = self._running.get(_id_of(container))
+            if running is None or running.streams is None:
+                raise SandboxUnavailable("the sandbox was removed: the session gets another one at its next call")
+            return running.streams.dup()
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         running = self._running[_id_of(container)]
@@ -404,16 +413,17 @@ class OciRuntime:
 
     def _run_program(self, sandbox: str, running: _RunningSandbox, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
-        # Make the channel as a socket pair and not as a path of the runtime program, so that no other process can
+        # Make the channels as socket pairs and not as paths of the runtime program, so that no other process can
         # connect.
         ours, theirs = socket.socketpair()
+        running.streams, streams = socket.socketpair()
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        with theirs, ExitStack() as stack:
+        with theirs, streams, ExitStack() as stack:
             stack.callback(os.close, writing)
             failure = stack.enter_context(ExitStack())
             failure.callback(os.close, reading)
             failure.callback(ours.close)
-            self._call(sandbox, (theirs.fileno(), writing), lock)
+            self._call(sandbox, (theirs.fileno(), theirs.fileno(), writing, streams.fileno(), lock))
             process = int((place / "pid").read_text(encoding="ascii"))
             running.process = self._cgroups.open_process(sandbox, process)
             failure.pop_all()
@@ -422,26 +432,19 @@ class OciRuntime:
         ours.setblocking(False)
         return AttachedContainer(sandbox, ours, process, reading)
 
-    def _call(self, sandbox: str, streams: tuple[int, int], lock: int) -> None:
-        """Run the program until the sandbox runs. `streams`: its stdin and stdout, and its stderr. Raises
-        SandboxUnavailable with the end of the program's log.
+    def _call(self, sandbox: str, descriptors: Sequence[int]) -> None:
+        """Run the program until the sandbox runs. `descriptors`: the program's, from 0; PID 1 gets the first four of
+        them. Raises SandboxUnavailable with the end of the program's log.
         """
         place = self._sandboxes / sandbox
         log_file = place / "log"
-        stdio, stderr = streams
         options = ["--root", str(self._state), "--log", str(log_file)]
         files = ["--bundle", str(place), "--pid-file", str(place / "pid")]
         try:
             if self.apparmor.profile is not None:
                 start_next_program_unconfined()
-            subprocess.run(
-                [self._program, *options, "run", "--detach", *files, sandbox],
-                stdin=stdio,
-                stdout=stdio,
-                stderr=stderr,
-                pass_fds=(lock,),
-                timeout=_START_S,
-                check=True,
+            _run_to_end(
+                [self._program, *options, "run", "--detach", "--preserve-fds", "1", *files, sandbox], descriptors
             )
         except subprocess.TimeoutExpired as error:
             raise SandboxUnavailable(
@@ -499,6 +502,8 @@ class OciRuntime:
             ended = self._running.pop(sandbox, None)
         if ended is None:
             return
+        if ended.streams is not None:
+            ended.streams.close()
         for fd in (*ended.changes, *(() if ended.process is None else (ended.process,))):
             os.close(fd)
         self._ranges.give_back(ended.base)
@@ -540,6 +545,35 @@ class OciRuntime:
 def _id_of(name: str) -> str:
     """Return the id of a sandbox: the random part of its name."""
     return name.rpartition("-")[2]
+
+
+def _run_to_end(command: list[str], descriptors: Sequence[int]) -> None:
+    """Run a program with these descriptors as its first ones, until it ends. Raises OSError and SubprocessError."""
+    # The numbers matter, and the subprocess module cannot set them without a function that runs after a fork, which is
+    # not safe with threads.
+    with ExitStack() as stack:
+        actions = []
+        for number, descriptor in enumerate(descriptors):
+            # Copy each one above the new numbers first: a new number may be the present one of another descriptor.
+            copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, len(descriptors))
+            stack.callback(os.close, copy)
+            actions.append((os.POSIX_SPAWN_DUP2, copy, number))
+        # Python ignores these signals, and a program would inherit that.
+        ignored = (signal.SIGPIPE, signal.SIGXFSZ)
+        pid = os.posix_spawn(command[0], command, copy_environment(), file_actions=actions, setsigdef=ignored)
+    has_ended = False
+    try:
+        process = os.pidfd_open(pid)
+        has_ended = _wait_ended(process, _START_S)
+        os.close(process)
+    finally:
+        if not has_ended:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if not has_ended:
+        raise subprocess.TimeoutExpired(command, _START_S)
+    if status:
+        raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), command)
 
 
 def _clone_workspace(folder: str) -> int:
@@ -708,10 +742,15 @@ def _end_process(process: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
+    if not _wait_ended(process, _KILL_S):
+        raise TimeoutError(f"its PID 1 does not end in {_KILL_S:g} s")
+
+
+def _wait_ended(process: int, seconds: float) -> bool:
+    """Return whether the process of this descriptor (pidfd) has ended within the given time."""
     ended = select.poll()
     ended.register(process, select.POLLIN)
-    if not ended.poll(_KILL_S * 1000):
-        raise TimeoutError(f"its PID 1 does not end in {_KILL_S:g} s")
+    return bool(ended.poll(seconds * 1000))
 
 
 def _close_unused(starting: "asyncio.Future[AttachedContainer]") -> None:

@@ -52,7 +52,7 @@ def test_overlapping_calls_share_usage_and_idle_usage_goes_to_the_session(counte
     assert (used_second.cpu_s, used_second.written_bytes) == (51e-6, 0)
     assert used_first.network_bytes + used_second.network_bytes == 8
     assert (used_first.memory_peak_bytes, used_second.memory_peak_bytes) == (4096, 0)
-    assert totals.amounts == [1000, 11, 7, 8]
+    assert totals.amounts == [1000, 11, 7, 8, 0]
 
 
 def test_session_usage_is_the_sum_of_its_sandboxes_until_they_close(counters: Counters) -> None:
@@ -63,16 +63,16 @@ def test_session_usage_is_the_sum_of_its_sandboxes_until_they_close(counters: Co
         meter.close()
         counters.now = UsageReading(90, 0, 0)
         meter.update()
-    assert totals.amounts == [50, 0, 0, 0]
+    assert totals.amounts == [50, 0, 0, 0, 0]
 
 
-def test_sandbox_without_counters_reports_time_and_network_only() -> None:
+def test_sandbox_without_counters_reports_time_network_and_streams_only() -> None:
     meter, totals = SandboxMeter(None), UsageTotals()
     meter.bill(totals)
     call = meter.begin()
-    meter.network_bytes = 3
+    meter.network_bytes, meter.stream_bytes = 3, 5
     assert meter.end(call) is None
-    assert totals.amounts == [0, 0, 0, 3]
+    assert totals.amounts == [0, 0, 0, 3, 5]
     assert totals.describe()["sandbox_s"] > 0
 
 
