@@ -136,7 +136,8 @@ WALLS: dict[str, tuple[str, ...]] = {
     "mcp": _MCP,
     "mcp_types": _MCP,
     "starlette": ("orchestrator/http/*.py", "orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
-    "uvicorn": ("orchestrator/http/server.py",),
+    "uvicorn": ("orchestrator/http/server.py", "orchestrator/http/web_sockets.py"),
+    "websockets": ("orchestrator/http/web_sockets.py",),
     "pydantic_settings": ("contract/settings.py",),
 }
 

@@ -38,7 +38,7 @@ from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.exact_json import ExactJson
 from toolcrew.orchestrator.api.idempotency import Idempotency
 from toolcrew.orchestrator.http.app_state import ConnectedWork
-from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, BodyLimit, BodyLimits
+from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, STREAMED_BYTES, BodyLimit, BodyLimits
 from toolcrew.orchestrator.http.problems import Problem
 
 VERSION = "v1"
@@ -84,7 +84,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         BodyLimit("PUT", "/v1/sessions/[^/]+/archive", MAX_BLOB_BYTES),
         BodyLimit("POST", "/v1/skills", SKILL_BYTES),
         BodyLimit("POST", "/v1/batches", BATCH_BYTES),
-        BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, is_streamed=True),
+        BodyLimit("POST", "/v1/files", MAX_WORKSPACE_BYTES, held_bytes=STREAMED_BYTES),
         BodyLimit("POST", "/login", LOGIN_BYTES),
     )
     app.add_middleware(BodyLimits, path_limits=limits)

@@ -229,7 +229,9 @@ async def follow_run(
     start, runs = parse_id(last_event_id or after or ""), get_runs(caller)
     with convert_not_found():
         await runs.get(caller.tenant, run_id)
-    return EventStream(caller.event_streams.counted(_build_server_events(caller, runs.follow(caller.tenant, run_id, start))))
+    return EventStream(
+        caller.event_streams.counted(_build_server_events(caller, runs.follow(caller.tenant, run_id, start)))
+    )
 
 
 async def _build_server_events(caller: Caller, events: AsyncIterator[tuple[str, str]]) -> AsyncIterator[ServerEvent]:

@@ -47,7 +47,8 @@ class ApiService:
         self._has_traces = has_traces
         app_state = ApiState(settings)
         app_state.check()
-        self._server = UvicornServer(build_app(app_state, self._orchestrator), host, port, self._announce)
+        app = build_app(app_state, self._orchestrator)
+        self._server = UvicornServer(app, host, port, self._announce, has_sockets=True)
 
     def stop(self) -> None:
         """Stop: accept no new requests, and end."""

@@ -40,7 +40,11 @@ The limit is half of the memory of a service in this project's deployments.
 TENANT_BYTES = BODY_MEMORY_BYTES // 4
 """Limit of one tenant's bodies together, in bytes. A tenant without other bodies can send a single larger body."""
 STREAMED_BYTES = 16 * 1024 * 1024
-"""Memory, in bytes, that is reserved for a streamed body. The amount does not depend on the length of the body."""
+"""Memory, in bytes, that an upload to the store takes, whatever its length."""
+RELAYED_BYTES = 512 * 1024
+"""Memory, in bytes, that a body takes that is passed on while it arrives, whatever its length: what the server reads
+ahead, and a window of a stream.
+"""
 BODY_OWNER = "toolcrew.body_owner"
 """Key in the ASGI scope of a request. Its value is the owner of the body: the tenant or API key whose memory limit the
 body counts for.
@@ -56,13 +60,14 @@ class _BodyRefused(Exception):
 class BodyLimit(NamedTuple):
     """Limit of the bodies of a route.
 
-    `path`: a pattern that matches the whole path. `is_streamed`: the route does not hold the whole body in memory.
+    `path`: a pattern that matches the whole path. `held_bytes`: the largest part of a body that the route holds in
+    memory, or None for the whole body.
     """
 
     method: str
     path: str
     max_bytes: int
-    is_streamed: bool = False
+    held_bytes: int | None = None
 
 
 class BodyLimits:
@@ -156,7 +161,7 @@ class _Body:
         self._receive = receive
         self._max_bytes = limit.max_bytes
         self._length = length
-        self._is_streamed = limit.is_streamed
+        self._held_bytes = limit.held_bytes
         # Media types are case-insensitive, and the parser reads a body of any of their spellings.
         media_type = (find_header(scope, b"content-type") or b"json").lower()
         is_json = self._max_bytes == JSON_BYTES and b"json" in media_type
@@ -167,7 +172,7 @@ class _Body:
         self._reserved = 0
         self._is_whole = False
         self.refusal: Response | None = None
-        self._began_at = asyncio.get_running_loop().time()
+        self._waited_s = 0.0
 
     async def receive(self) -> Message:
         """Receive the next message and count its bytes. A body over a limit stops the application
@@ -183,11 +188,14 @@ class _Body:
             # time and exhaust the memory together.
             if (refusal := self._reserve(self._length)) is not None:
                 return self._refuse(refusal)
+        began_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(CHUNK_WITHIN_S):
                 message = await self._receive()
         except TimeoutError:
             return self._refuse(_too_slow())
+        # Only the time that the body waits for the client counts, not the time that a sandbox needs to take it.
+        self._waited_s += asyncio.get_running_loop().time() - began_at
         if message["type"] != "http.request":
             return message
         self._count += len(message.get("body", b""))
@@ -196,8 +204,8 @@ class _Body:
             return self._refuse(_too_large(self._max_bytes))
         if (refusal := self._reserve(self._count)) is not None:
             return self._refuse(refusal)
-        took_s = asyncio.get_running_loop().time() - self._began_at
-        if not self._is_whole and took_s > PATIENCE_S and self._count < took_s * LEAST_BYTES_PER_S:
+        is_slow = self._waited_s > PATIENCE_S and self._count < self._waited_s * LEAST_BYTES_PER_S
+        if not self._is_whole and is_slow:
             return self._refuse(_too_slow())
         return message if self._json is None else self._hold_back(self._json, message)
 
@@ -220,7 +228,7 @@ class _Body:
 
         A body without an owner is small and needs no reservation.
         """
-        count = min(count, STREAMED_BYTES) if self._is_streamed else count
+        count = count if self._held_bytes is None else min(count, self._held_bytes)
         missing = count - self._reserved
         if missing <= 0 or not self._owner:
             return None

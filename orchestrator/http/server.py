@@ -12,6 +12,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from toolcrew.contract.errors import ConfigError
 from toolcrew.orchestrator.http.body_limits import LEAST_BYTES_PER_S
 from toolcrew.orchestrator.http.problems import ApiCode, build_response
+from toolcrew.orchestrator.http.web_sockets import (
+    MAX_MESSAGE_BYTES,
+    PING_INTERVAL_S,
+    PONG_WITHIN_S,
+    WebSocketProtocol,
+)
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -161,13 +167,21 @@ class _Server(uvicorn.Server):
 
 
 class UvicornServer:
-    """HTTP server with one listening socket. `announce`: called with the address when the server accepts requests."""
+    """HTTP server with one listening socket. `announce`: called with the address when the server accepts requests.
+    `has_sockets`: the application also serves WebSockets.
+    """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None], *, has_sockets: bool = False
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=HeadTimeoutProtocol,
-            ws="none",
+            ws=WebSocketProtocol if has_sockets else "none",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+            ws_ping_interval=PING_INTERVAL_S,
+            ws_ping_timeout=PONG_WITHIN_S,
             lifespan="on",
             log_config=None,
             access_log=False,
