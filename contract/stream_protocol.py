@@ -53,9 +53,9 @@ class FrameKind(IntEnum):
     EPOCH = 11
 
 
-# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the
-# rest.
-_CUT_BYTES: Final = 16
+# DATA that contains so many bytes of EPOCH_HEADER is cut there. The rest cannot follow: the next header begins with
+# at most 4 zeros, and an EPOCH after a part of that header with 3 more.
+_CUT_BYTES: Final = 13
 _JSON_KINDS = frozenset({FrameKind.OPEN, FrameKind.OPENED, FrameKind.END, FrameKind.CALL, FrameKind.REPLY})
 _MAX_BYTES: Final = {kind: MAX_JSON_BYTES if kind in _JSON_KINDS else 0 for kind in FrameKind} | {
     FrameKind.DATA: MAX_DATA_BYTES,

@@ -33,9 +33,9 @@ if the frame before is not whole.
 SERVER_RESTART = bytes(EPOCH_BYTES)
 """Payload of an EPOCH that nobody asked for: the server has no streams, because it is new or has refused a frame."""
 
-# DATA that contains so many bytes of EPOCH_HEADER is cut there: the header of the next frame cannot begin with the
-# rest.
-_CUT_BYTES = 16
+# DATA that contains so many bytes of EPOCH_HEADER is cut there. The rest cannot follow: the next header begins with
+# at most 4 zeros, and an EPOCH after a part of that header with 3 more.
+_CUT_BYTES = 13
 _MAX_BYTES = {kind: MAX_JSON_BYTES if kind in (OPEN, OPENED, END, CALL, REPLY) else 0 for kind in range(OPEN, EPOCH)}
 _MAX_BYTES.update({DATA: MAX_DATA_BYTES, PING: 64, PONG: 64, EPOCH: EPOCH_BYTES})
 
