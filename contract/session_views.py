@@ -37,7 +37,8 @@ class UsageAmounts(BaseModel):
     to disks, without the kernel's cache and files in memory. `network_bytes`: bytes through the egress proxy, in both
     directions. `cost`: cost of model replies in the currency of the models' prices; replies without token counts do not
     count. `stored_bytes`: bytes of new checkpoints (including automatic ones), artifacts and uploads, minus the bytes
-    of deleted ones. The number may be negative. Files that expire are not subtracted.
+    of deleted ones. The number may be negative. Files that expire are not subtracted. `stream_bytes`: bytes of streams
+    between the host and sandboxes, in both directions.
     """
 
     calls: int = 0
@@ -51,6 +52,7 @@ class UsageAmounts(BaseModel):
     cached_tokens: int = 0
     cost: float = 0.0
     stored_bytes: int = 0
+    stream_bytes: int = 0
 
 
 class UsagePeriod(UsageAmounts):

@@ -48,12 +48,16 @@ TOTAL = ":total"
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
+    "stream_bytes",
 )
 """Names of the amounts that are stored for each hour and each session, in their order in Redis."""
 _TIMED_ID = re.compile(r"(file|artifacts|auto)-([0-9a-f]{8,12})-")
 """The beginning of the id of a stored file that contains its creation time."""
-_PACKED = struct.Struct(f">{len(AMOUNTS)}d")
-"""Binary format in which Redis stores the amounts of an hour or of a session. Whole numbers up to 2**53 are exact."""
+_COUNTS = (len(AMOUNTS) - 1, len(AMOUNTS))
+_PACKED = {struct.calcsize(f">{count}d"): struct.Struct(f">{count}d") for count in _COUNTS}
+"""Size -> binary format in which Redis stores the amounts of an hour or of a session. Whole numbers up to 2**53 are
+exact. Without the last amount if it is 0: the release before it reads no other format.
+"""
 
 # All amounts of an hour are one packed field. A field for each amount would take more of Redis's time than the rest of
 # the script that stores a result, and so would numbers as text.
@@ -62,11 +66,16 @@ local usage_time = redis.call('TIME')
 -- Returns the numbers of AMOUNTS in a field of a hash, and whether the field is there.
 local function read_usage(key, field)
   local packed = redis.call('HGET', key, field)
-  if packed and #packed == {_PACKED.size} then return {{struct.unpack('>{"d" * len(AMOUNTS)}', packed)}}, true end
-  return {{{", ".join("0" * len(AMOUNTS))}}}, false
+  local count = packed and #packed / 8
+  if count ~= {_COUNTS[0]} and count ~= {_COUNTS[1]} then return {{{", ".join("0" * len(AMOUNTS))}}}, false end
+  local amounts = {{struct.unpack('>' .. string.rep('d', count), packed)}}
+  -- The position behind the last amount follows the amounts.
+  if count == {_COUNTS[0]} then amounts[{_COUNTS[1]}] = 0 end
+  return amounts, true
 end
 local function write_usage(key, field, amounts)
-  redis.call('HSET', key, field, struct.pack('>{"d" * len(AMOUNTS)}', unpack(amounts)))
+  local count = amounts[{_COUNTS[1]}] == 0 and {_COUNTS[0]} or {_COUNTS[1]}
+  redis.call('HSET', key, field, struct.pack('>' .. string.rep('d', count), unpack(amounts)))
 end
 local function add_usage(key, field, added)
   local amounts, is_there = read_usage(key, field)
@@ -96,14 +105,14 @@ local function count_reply(prefix, session, prompt, completion, cached, cost, at
   return at
 end
 -- Adds calls, their stored bytes, and what the totals of a session exceed those that its meter's field has.
--- `meter`: '' for none. `totals`: text with CPU time, three numbers of bytes and time.
+-- `meter`: '' for none. `totals`: text with CPU time, three numbers of bytes, time, and bytes of streams.
 local function count_usage(prefix, session, meter, totals, calls, stored)
-  local added = {{calls, 0, 0, 0, 0, 0, 0, 0, 0, 0, stored}}
+  local added = {{calls, 0, 0, 0, 0, 0, 0, 0, 0, 0, stored, 0}}
   if meter ~= '' then
     local counted, is_there = read_usage(session, meter)
     local at = 1
     for text in string.gmatch(totals, '%d+') do
-      at = at + 1
+      at = at < 6 and at + 1 or #added
       added[at] = math.max(text - counted[at], 0)
     end
     for i, amount in ipairs(added) do counted[i] = counted[i] + amount end
@@ -168,7 +177,7 @@ def session_usage_key(deployment: str, tenant: str, session: str) -> str:
 def totals_of(usage: SessionUsage) -> str:
     """Return the totals as the text that the scripts read."""
     cpu_us, sandbox_us = round(usage.cpu_s * 1e6), round(usage.sandbox_s * 1e6)
-    return f"{cpu_us} {usage.read_bytes} {usage.written_bytes} {usage.network_bytes} {sandbox_us}"
+    return f"{cpu_us} {usage.read_bytes} {usage.written_bytes} {usage.network_bytes} {sandbox_us} {usage.stream_bytes}"
 
 
 def stored_key(deployment: str, tenant: str, file: str) -> str:
@@ -268,7 +277,7 @@ class ReplySpending:
 
 def pack_amounts(amounts: Mapping[str, int]) -> bytes:
     """Encode amounts for a field of the hash of a day or of a session."""
-    return _PACKED.pack(*(amounts.get(name, 0) for name in AMOUNTS))
+    return _PACKED[8 * len(AMOUNTS)].pack(*(amounts.get(name, 0) for name in AMOUNTS))
 
 
 @dataclass(frozen=True)
@@ -377,8 +386,8 @@ def sum_packed(fields: Iterable[bytes]) -> Mapping[str, int]:
     """
     sums = dict.fromkeys(AMOUNTS, 0)
     for packed in fields:
-        if len(packed) == _PACKED.size:
-            for name, amount in zip(AMOUNTS, _PACKED.unpack(packed), strict=True):
+        if (packing := _PACKED.get(len(packed))) is not None:
+            for name, amount in zip(AMOUNTS, packing.unpack(packed), strict=False):
                 sums[name] += int(amount) if math.isfinite(amount) else 0
     return {name: amount for name, amount in sums.items() if amount}
 

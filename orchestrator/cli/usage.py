@@ -60,6 +60,7 @@ def _row(period: dict[str, Any]) -> dict[str, Any]:
         "read": format_count(period["read_bytes"]),
         "written": format_count(period["written_bytes"]),
         "network": format_count(period["network_bytes"]),
+        "streams": format_count(period["stream_bytes"]),
         "stored": format_count(period["stored_bytes"]),
         "tokens-in": format_count(period["prompt_tokens"]),
         "tokens-out": format_count(period["completion_tokens"]),

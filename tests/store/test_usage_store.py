@@ -82,6 +82,18 @@ async def test_usage_counts_once_in_any_order_of_reports(harness: Harness) -> No
     assert await harness.store.read_session("acme", "other") == {}
 
 
+async def test_bytes_of_streams_count_and_amounts_without_them_keep_the_earlier_format(harness: Harness) -> None:
+    key = session_usage_key("d", "acme", "s1")
+    harness.worker.count([("acme:s1", usage(2.0))])
+    assert {len(packed) for packed in harness.client.hvals(key)} == {88}
+    for stream_bytes in (70, 100, 100):
+        used = usage(2.0).model_copy(update={"stream_bytes": stream_bytes})
+        harness.worker.count([("acme:s1", used)])
+    assert harness.finish(build_ending(used=used))
+    assert await harness.sums() == {"calls": 1, "cpu_us": 2_000_000, "written_bytes": 10, "stream_bytes": 100}
+    assert (await harness.store.read_session("acme", "s1"))["stream_bytes"] == 100
+
+
 @pytest.mark.parametrize(("tool", "calls"), [("bash_tool", 1), ("session.open", 0), ("webhook.send", 0)])
 async def test_only_calls_of_tools_count_as_calls(harness: Harness, tool: str, calls: int) -> None:
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "running", "attempt": 1, "tool": tool})

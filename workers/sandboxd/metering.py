@@ -176,8 +176,9 @@ class UsageTotals:
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of a SessionUsage."""
-        more = {"stream_bytes": self.amounts[4], "sandbox_s": round(self.sandbox_s, 6)}
-        return {"meter": self.meter, **_fields(self.amounts), **more}
+        # A worker of the release before streams refuses the field.
+        streams = {"stream_bytes": self.amounts[4]} if self.amounts[4] else {}
+        return {"meter": self.meter, **_fields(self.amounts), **streams, "sandbox_s": round(self.sandbox_s, 6)}
 
 
 @dataclass(eq=False)

@@ -90,4 +90,5 @@ _CHARTS = (
     ("calls", "Calls", "count"),
     ("written_bytes", "Bytes written", "bytes"),
     ("network_bytes", "Bytes over the network", "bytes"),
+    ("stream_bytes", "Bytes of streams", "bytes"),
 )
