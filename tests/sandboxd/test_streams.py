@@ -78,6 +78,21 @@ async def test_bytes_pass_in_both_directions(daemon: Sandboxd) -> None:
         assert await read(channel.sock, 100) == b"from the sandbox"
 
 
+async def test_the_relay_passes_output_of_any_size_on_and_drops_the_rest(daemon: Sandboxd) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened(daemon) as channel:
+        await loop.sock_sendall(server(daemon), pack_output(b"standard error", 2))
+        await loop.sock_sendall(server(daemon), pack_output(b"first"))
+        # A message of 4 GiB, of which some bytes have arrived.
+        await loop.sock_sendall(server(daemon), b"\1\0\0\0\xff\xff\xff\xff" + b"second")
+        received = b""
+        while len(received) < len(b"firstsecond"):
+            received += await read(channel.sock, 100)
+        assert received == b"firstsecond"
+        server(daemon).shutdown(socket.SHUT_RDWR)
+        assert await has_ended(channel)
+
+
 async def test_the_next_holder_continues_the_same_channel(daemon: Sandboxd) -> None:
     loop = asyncio.get_running_loop()
     async with opened(daemon):
