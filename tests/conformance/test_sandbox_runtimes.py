@@ -254,7 +254,7 @@ async def test_pid_1_gets_its_streams_and_no_other_descriptor(host: Host) -> Non
         pytest.skip("the engine passes no descriptor")
     async with started(host) as sandbox:
         folder = Path(f"/proc/{sandbox.watched.pid}/fd")
-        links = {int(entry.name): os.readlink(entry) for entry in folder.iterdir()}
+        links = {int(number): os.readlink(folder / number) for number in os.listdir(folder)}
     assert {number for number, link in links.items() if link.startswith("socket:")} == {0, 1, 3}
     assert links[3] != links[0]
     assert not [link for link in links.values() if link.startswith("/")], "a file of the host, such as the lock"

@@ -146,7 +146,7 @@ def count_states(sessions: Iterable[HostSession], warm: int) -> dict[str, int]:
             continue
         if session.sandbox.lost is not None:
             states["lost"] += 1
-        elif session.is_busy:
+        elif session.is_busy or session.is_streaming:
             states["busy"] += 1
         else:
             states["paused" if session.is_paused else "idle"] += 1
