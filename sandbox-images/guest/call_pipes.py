@@ -18,7 +18,7 @@ import time
 
 from guest.failures import CANCELLED, RequestFailure
 from guest.fields import GuestRequest
-from guest.kernel import WRITE_LATER
+from guest.kernel import WRITE_LATER, close_descriptors_except
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ _MAX_PACKET = 65_536
 _FD_BYTES = 4
 _CANCEL_PACKET = b"c"
 CANCEL = "cancel"
-_MAX_FDS = 4096
 
 
 class Progress:
@@ -240,11 +239,7 @@ class SupervisorEnds:
 
     def close_all_others(self, *kept_fds: int | None) -> None:
         """Close every descriptor from 3 upwards, except for these ends and `kept_fds`."""
-        low = 2
-        for fd in sorted(fd for fd in (self.writer.fd, self.channel.fileno(), *kept_fds) if fd is not None):
-            os.closerange(low + 1, fd)
-            low = fd
-        os.closerange(low + 1, _MAX_FDS)
+        close_descriptors_except(self.writer.fd, self.channel.fileno(), *kept_fds)
 
     def open_call(self, body: int | None) -> CallPipes:
         """Return the CallPipes of a call with that body."""

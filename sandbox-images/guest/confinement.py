@@ -55,18 +55,24 @@ class DirectoryEntry:
 
 
 def find_entry(
-    path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False, is_exact: bool = False
+    path: str,
+    paths: GuestPaths,
+    make_parents: bool = False,
+    to_read: bool = False,
+    is_exact: bool = False,
+    follow_last: bool = True,
 ) -> DirectoryEntry:
     """Resolve a path to the entry of its file, which may not exist yet. Raises RequestFailure.
 
     Links that stay inside the roots are followed. `to_read`: the path is only read, so it may also be in the folder of
-    long outputs. `is_exact`: a program chose the path, and means these bytes.
+    long outputs. `is_exact`: a program chose the path, and means these bytes. `follow_last`: a link as the last part of
+    the path is followed; without it, the entry is that of the link.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
     # The root b"" (the whole file system) contains all others, and `..` may lead anywhere.
     roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
-    resolver = _Resolver(paths, shown, make_parents, roots)
+    resolver = _Resolver(paths, shown, make_parents, roots, follow_last)
     try:
         folder = read_folder(paths)
         entry = resolver.resolve(os.path.join(folder, raw) if is_exact else paths.absolute(raw, folder))
@@ -122,11 +128,14 @@ class _Resolver:
     directories are the trail.
     """
 
-    def __init__(self, paths: GuestPaths, shown: str, make_parents: bool, roots: tuple[bytes, ...]) -> None:
+    def __init__(
+        self, paths: GuestPaths, shown: str, make_parents: bool, roots: tuple[bytes, ...], follow_last: bool
+    ) -> None:
         self._paths = paths
         self._shown = shown
         self._make_parents = make_parents
         self._roots = roots
+        self._follow_last = follow_last
         self._links = 0
         self._final_link = False
         self._trail: list[int] = []
@@ -144,7 +153,7 @@ class _Resolver:
                 parts = self._skip_parents(parts)
             name = parts.pop(0) if parts else b"."
             if not parts and name not in (b".", b".."):
-                target = self._read_link(name)
+                target = self._read_link(name) if self._follow_last else None
                 if target is None:
                     return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._created_names)
                 self._final_link = True

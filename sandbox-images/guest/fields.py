@@ -8,7 +8,7 @@ from guest.failures import INVALID_ARGUMENTS, MAX_BODY, RequestFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any, ClassVar, Self, TypeGuard
 
     Reader = Callable[[dict[str, Any], str], Any]
@@ -54,6 +54,18 @@ def check_fields(header: dict[str, Any], *names: str) -> None:
     unknown = header.keys() - _COMMON - set(names)
     if unknown:
         raise RequestFailure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
+
+
+def read_fields(header: dict[str, Any], kind: str, readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """Return the fields of a stream or of its request. `kind`: the name of the field that has chosen the readers.
+
+    Raises RequestFailure for an unknown field and for an invalid one.
+    """
+    unknown = header.keys() - readers.keys() - {kind}
+    if unknown:
+        allowed = ", ".join(sorted(readers)) or "no fields"
+        raise RequestFailure(INVALID_ARGUMENTS, f"unknown field {min(unknown)[:100]!a}; this {kind!r} has {allowed}")
+    return {name: read(header, name) for name, read in readers.items()}
 
 
 def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, default: int | None = None) -> int:

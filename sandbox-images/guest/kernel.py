@@ -1,4 +1,4 @@
-"""What the standard library does not offer: prctl, openat2, and the title of a process."""
+"""What the standard library does not offer: prctl, openat2, inotify, the title and the descriptors of a process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ENOMEM: the sandbox has no memory for the pipe's next page, until the OOM killer
 PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+_MAX_FDS = 4096
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_BENEATH = 0x08
@@ -27,9 +28,7 @@ class _OpenHow(ctypes.Structure):
 
 def set_process_flag(option: int, value: int) -> None:
     """Call prctl with one argument. Raises OSError."""
-    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    _check(_LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def can_trace() -> bool:
@@ -62,10 +61,37 @@ def open_beneath(dir_fd: int, path: bytes, flags: int) -> int:
     filter does not allow openat2.
     """
     how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
-    fd = int(
-        _LIBC.syscall(ctypes.c_long(_SYS_OPENAT2), ctypes.c_long(dir_fd), path, ctypes.byref(how), ctypes.c_size_t(24))
-    )
-    if fd < 0:
+    arguments = (ctypes.c_long(dir_fd), path, ctypes.byref(how), ctypes.c_size_t(24))
+    return _check(_LIBC.syscall(ctypes.c_long(_SYS_OPENAT2), *arguments))
+
+
+def close_descriptors_except(*kept_fds: int | None) -> None:
+    """Close every descriptor from 3 upwards, except for these."""
+    low = 2
+    for fd in sorted(fd for fd in kept_fds if fd is not None and fd > low):
+        os.closerange(low + 1, fd)
+        low = fd
+    os.closerange(low + 1, _MAX_FDS)
+
+
+def open_inotify() -> int:
+    """Return a new inotify descriptor. Raises OSError."""
+    return _check(_LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK))
+
+
+def watch_folder(inotify: int, path: bytes, mask: int) -> int:
+    """Add a watch and return its number. A folder that is watched already keeps its number. Raises OSError."""
+    return _check(_LIBC.inotify_add_watch(inotify, path, ctypes.c_uint32(mask)))
+
+
+def unwatch_folder(inotify: int, watch: int) -> None:
+    """Remove a watch. A watch that the kernel has removed is ignored."""
+    _LIBC.inotify_rm_watch(inotify, watch)
+
+
+def _check(result: int) -> int:
+    """Return the result of a call. Raises OSError when it is negative."""
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return fd
+    return result

@@ -72,6 +72,10 @@ class GuestPaths:
         unset = (_LEAK_OPTIONS,) if can_trace() else ()
         self.environment: Mapping[str, str] = {name: value for name, value in ENVIRONMENT.items() if name not in unset}
 
+    def with_all_files(self) -> GuestPaths:
+        """Return the same folders, and all other files that the user of the sandbox may use."""
+        return GuestPaths(self.roots, self.output, self.use_openat2, has_all_files=True)
+
     def absolute(self, path: bytes, folder: bytes) -> bytes:
         """Return a path as an absolute one. Relative paths start at `folder`. As in the shell, `~` is the home. Models
         also write a `file:` URL, and line breaks around a path.

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
         def blocks(self) -> Iterator[memoryview]: ...
 
 
+TEMPORARY_PREFIX = b".toolcrew-"
+"""Beginning of the name of a version that is not complete. A rename then gives it the name of the file."""
+NEW_SUFFIX = b"-new"
+"""End of the temporary name of a file that did not exist before."""
 _BLOCK = 262_144
 _NEW_MODE = 0o644
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -112,10 +116,22 @@ class Version:
     and no temporary file remains.
     """
 
-    def __init__(self, entry: DirectoryEntry, content: Content, watch: Watch) -> None:
+    def __init__(
+        self,
+        entry: DirectoryEntry,
+        content: Content,
+        watch: Watch,
+        mode: int | None = None,
+        finish: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepare a write. `mode`: the mode of the file, instead of that of the old file. `finish` gets the descriptor
+        of the complete file before it has its name.
+        """
         self._entry = entry
         self._content = content
         self._watch = watch
+        self._mode = mode
+        self._finish = finish
 
     def create(self) -> os.stat_result:
         """Create the file. Raises RequestFailure(FILE_EXISTS) if the name exists, even if it was created a moment
@@ -134,7 +150,7 @@ class Version:
         """
         with self._described():
             if old is None:
-                return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_name)
+                return self._write_beside(_NEW_MODE, self._take_free_name if is_known else self._take_new_name)
             # If the folder accepts no new names, overwrite the old file instead.
             if not old.must_stay:
                 try:
@@ -162,7 +178,9 @@ class Version:
         fd, temporary = self._open_beside()
         try:
             self._copy(fd)
-            os.fchmod(fd, mode)
+            os.fchmod(fd, mode if self._mode is None else self._mode)
+            if self._finish is not None:
+                self._finish(fd)
             # The data must be on disk before the name points to it. Otherwise a crash could leave an empty file under
             # that name.
             os.fsync(fd)
@@ -197,11 +215,14 @@ class Version:
         except FileExistsError:
             raise self._exists() from None
 
-    def _take_name(self, fd: int, old: OldFile | None = None) -> None:
+    def _take_new_name(self, fd: int) -> None:
+        self._take_name(fd, is_new=True)
+
+    def _take_name(self, fd: int, old: OldFile | None = None, is_new: bool = False) -> None:
         # First give the file a temporary name, because link cannot replace a name. The rename then replaces the old
         # file in one step.
         directory = self._entry.directory
-        name = _build_name()
+        name = _build_name() + (NEW_SUFFIX if is_new else b"")
         os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
         try:
             if old is not None:
@@ -227,6 +248,10 @@ class Version:
         os.lseek(old.fd, 0, os.SEEK_SET)
         self._copy(old.fd, interruptible=False)
         os.ftruncate(old.fd, self._content.size)
+        if self._mode is not None:
+            os.fchmod(old.fd, self._mode)
+        if self._finish is not None:
+            self._finish(old.fd)
         os.fsync(old.fd)
         return os.fstat(old.fd)
 
@@ -287,4 +312,4 @@ class Version:
 
 
 def _build_name() -> bytes:
-    return b".toolcrew-" + os.urandom(12).hex().encode()
+    return TEMPORARY_PREFIX + os.urandom(12).hex().encode()

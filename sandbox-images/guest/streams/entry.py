@@ -7,6 +7,8 @@ import signal
 
 from guest.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, set_process_flag, set_title
 from guest.streams.children import Children
+from guest.streams.file_service import FileService
+from guest.streams.ports import PortService
 from guest.streams.server import StreamServer
 
 TYPE_CHECKING = False
@@ -18,9 +20,9 @@ TITLE = b"streams"
 """Title of the stream server. `pkill -f python3` must not end it."""
 
 
-def build_services(_paths: GuestPaths, children: Children) -> list[EventSource]:
+def build_services(paths: GuestPaths, children: Children) -> list[EventSource]:
     """Return what the server serves."""
-    return [children]
+    return [children, FileService(paths), PortService()]
 
 
 def serve_streams(incoming: int, outgoing: int, paths: GuestPaths) -> None:

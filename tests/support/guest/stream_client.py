@@ -190,10 +190,12 @@ class ClientStream:
         return b"".join(piece for piece, flags in self.pieces if flags & 1 == flag)
 
     def write(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send data as the credit allows."""
+        """Send data as the credit allows, until the stream ends."""
         while data or is_last:
-            while self.send_limit <= self.sent and data:
+            while self.send_limit <= self.sent and data and self.end_fields is None:
                 self.step()
+            if self.end_fields is not None:
+                return
             piece, data = (
                 data[: min(32_768, self.send_limit - self.sent)],
                 data[min(32_768, self.send_limit - self.sent) :],
