@@ -137,7 +137,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "mcp_types": _MCP,
     "starlette": ("orchestrator/http/*.py", "orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
     "uvicorn": ("orchestrator/http/server.py", "orchestrator/http/web_sockets.py"),
-    "websockets": ("orchestrator/http/web_sockets.py",),
+    "websockets": ("orchestrator/http/web_sockets.py", "orchestrator/sdk/http/*.py"),
     "pydantic_settings": ("contract/settings.py",),
 }
 

@@ -9,6 +9,7 @@ missing, and prints a line for each.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,8 @@ PAGES = (settings, commands, errors, http_api, tools, metrics, log_events, progr
 def main(arguments: list[str]) -> int:
     problems = []
     files = {ROOT / "docs" / page.PAGE: page.build_page for page in PAGES}
-    for path, build in {**files, sync_client.TARGET: sync_client.build_source}.items():
+    sources = {target: partial(sync_client.build_source, target) for target in sync_client.TARGETS}
+    for path, build in {**files, **sources}.items():
         text = build()
         if "--check" not in arguments:
             path.write_text(text, encoding="utf-8")

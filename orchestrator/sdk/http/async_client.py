@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
 from toolcrew.contract.errors import ApiUnavailable, ToolcrewError
+from toolcrew.orchestrator.sdk.http.async_processes import AsyncProcesses
 from toolcrew.orchestrator.sdk.http.connection import (
     MAX_ANSWER_BYTES,
     MAX_ERROR_BYTES,
@@ -64,6 +65,7 @@ class AsyncClient:
         """Create the client. Nothing is sent yet. Raises ConfigError when the address or the key is missing."""
         options = build_options(url, api_key)
         self.url = str(options["base_url"])
+        self.headers: Mapping[str, str] = options["headers"]
         self._http = httpx.AsyncClient(**options, transport=httpx.AsyncHTTPTransport(socket_options=keepalive()))
         self.sessions = AsyncSessions(self)
         self.runs = AsyncRuns(self)
@@ -250,6 +252,7 @@ class AsyncSession:
         self._path = f"/v1/sessions/{segment(session)}"
         self.id = session
         self.files = AsyncSessionFiles(client, session)
+        self.processes = AsyncProcesses(client, self._path)
 
     async def __aenter__(self) -> Self:
         return self

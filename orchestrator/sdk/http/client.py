@@ -34,6 +34,7 @@ from toolcrew.orchestrator.sdk.http.connection import (
     segment,
     with_key,
 )
+from toolcrew.orchestrator.sdk.http.processes import Processes
 
 if TYPE_CHECKING:
     from toolcrew.contract.access_views import KeyView, Page, ToolView
@@ -63,6 +64,7 @@ class Client:
         """Create the client. Nothing is sent yet. Raises ConfigError when the address or the key is missing."""
         options = build_options(url, api_key)
         self.url = str(options["base_url"])
+        self.headers: Mapping[str, str] = options["headers"]
         self._http = httpx.Client(**options, transport=httpx.HTTPTransport(socket_options=keepalive()))
         self.sessions = Sessions(self)
         self.runs = Runs(self)
@@ -245,6 +247,7 @@ class Session:
         self._path = f"/v1/sessions/{segment(session)}"
         self.id = session
         self.files = SessionFiles(client, session)
+        self.processes = Processes(client, self._path)
 
     def __enter__(self) -> Self:
         return self

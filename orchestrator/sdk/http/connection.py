@@ -170,13 +170,17 @@ def build_error(response: httpx.Response) -> ToolcrewError:
             f"{response.request.url} answered with status {response.status_code} and without a code of toolcrew: "
             "check that TOOLCREW_URL is the address of its API"
         )
+    return build_failure(name, str(problem.get("detail") or name), nearest=problem.get("nearest") or [])
+
+
+def build_failure(name: str, detail: str, **metadata: Any) -> ToolcrewError:
+    """Return the error of a code of the API."""
     code = ErrorCode(name) if name in list(ErrorCode) else _API_CODES.get(name, ErrorCode.INVALID_ARGUMENTS)
-    detail = str(problem.get("detail") or name)
     if code in OPERATOR_CODES:
         error = _ERRORS.get(code, OperatorError)(detail)
         error.code = code
         return error
-    return ToolFailure(code, detail, nearest=problem.get("nearest") or [], api_code=name)
+    return ToolFailure(code, detail, api_code=name, **metadata)
 
 
 def build_lost(error: httpx.TransportError, url: str) -> ApiUnavailable:
