@@ -14,7 +14,15 @@ import select
 import signal
 import struct
 
-from guest.failures import CANCELLED, INTERNAL, RATE_LIMITED, RequestFailure, describe_os_error
+from guest.failures import (
+    CANCELLED,
+    INTERNAL,
+    NOT_A_REGULAR_FILE,
+    PATH_NOT_ALLOWED,
+    RATE_LIMITED,
+    RequestFailure,
+    describe_os_error,
+)
 from guest.kernel import close_descriptors_except
 from guest.streams.client_bytes import ClientBytes
 from guest.streams.frames import MAX_DATA_BYTES
@@ -50,6 +58,8 @@ if TYPE_CHECKING:
 _RECORD = struct.Struct(">BI")
 _OPENED, _DATA, _END, _FAILED, _LAST = range(5)
 _READ_BYTES = 65_536
+_PUBLIC_CODES = {NOT_A_REGULAR_FILE: PATH_NOT_ALLOWED}
+"""Codes that only the host's side of calls knows -> codes that clients know."""
 
 
 class ChildPipes:
@@ -79,7 +89,8 @@ class ChildPipes:
 
     def fail(self, failure: RequestFailure) -> None:
         """End the stream with an error."""
-        self._write(_FAILED, json.dumps([failure.code, failure.message]).encode())
+        code = _PUBLIC_CODES.get(failure.code, failure.code)
+        self._write(_FAILED, json.dumps([code, failure.message]).encode())
 
     def receive(self) -> Iterator[bytes]:
         """Yield the client's bytes. Raises RequestFailure(CANCELLED) when the client leaves before its last byte."""

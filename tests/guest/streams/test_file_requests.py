@@ -213,7 +213,7 @@ def test_metadata_is_replaced_as_a_whole(server: RunningServer) -> None:
     assert server.client.call("set_metadata", path=".", metadata={"x": "y"})["entry"]["metadata"] == {"x": "y"}
     assert error_of(server, "set_metadata", path="missing", metadata={}) == "FILE_NOT_FOUND"
     os.mkfifo(server.workspace / "pipe")
-    assert error_of(server, "set_metadata", path="pipe", metadata={"a": "b"}) == "NOT_A_REGULAR_FILE"
+    assert error_of(server, "set_metadata", path="pipe", metadata={"a": "b"}) == "PATH_NOT_ALLOWED"
 
 
 def test_metadata_that_does_not_fit_changes_nothing(server: RunningServer) -> None:
