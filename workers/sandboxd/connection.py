@@ -20,7 +20,6 @@ from toolcrew.contract.calls import LONGEST_TIMEOUT_S, Record
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.guest_protocol import REQUESTS
 from toolcrew.contract.invalid_input import find_invalid
-from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.factory import SandboxdEnding
 from toolcrew.workers.sandboxd.frames import Frame, FrameError, WorkerLink
@@ -41,9 +40,7 @@ ServeStreams = Callable[[Sessions, WorkerLink, Mapping[str, Any]], Awaitable[Non
 """Serves a connection that asks for the stream channel of a session, until its end."""
 _MESSAGE_CHARS = 4096
 MAX_BODY_BYTES = 67_108_864
-_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}:[A-Za-z0-9_-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _OPS = (*REQUESTS, "ping")
 
 
@@ -255,7 +252,7 @@ class Connection:
             self._link.send({"ev": "done", "error": error, **loss, **sandbox_fields})
 
 
-# --- Checks of a worker's request. A wrong field raises ToolFailure(INVALID_ARGUMENTS). -------------------------------
+# --- Checks of a call, and of fields of several requests. A wrong field raises ToolFailure(INVALID_ARGUMENTS). ----------
 
 
 def check_request(request: object) -> dict[str, Any]:
@@ -281,24 +278,6 @@ def parse_text(header: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def parse_session(header: Mapping[str, Any]) -> str:
-    """Return the name of a session, `<tenant>:<session>`. Neither part contains a colon, so no two tenants share a
-    name.
-    """
-    name = parse_text(header, "sandbox")
-    if _SESSION.fullmatch(name) is None:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS,
-            f"'{name[:200]}' is not the name of a session: <tenant>:<session>, each of A-Z, a-z, 0-9, _ and -",
-        )
-    return name
-
-
-def parse_fence(header: Mapping[str, Any]) -> int | None:
-    """Return the fence: the number of the session's opening that the request refers to; None for any opening."""
-    return parse_count(header, "fence") if "fence" in header else None
-
-
 def parse_policy(header: Mapping[str, Any]) -> SandboxPolicy | None:
     """Return the sandbox policy of the tenant, or None when the request has none."""
     if header.get("policy") is None:
@@ -311,32 +290,10 @@ def parse_policy(header: Mapping[str, Any]) -> SandboxPolicy | None:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{part}; fix the tenant's policy") from None
 
 
-def parse_spec(header: Mapping[str, Any]) -> SessionSpec:
-    """Return the options of the session that a request opens."""
-    fields = {name: value for name, value in header.items() if name not in ("verb", "sandbox", "policy", "moved")}
-    try:
-        return SessionSpec.model_validate(fields)
-    except ValidationError as error:
-        raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"{find_invalid(error, SessionSpec)}; correct the request"
-        ) from None
-
-
 def parse_run(header: Mapping[str, Any]) -> str | None:
     """Return the run that a call belongs to, or None."""
     run = header.get("run")
     return run if isinstance(run, str) and _NAME.fullmatch(run) else None
-
-
-def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return scope, digest and archive size of a request about a skill. The scope is "" for a skill that all tenants
-    share. A size of 0 means that no archive follows.
-    """
-    digest = parse_text(header, "digest")
-    if not _DIGEST.fullmatch(digest):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a SHA-256 in hexadecimal")
-    scope = "" if header.get("shared") is True else parse_session(header).partition(":")[0]
-    return scope, digest, parse_count(header, "body_bytes")
 
 
 def parse_number(header: Mapping[str, Any], name: str, default: float, most: float) -> float:

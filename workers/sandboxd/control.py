@@ -21,19 +21,11 @@ from toolcrew.contract.tenancy import SandboxPolicy
 from toolcrew.workers.sandboxd.archives.checkpoints import Checkpoints
 from toolcrew.workers.sandboxd.archives.packing import count_max_bytes, find_roots
 from toolcrew.workers.sandboxd.archives.workspaces import WorkspaceFiles
-from toolcrew.workers.sandboxd.connection import (
-    ReadBody,
-    parse_count,
-    parse_fence,
-    parse_policy,
-    parse_session,
-    parse_skill,
-    parse_spec,
-    parse_text,
-)
+from toolcrew.workers.sandboxd.connection import ReadBody, parse_count, parse_policy, parse_text
 from toolcrew.workers.sandboxd.egress.secrets import SecretValues, parse_values
 from toolcrew.workers.sandboxd.forks import SessionForker
 from toolcrew.workers.sandboxd.plans import Plans, with_placeholders
+from toolcrew.workers.sandboxd.request_fields import parse_fence, parse_session, parse_skill, parse_spec
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import MAX_ROWS, SessionParameters, Sessions

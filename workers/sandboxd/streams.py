@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.workers.sandboxd.connection import parse_count, parse_policy, parse_session
+from toolcrew.workers.sandboxd.connection import parse_count, parse_policy
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, WorkerLink, encode_frame
+from toolcrew.workers.sandboxd.request_fields import parse_session
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions

@@ -32,7 +32,7 @@ from toolcrew.orchestrator.mcp.calls import _parse_call as parse_mcp_call
 from toolcrew.orchestrator.sessions.session import build_call
 from toolcrew.store.secrets import _build_info as build_secret
 from toolcrew.workers.mcp.settings import HttpEntry, load_servers
-from toolcrew.workers.sandboxd.connection import parse_spec
+from toolcrew.workers.sandboxd.request_fields import parse_spec
 
 PYDANTIC = ("Input should", "Value error", "Extra inputs", "Field required", "valid string", "Assertion failed")
 
