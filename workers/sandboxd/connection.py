@@ -252,7 +252,7 @@ class Connection:
             self._link.send({"ev": "done", "error": error, **loss, **sandbox_fields})
 
 
-# --- Checks of a call, and of fields of several requests. A wrong field raises ToolFailure(INVALID_ARGUMENTS). ----------
+# --- Checks of a call, and of fields of several requests. A wrong field raises ToolFailure(INVALID_ARGUMENTS). --------
 
 
 def check_request(request: object) -> dict[str, Any]:
