@@ -5,7 +5,6 @@
 import asyncio
 import errno
 import posixpath
-import re
 import shlex
 from typing import Any, Literal, overload
 
@@ -29,6 +28,13 @@ from toolcrew.contract.errors import ErrorCode, OperatorError, ToolcrewError, To
 from toolcrew.orchestrator.adapters.inspect_client import client_of_loop
 from toolcrew.orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
 from toolcrew.orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
+from toolcrew.orchestrator.adapters.inspect_servers import (
+    BROWSER_REQUEST,
+    START_BROWSER,
+    is_server_start,
+    move_tools,
+    start_server,
+)
 from toolcrew.orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
 from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.telemetry.logs import get_logger
@@ -36,18 +42,6 @@ from toolcrew.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 WORKSPACE = "/workspace"
-_SETUP_FILE = re.compile(r"/tmp/[0-9A-Za-z]{22}")
-"""Path of a sample's setup script, which Inspect writes and then runs."""
-_RUN_A_COPY = [
-    "/bin/sh",
-    "-c",
-    'at=$1; shift; own=/workspace/.setup-${at##*/}; trap \'rm -f "$own"\' EXIT; cp -p "$at" "$own" || exit; '
-    'n=$#; while [ "$n" -gt 1 ]; do set -- "$@" "$1"; shift; n=$((n - 1)); done; shift; "$@" "$own"',
-    "sh",
-]
-"""Command that runs a script of /tmp, which is mounted noexec. It copies the script into the workspace, runs the
-copy, and removes it.
-"""
 
 
 @sandboxenv(name="toolcrew")
@@ -61,6 +55,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         super().__init__()
         self.session = session
         self._default_user = default_user
+        self._has_browser = False
 
     @override
     @classmethod
@@ -164,12 +159,18 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         """
         most_s = (await self.session.info()).timeout_s
         limit_s = min(timeout, most_s) if timeout is not None else most_s
-        if _starts_setup(cmd):
-            cmd = [*_RUN_A_COPY, cmd[-1], *cmd]
-        command = run_as(await self._user(user), cmd)
+        stdin = _as_bytes(input)
+        if not await self._is_root():
+            cmd, stdin = move_tools(cmd, stdin)
+        own_user = await self._user(user)
+        command = run_as(own_user, cmd)
         try:
+            if is_server_start(cmd):
+                return await start_server(self.session, own_user, cmd)
+            if cmd == BROWSER_REQUEST and not self._has_browser:
+                self._has_browser = (await start_server(self.session, own_user, START_BROWSER)).success
             done = await self.session.exec(
-                command, stdin=_as_bytes(input), env=env, cwd=_absolute_path(cwd or ""), timeout_s=limit_s
+                command, stdin=stdin, env=env, cwd=_absolute_path(cwd or ""), timeout_s=limit_s
             )
         except ToolFailure as failure:
             return not_started(failure)
@@ -262,11 +263,6 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
             *listing,
         ]
         return SandboxConnection(type="toolcrew", command=shlex.join(command))
-
-
-def _starts_setup(cmd: list[str]) -> bool:
-    """Return whether the command runs the setup script. The chmod before it and the rm after it name the same file."""
-    return len(cmd) > 3 and cmd[0] == "/bin/sh" and "exec env " in cmd[2] and _SETUP_FILE.fullmatch(cmd[-1]) is not None
 
 
 def _absolute_path(path: str) -> str:

@@ -48,7 +48,7 @@ async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str
 
 
 async def test_the_example_scores_correctly_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
-    """The example uses files and a setup script. Inspect puts the files into /tmp, where no program can be started."""
+    """The example uses files and a setup script, which Inspect writes into /tmp and runs there."""
     async with ToolClient.connect(stack.redis_url) as client:
         before = {session.id for session in (await client.sessions()).sessions}
         done = await asyncio.to_thread(
