@@ -119,7 +119,11 @@ WALLS: dict[str, tuple[str, ...]] = {
     "langgraph": (),
     "agents": ("orchestrator/adapters/openai_agents.py",),
     "fsspec": ("archives/fsspec_store.py",),
-    "inspect_ai": ("orchestrator/adapters/inspect_results.py", "orchestrator/adapters/inspect_sandbox.py"),
+    "inspect_ai": (
+        "orchestrator/adapters/inspect_results.py",
+        "orchestrator/adapters/inspect_sandbox.py",
+        "orchestrator/adapters/inspect_servers.py",
+    ),
     "flower": ("orchestrator/operations/flower.py",),
     "harbor": ("orchestrator/adapters/harbor.py",),
     "verifiers": ("orchestrator/adapters/verifiers.py",),
