@@ -5,6 +5,7 @@ A channel needs a connection to sandboxd of its own, and lasts as long as this c
 
 import asyncio
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from toolcrew.workers.sandbox_client import OPEN_TIMEOUT_S, SandboxdUnreachable,
 from toolcrew.workers.sandboxd.frames import MAX_DOWN, FrameDecoder, FrameError, encode_frame
 
 _READ_BYTES = 4096
+_DESCRIPTOR = struct.Struct("i")
+_PART_BYTES = socket.CMSG_LEN(_DESCRIPTOR.size)
 
 
 class SandboxChannel:
@@ -107,11 +110,14 @@ class _Connection:
     async def _read(self) -> Mapping[str, Any]:
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                # `socket.recv_fds` of Python 3.11 drops the flag, so that programs would inherit the descriptor.
+                data, parts, _, _ = self._sock.recvmsg(_READ_BYTES, _PART_BYTES, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 await _wait_readable(self._sock)
                 continue
-            self._received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            for level, kind, content in parts:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._received.append(socket.socket(fileno=_DESCRIPTOR.unpack(content)[0]))
             if not data:
                 raise ConnectionError("it closed the connection")
             for frame in self._decoder.feed(data):
