@@ -100,7 +100,13 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 
 # Module -> the only files of this repository that may import it.
-_CELERY = ("orchestrator/dispatch/celery_transport.py", "orchestrator/operations/flower.py", "workers/celery_edge/*.py")
+_CELERY = (
+    "orchestrator/adapters/celery_*.py",
+    "orchestrator/dispatch/celery_transport.py",
+    "orchestrator/operations/pool_commands.py",
+    "toolcrew/celery.py",
+    "workers/celery_edge/*.py",
+)
 _REDIS = ("store/*.py", "workers/celery_edge/*.py")
 _TERMINAL = (
     "orchestrator/command.py",

@@ -53,7 +53,8 @@ class FunctionShape:
     """Parameter -> field of the model. The fields have generated names, because pydantic refuses fields that are called
     `schema` or `_x`.
     """
-    _positional: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    """Names of the parameters that are given by position only."""
     _context: frozenset[str] = frozenset()
     _extra: TypeAdapter[dict[str, Any]] | None = field(default=None)
 
@@ -79,7 +80,7 @@ class FunctionShape:
         except ValidationError as error:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{self.name}: {_describe_errors(error)}") from error
         values.update(dict.fromkeys(self._context, context))
-        return [values.pop(name) for name in self._positional], values
+        return [values.pop(name) for name in self.positional], values
 
 
 def read_function(function: Callable[..., Any], *, name: str | None = None) -> FunctionShape:
@@ -107,7 +108,7 @@ def read_function(function: Callable[..., Any], *, name: str | None = None) -> F
         schema=_schema(model, extra),
         _model=model,
         _fields=field_names,
-        _positional=tuple(
+        positional=tuple(
             parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
         ),
         _context=context,

@@ -15,7 +15,6 @@ from typing import Any
 
 import tornado.options
 import tornado.web
-from celery import Celery
 from flower.api.tasks import GetQueueLengths
 from flower.app import Flower
 from flower.command import apply_env_options, apply_options, extract_settings
@@ -30,6 +29,7 @@ from toolcrew.contract.errors import ConfigError, ToolcrewError
 from toolcrew.contract.names import call_page_url, parse_shown_call
 from toolcrew.contract.settings import OrchestratorSettings, load_settings
 from toolcrew.orchestrator.logs import configure_logging
+from toolcrew.orchestrator.operations.pool_commands import open_command_app
 
 DEFAULTS: dict[str, Any] = {
     # Limit of the tasks in memory. Each task takes about 5 KiB.
@@ -151,7 +151,7 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
     # Tornado configured its own logs when it read the options.
     configure_logging(settings, "flower")
     logging.getLogger("flower").setLevel(settings.log_level)
-    app = Flower(capp=_open_celery(settings.broker().celery_options()), options=options, **flower_settings)
+    app = Flower(capp=open_command_app(settings.broker(), "toolcrew-flower"), options=options, **flower_settings)
     ours = [
         (_path(r"/task/(.+)"), CallTaskView, {"page_url": settings.page_url}),
         (_path(r"/tasks"), TaskList),
@@ -160,17 +160,6 @@ def _open_flower(settings: OrchestratorSettings, arguments: list[str]) -> Flower
         (_path(r"/api/queues/length"), LiveQueueLengths),
     ]
     app.add_handlers(".*", ours)
-    return app
-
-
-def _open_celery(celery_options: dict[str, Any]) -> Celery:
-    # Remove the result backend: Flower does not need the results of calls, and its Redis user may not read them.
-    del celery_options["result_backend"]
-    app = Celery("toolcrew-flower", set_as_current=False)
-    # Flower gets other keys for unacknowledged messages than the workers, whose keys contain calls.
-    own = {f"unacked_{name}key": f"flower.unacked.{name}" for name in ("", "index_", "mutex_")}
-    broker_options = {**celery_options.pop("broker_transport_options"), **own, "priority_steps": [0]}
-    app.conf.update(**celery_options, broker_transport_options=broker_options, accept_content=["json"])
     return app
 
 

@@ -92,10 +92,10 @@ def test_every_picture_is_generated_by_a_script_and_small() -> None:
 
 
 def test_the_pages_stay_within_their_word_limits() -> None:
-    """At most 21 pages and 40,000 words by hand; the README at most 1,200 words."""
+    """At most 22 pages and 43,000 words by hand; the README at most 1,200 words."""
     written = re.compile(r"<!-- hosts: begin.*?<!-- hosts: end -->", re.DOTALL)
     counts = {page: len(written.sub("", text).split()) for page, text in TEXTS.items()}
     by_hand = [page for page in PAGES if page.parent == ROOT / "docs" or page.name in ("README.md", "SECURITY.md")]
-    assert len([page for page in by_hand if page.parent.name != "examples"]) <= 21
-    assert sum(counts.values()) <= 40_000
+    assert len([page for page in by_hand if page.parent.name != "examples"]) <= 22
+    assert sum(counts.values()) <= 43_000
     assert counts[ROOT / "README.md"] <= 1_200
