@@ -1,4 +1,4 @@
-# The images of all services, one target each: redis, worker, web-worker, sandboxd, egress, orchestrator, api, flower. `scripts/build-services` builds them: it
+# The images of all services, one target each: redis, worker, stream-gateway, web-worker, sandboxd, egress, orchestrator, api, flower. `scripts/build-services` builds them: it
 # fetches the locked wheels first, because this build needs no package index and asks none.
 #
 # BASE may be any Debian 12 root; where it brings no Python 3.11, Debian's own is installed.
@@ -7,7 +7,7 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS base
 # One uid a service, so that none can read another's files or signal its processes; sandboxd is 0, as said at its target.
 # Nothing may gain rights by running a file: no setuid, no setgid.
-RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004 web:10005 egress:10006 api:10007; do \
+RUN for user in worker:10001 orchestrator:10002 flower:10003 redis:10004 web:10005 egress:10006 api:10007 streams:10008; do \
         groupadd --gid "${user#*:}" "${user%:*}" \
         && useradd --uid "${user#*:}" --gid "${user#*:}" --no-create-home --home-dir /tmp --shell /usr/sbin/nologin "${user%:*}" \
         || exit 1; \
@@ -61,7 +61,7 @@ CMD ["redis-start"]
 FROM python AS runtime
 COPY --from=services /opt/toolcrew/ /opt/toolcrew/
 # sandboxd's socket lies in a volume of its own, which takes over this owner and mode: sandboxd makes and removes the socket, the
-# worker's group may reach it, nobody else gets past the directory.
+# worker's group may reach it, and so the stream gateway; nobody else gets past the directory.
 RUN install -d -o 0 -g 10001 -m 0750 /run/toolcrew
 # The egress proxy's likewise: it makes and removes the socket; sandboxd, which has no capability to get past a mode, enters by its group.
 RUN install -d -o 10006 -g 10001 -m 0750 /run/toolcrew-egress
@@ -73,6 +73,11 @@ COPY --from=own /opt/own/ /opt/toolcrew/
 FROM runtime AS worker
 USER 10001:10001
 CMD ["python", "-m", "toolcrew.workers"]
+
+# It has the worker's group, because it asks sandboxd for the channels of sandboxes.
+FROM runtime AS stream-gateway
+USER 10008:10001
+CMD ["python", "-m", "toolcrew.workers.stream_gateway"]
 
 # The worker's program under a uid of its own, which the directory of sandboxd's socket does not let in.
 FROM worker AS web-worker

@@ -10,6 +10,7 @@
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses the credentials
     |   |   +-- BrokerFull             Redis answers, but its memory is full
     |   +-- ApiUnavailable         the HTTP API cannot be reached
+    |   +-- StreamLost             the connection to a stream was lost; its process goes on
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model server cannot be reached, or refuses the request
     |       +-- ModelBlocked           its rate limit asks for a longer wait than the caller allows
@@ -144,6 +145,14 @@ class ApiUnavailable(OperatorError):
     """Raised when the HTTP API cannot be reached, or something else answers at its address."""
 
     code = ErrorCode.NETWORK_ERROR
+
+
+class StreamLost(OperatorError):
+    """Raised when the connection to a stream was lost, for example because a gateway ended. The process of the stream
+    goes on: open a stream that attaches to it.
+    """
+
+    code = ErrorCode.HOST_LOST
 
 
 class SandboxUnavailable(OperatorError):

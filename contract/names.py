@@ -57,6 +57,20 @@ def host_queue(host: str, boot: str) -> str:
     return f"{host_prefix(host)}{boot}"
 
 
+def sandboxd_queue(queue: str) -> str:
+    """Return the queue of the first worker at the same boot of sandboxd. The queue of the second worker ends with
+    `.2`.
+    """
+    return ".".join(queue.split(".")[:3])
+
+
+def stream_gateway_key(deployment: str, queue: str) -> str:
+    """Return the key of the record of the stream gateway of a sandboxd (contract/stream_gateways.py). `queue`: of
+    `sandboxd_queue`.
+    """
+    return deployment_key(deployment, f"stream-gateway:{queue}")
+
+
 def host_prefix(host: str) -> str:
     """Return the prefix of the queues of all incarnations of a host. A host's name contains no dot."""
     return f"{HOST_QUEUES}{host}."

@@ -66,6 +66,7 @@ OTHERS = frozenset(
         "REDIS_ADMIN_PASSWORD",
         "REDIS_FLOWER_PASSWORD",
         "REDIS_ORCHESTRATOR_PASSWORD",
+        "REDIS_STREAMS_PASSWORD",
         "REDIS_WEB_PASSWORD",
         "REDIS_WORKER_PASSWORD",
         "SERVICE_BASE",
@@ -427,6 +428,33 @@ class WorkerSettings(SharedSettings, LogSettings):
         return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
 
 
+class StreamGatewaySettings(SharedSettings, LogSettings):
+    """The settings of the stream gateway, which runs next to sandboxd and its worker."""
+
+    redis_url: SecretStr
+    sandboxd_socket: Path = Field(default_factory=default_socket)
+    """The Unix socket of sandboxd. An operator changes it when two sandboxds run on one host."""
+    host: str = Field(
+        default_factory=lambda: re.sub("[^A-Za-z0-9-]", "-", os.uname().nodename)[:40] or "host",
+        pattern=r"^[A-Za-z0-9_-]{1,40}$",
+    )
+    """The name of this host in queues and reports, unique in the deployment. The operator sets it when host names
+    change or repeat, as in containers.
+    """
+    stream_address: str = Field(default="127.0.0.1", pattern=r"^[A-Za-z0-9._:-]{1,255}$")
+    """The address at which API processes reach the stream gateway of this host: a name or an IP address. With an
+    address of loopback, the gateway serves this host only. The operator sets it on every host of a deployment.
+    """
+    stream_port: int = Field(default=0, ge=0, le=65_535)
+    """The port of the stream gateway; 0: any free port. The operator sets it when a firewall is between the API and the
+    hosts.
+    """
+
+    def broker(self) -> BrokerSettings:
+        """Return the settings of Redis and Celery that workers and orchestrators must share."""
+        return BrokerSettings.model_validate({name: getattr(self, name) for name in BrokerSettings.model_fields})
+
+
 class SandboxdSettings(LogSettings):
     """The settings of sandboxd. Sizes in bytes, durations in seconds."""
 
@@ -601,6 +629,7 @@ CLASSES: tuple[type[BaseSettings], ...] = (
     SandboxdSettings,
     WebSettings,
     EgressSettings,
+    StreamGatewaySettings,
 )
 """The settings of every process."""
 SETTINGS = frozenset(

@@ -140,6 +140,11 @@ class TenantPolicy(Record):
         default=(),
         description="A rule action:tool:words, as deny:bash_tool:git push; repeat it for more; replaces all rules.",
     )
+    streams: Literal["allow", "refuse"] | None = Field(
+        default=None,
+        description="Streams to processes, files and ports: allow or refuse. Default: allow, but no processes for a "
+        "tenant with deny or ask rules for bash_tool.",
+    )
     sandbox: SandboxPolicy = SandboxPolicy()
     budgets: Budgets = Budgets()
     is_paused: bool = False

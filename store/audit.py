@@ -55,6 +55,8 @@ AuditAction = Literal[
     "session.close",
     "session.fork",
     "session.use",
+    "stream.open",
+    "stream.end",
     "file.delete",
     "skill.install",
     "skill.remove",

@@ -243,6 +243,18 @@ return 'open'
     args=("queue", "facts", "limit", "tenant", "prefix", "margin_s", "facts_margin_s", "starts..."),
 )
 
+# A session whose streams are its only use has no calls that extend its location.
+_EXTEND = Script(
+    """
+local life = math.ceil(tonumber(redis.call('HGET', location, 'ttl_s') or 0)) + margin_s
+for _, key in ipairs({location, sessions}) do
+  if redis.call('TTL', key) < life then redis.call('EXPIRE', key, life) end
+end
+""",
+    keys=("location", "sessions"),
+    args=("margin_s",),
+)
+
 # Returns the new fence, or 0 if another process was first: `fence` and `state` are the expected ones. The state is
 # compared too, because the end of a move does not change the fence.
 _MOVE = Script(
@@ -459,6 +471,16 @@ class SessionStore:
             raise _too_large(tenant)
         if result == "moved":
             raise SandboxUnavailable("the session was moved or closed while it was forked: try again")
+
+    async def extend(self, tenant: str, session: str) -> None:
+        """Let the location of a session live as long as after a call."""
+        with broker_errors(_WHAT):
+            await _EXTEND.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                sessions=tenant_sessions_key(self._deployment, tenant),
+                margin_s=LOCATION_MARGIN_S,
+            )
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         """Return the location of a session; None if it is closed, has expired, or belongs to another tenant."""

@@ -12,7 +12,13 @@ from types import TracebackType
 import structlog
 
 from toolcrew.contract.masking import Masker, secrets_of_settings
-from toolcrew.contract.settings import EgressSettings, SandboxdSettings, WorkerSettings, secrets_of_environment
+from toolcrew.contract.settings import (
+    EgressSettings,
+    SandboxdSettings,
+    StreamGatewaySettings,
+    WorkerSettings,
+    secrets_of_environment,
+)
 from toolcrew.telemetry.log_lines import LogLines, RecordLines, StderrLogger, write_line
 
 log = structlog.get_logger(__name__)
@@ -22,13 +28,15 @@ _REPEATING = ("celery.worker.strategy", "celery.app.trace")
 
 
 def configure_logging(
-    service: str, settings: WorkerSettings | SandboxdSettings | EgressSettings, level: str | None = None
+    service: str,
+    settings: WorkerSettings | SandboxdSettings | EgressSettings | StreamGatewaySettings,
+    level: str | None = None,
 ) -> None:
     """Configure logging for the whole process. `service` is a field of all lines.
 
     `level` replaces the level of the settings.
     """
-    fixed = {"host": settings.host} if isinstance(settings, WorkerSettings) else {}
+    fixed = {"host": settings.host} if isinstance(settings, WorkerSettings | StreamGatewaySettings) else {}
     lines = _build_lines(service, secrets_of_settings(settings), fixed)
     min_level = logging.getLevelNamesMapping()[level or settings.log_level]
 

@@ -1,5 +1,5 @@
-"""Embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
-supervisor process. The children end when the supervisor ends.
+"""Embedded stack: redis-server, sandboxd, a worker of each kind, a stream gateway, Flower and the API as child
+processes of one supervisor process. The children end when the supervisor ends.
 
 If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started again
 (supervision.py).
@@ -195,6 +195,9 @@ class LocalStack:
         await self._start_python("sandboxd", "toolcrew.workers.sandboxd", environment)
         shared = {**self._settings.for_children(), **stored, "TOOLCREW_REDIS_URL": redis_url}
         await self._start_python("worker", "toolcrew.workers", {**sockets, **shared, "TOOLCREW_WORKER_KIND": "sandbox"})
+        # The gateway of an embedded stack serves this host only, at any free port.
+        streams = {"TOOLCREW_STREAM_ADDRESS": "127.0.0.1", "TOOLCREW_STREAM_PORT": "0"}
+        await self._start_python("stream-gateway", "toolcrew.workers.stream_gateway", {**sockets, **shared, **streams})
         web = {
             "TOOLCREW_WORKER_KIND": "web",
             "TOOLCREW_WORKER_QUEUES": "",
@@ -242,7 +245,7 @@ class LocalStack:
         await self._wait_for_sandbox_removal()
         if self._api is not None:
             await self._api.revoke()
-        for roles in (("api",), ("sandboxd",), ("worker", "web", "flower", "egress"), ("redis",)):
+        for roles in (("api",), ("sandboxd",), ("worker", "web", "stream-gateway", "flower", "egress"), ("redis",)):
             await asyncio.gather(*(self._supervisor.stop(role) for role in roles))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -393,7 +396,7 @@ class LocalStack:
             environment,
             orphan_signal=ask,
             stop_signal=ask,
-            stop_within_s=WEB_STOP_TIMEOUT_S if role == "web" else STOP_TIMEOUT_S,
+            stop_within_s=WEB_STOP_TIMEOUT_S if role in ("web", "stream-gateway") else STOP_TIMEOUT_S,
             may_finish=role in ("worker", "web"),
         )
         await self._supervisor.start(plan)

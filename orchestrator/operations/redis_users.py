@@ -117,6 +117,14 @@ ROLES: dict[str, Role] = {
             f"{_PLAIN} +info",
         ),
         Role(
+            "streams",
+            "stream gateways: their own records and the time",
+            ("stream-gateway:host.*",),
+            (),
+            (),
+            f"+@connection +get +set +del +exists +time +select {_NEVER} {_SPARED}",
+        ),
+        Role(
             "flower",
             "Flower: events, and answers of workers; no queue, no result, no key of this project",
             (),

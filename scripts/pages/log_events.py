@@ -51,6 +51,7 @@ def find_process(path: str) -> str:
         ("orchestrator/logs.py", "every orchestrator-side process"),
         ("workers/sandboxd/", "sandboxd"),
         ("workers/egress/", "egress"),
+        ("workers/stream_gateway/", "stream-gateway"),
         ("workers/web", "web-worker"),
         ("workers/custom/", "web-worker"),
         ("workers/", "worker"),

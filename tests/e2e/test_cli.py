@@ -236,7 +236,16 @@ def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) 
 def test_up_prints_its_addresses_on_one_line_and_stops_everything_on_a_signal(engine: APIClient, number: int) -> None:
     with open_stack(engine, workers_only=False) as stack:
         assert isinstance(stack.info, StackInfo)
-        assert set(stack.info.pids) == {"redis", "sandboxd", "worker", "web", "flower", "api", "orchestrator"}
+        assert set(stack.info.pids) == {
+            "redis",
+            "sandboxd",
+            "worker",
+            "web",
+            "stream-gateway",
+            "flower",
+            "api",
+            "orchestrator",
+        }
         running = stack.footprint.processes()
         assert {pid for pids in stack.info.pids.values() for pid in pids} <= set(running)
 

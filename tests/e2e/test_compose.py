@@ -34,7 +34,7 @@ from toolcrew.workers.sandboxd.runtime.id_ranges import FIRST_ID
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower"}
+SERVICES = {"redis", "sandboxd", "egress", "worker", "stream-gateway", "web-worker", "orchestrator", "api", "flower"}
 BUILD_S, UP_S, HEALTHY_S, DOWN_S, ANSWER_S = 900.0, 240.0, 120.0, 120.0, 120.0
 
 CAPABILITIES = {

@@ -19,13 +19,14 @@ from toolcrew.workers.sandboxd.runtime.containerd import DEFAULT_ADDRESS
 from toolcrew.workers.sandboxd.runtime.oci import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
+SERVICES = ("redis", "sandboxd", "egress", "worker", "stream-gateway", "web-worker", "orchestrator", "api", "flower")
 WORKERS = ("worker", "web-worker")
 USERS = {
     "orchestrator": "orchestrator",
     "api": "orchestrator",
     "worker": "worker",
     "web-worker": "web",
+    "stream-gateway": "streams",
     "flower": "flower",
 }
 """Service -> its user of Redis's."""
@@ -189,7 +190,7 @@ def test_the_compose_file_contains_no_secret() -> None:
 
 
 def test_each_secret_is_passed_only_to_the_services_that_need_it() -> None:
-    assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator", "api"}
+    assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "stream-gateway", "orchestrator", "api"}
     owners = {role: {"redis", *(service for service, user in USERS.items() if user == role)} for role in USERS.values()}
     assert {role: find_services_naming(name) for role, name in PASSWORDS.items()} == {**owners, "admin": {"redis"}}
     for name in ("TAVILY_API_KEY", "BRAVE_API_KEY", "EXA_API_KEY", "SEARXNG_URL"):
@@ -354,20 +355,23 @@ def test_the_worker_is_only_on_the_internal_network_which_does_not_reach_the_hos
     assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
 
 
-def test_only_the_worker_can_access_the_sandboxd_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_worker_and_the_stream_gateway_can_access_the_sandboxd_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     worker_uid, worker_gid = find_user("worker")
     for key, value in load_environment("sandboxd").items():
         monkeypatch.setenv(key, value)
     settings = SandboxdSettings()
-    assert settings.sandboxd_allow_uids == [worker_uid]
+    gateway_uid, gateway_gid = find_user("stream-gateway")
+    assert settings.sandboxd_allow_uids == [worker_uid, gateway_uid]
+    assert gateway_gid == worker_gid
     assert find_user("sandboxd")[1] == worker_gid
     assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
     web_uid, web_gid = find_user("web-worker")
     assert web_uid != worker_uid
     assert web_gid != worker_gid
     services = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
-    assert services == {"sandboxd", "worker"}
-    assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
+    assert services == {"sandboxd", "worker", "stream-gateway"}
+    for name in ("worker", "stream-gateway"):
+        assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service(name)["volumes"]
 
 
 def test_the_web_worker_has_web_access_and_no_sandbox_access() -> None:

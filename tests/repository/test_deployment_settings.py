@@ -11,6 +11,7 @@ from toolcrew.contract.settings import (
     EgressSettings,
     OrchestratorSettings,
     SandboxdSettings,
+    StreamGatewaySettings,
     TracingSettings,
     WebSettings,
     WorkerSettings,
@@ -26,6 +27,7 @@ PROCESSES: dict[str, tuple[type[BaseModel], ...]] = {
     "web-worker": (WorkerSettings, WebSettings, TracingSettings),
     "sandboxd": (SandboxdSettings,),
     "egress": (EgressSettings,),
+    "stream-gateway": (StreamGatewaySettings,),
 }
 """Service of compose and container of Kubernetes -> the settings that its process reads."""
 
@@ -121,6 +123,9 @@ def test_kubernetes_passes_every_setting_from_one_config_map(service: str) -> No
         "TOOLCREW_DEPLOYMENT",
         "TOOLCREW_SECRET",
         "TOOLCREW_REDIS_URL",
+        "TOOLCREW_REDIS_STREAMS_PASSWORD",
+        "TOOLCREW_STREAM_ADDRESS",
+        "TOOLCREW_STREAM_PORT",
         "TOOLCREW_REDIS_ORCHESTRATOR_PASSWORD",
         "TOOLCREW_REDIS_WORKER_PASSWORD",
         "TOOLCREW_REDIS_WEB_PASSWORD",

@@ -20,6 +20,7 @@ from toolcrew.contract.settings import (
     EgressSettings,
     OrchestratorSettings,
     SandboxdSettings,
+    StreamGatewaySettings,
     WebSettings,
     WorkerSettings,
 )
@@ -37,10 +38,10 @@ errors.
 """
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-SERVICES = {"redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "flower"}
+SERVICES = {"redis", "sandboxd", "egress", "worker", "stream-gateway", "web-worker", "orchestrator", "flower"}
 """Containers that are services of docker-compose.yml, too."""
 CONTAINERD = "/run/containerd"
-SETTINGS = (OrchestratorSettings, WorkerSettings, SandboxdSettings, WebSettings, EgressSettings)
+SETTINGS = (OrchestratorSettings, WorkerSettings, SandboxdSettings, WebSettings, EgressSettings, StreamGatewaySettings)
 SECRET = re.compile(r"SECRET|PASSWORD|API_KEY")
 
 

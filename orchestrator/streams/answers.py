@@ -1,0 +1,48 @@
+"""Parsing of what the stream server of a sandbox answers. Its text is untrusted."""
+
+import json
+from typing import Any
+
+from toolcrew.contract.errors import (
+    OPERATOR_CODES,
+    ErrorCode,
+    OperatorError,
+    SandboxUnavailable,
+    StreamLost,
+    ToolFailure,
+)
+from toolcrew.contract.json_limits import has_more_values, is_deeper
+
+_MAX_DEPTH, _MAX_VALUES = 16, 10_000
+_MAX_MESSAGE_CHARS = 2000
+
+
+def parse_answer(payload: bytes) -> dict[str, Any]:
+    """Return the fields of OPENED, END or REPLY. Raises the error that they contain: ToolFailure, OperatorError."""
+    try:
+        fields = json.loads(payload)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict) or is_deeper(fields, _MAX_DEPTH) or has_more_values(fields, _MAX_VALUES):
+        raise SandboxUnavailable("the stream server of the sandbox sent an invalid answer: open another session")
+    if "error" in fields:
+        raise _build_error(fields["error"])
+    return fields
+
+
+def _build_error(error: object) -> ToolFailure | OperatorError:
+    fields = error if isinstance(error, dict) else {}
+    message = str(fields.get("message", "failed"))[:_MAX_MESSAGE_CHARS]
+    try:
+        code = ErrorCode(str(fields.get("code")))
+    except ValueError:
+        code = ErrorCode.INTERNAL
+    if code is ErrorCode.HOST_LOST:
+        return StreamLost(message)
+    if code is ErrorCode.SANDBOX_UNAVAILABLE:
+        return SandboxUnavailable(message)
+    if code not in OPERATOR_CODES:
+        return ToolFailure(code, message)
+    failure = OperatorError(message)
+    failure.code = code
+    return failure
