@@ -45,6 +45,10 @@ waits for the result.
 """
 ROOM_PAUSE_S = 0.2
 PIECE_BYTES = 256 * 1024
+KEPT_BYTES, LARGE_KEPT_S = 1024 * 1024, 20
+"""Size, in bytes, up to which the output of a call with a chosen id is kept until it expires, and the seconds for which
+a larger output is kept after it was read.
+"""
 _DIGEST_CHARS = 64
 # Returns 1 if there is room; the size of the blob is then added. Returns 0 if there is none; the blob is then deleted.
 # `prefix`: of the keys of blobs. `blob` '': check only.
@@ -129,8 +133,9 @@ class Blobs:
         with contextlib.suppress(BrokerUnavailable), broker_errors("the content was not deleted"):
             await self._client.unlink(key)
 
-    async def take(self, tenant: str, key: str) -> bytes:
-        """Return a result's bytes and delete them. `key` must come from the signed result. Raises ToolFailure: the
+    async def take(self, tenant: str, key: str, *, keeps: bool = False) -> bytes:
+        """Return a result's bytes and delete them, unless `keeps` (KEPT_BYTES). `key` must come from the signed result.
+        Raises ToolFailure: the
         blob belongs to another tenant, has expired, or was changed. Raises BrokerUnavailable when Redis does not
         answer.
         """
@@ -141,22 +146,33 @@ class Blobs:
             raise _build_expired_error()
         assert isinstance(data, bytes)
         check_blob(key, data)
-        await self.drop(key)
+        await self._end(key, len(data), keeps)
         return data
 
+    async def _end(self, key: str, size: int, keeps: bool) -> None:
+        """Delete a blob that was read, or limit how long a large one is kept."""
+        if not keeps:
+            await self.drop(key)
+        elif size > KEPT_BYTES:
+            with contextlib.suppress(BrokerUnavailable), broker_errors("the lifetime of the content was not changed"):
+                await self._client.expire(key, LARGE_KEPT_S)
+
     @contextlib.asynccontextmanager
-    async def hold(self, tenant: str, key: str, copies: int = 1) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+    async def hold(
+        self, tenant: str, key: str, copies: int = 1, *, keeps: bool = False
+    ) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
         """Yield a result's bytes in pieces, and the memory that is reserved during the block: `copies` times their
-        size. Delete the blob. Raises the errors of `take` and of `ReadMemory.reserve`.
+        size. Delete the blob, unless `keeps` (KEPT_BYTES). Raises the errors of `take` and of `ReadMemory.reserve`.
         """
         self._check_owner(tenant, key)
+        size = 0
         try:
             with broker_errors("the result's content was not read"):
                 size = min(int(await self._client.strlen(key)), MAX_BLOB_BYTES)
             async with read_memory().reserve(tenant, size * copies) as memory:
                 yield await self._pieces(key, size), memory
         finally:
-            await self.drop(key)
+            await self._end(key, size, keeps)
 
     async def _pieces(self, key: str, size: int) -> deque[bytes]:
         pipe = self._client.pipeline(transaction=True)
@@ -248,8 +264,9 @@ class WorkerBlobs:
 
 def _build_expired_error() -> ToolFailure:
     return ToolFailure(
-        ErrorCode.OUTCOME_UNKNOWN,
-        f"the content of the result has expired after {BLOB_TTL_S} s: send the call again if a repetition is safe",
+        ErrorCode.RESULT_EXPIRED,
+        f"the content of the result has expired after {BLOB_TTL_S} s at most: send the call with a new id or key if a "
+        "repetition is safe",
     )
 
 

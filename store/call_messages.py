@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ class CallAttempt:
     """
     extra_s: int = 0
     """Seconds by which the limit of the call exceeds MAX_TIMEOUT_S."""
+    request_digest: str = ""
+    """Digest of the content of a call whose caller chose its id. Another caller with the same id gets the result."""
 
 
 class Publisher:
@@ -171,6 +173,7 @@ class Publisher:
             "session": session,
             "fence": fence,
             "extra_s": call.extra_s,
+            "request_digest": call.request_digest,
         }
 
     async def _post(self, values: dict[str, Value]) -> str:
@@ -188,6 +191,8 @@ class Publisher:
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 SWEEP_EVERY_S = 5.0
+FOREIGN_EVERY_S = 0.5
+"""Interval, in seconds, of the reads of results whose calls another process has published."""
 SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
@@ -231,6 +236,7 @@ class ResultHub:
         self._client = client
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._stored: set[str] = set()
+        self._foreign: set[str] = set()
         self._collected: list[str] = []
         self._channel_start = result_key(f"{self.id}-").encode()
         self._key_chars = len(result_key(""))
@@ -244,7 +250,8 @@ class ResultHub:
         """
         self._tasks = [
             asyncio.create_task(self._listen(), name="results"),
-            asyncio.create_task(self._sweep_regularly(), name="results-sweep"),
+            asyncio.create_task(self._sweep_regularly(SWEEP_EVERY_S, self._waiting), name="results-sweep"),
+            asyncio.create_task(self._sweep_regularly(FOREIGN_EVERY_S, self._foreign), name="results-foreign"),
             asyncio.create_task(self._delete_regularly(), name="results-discard"),
         ]
         try:
@@ -288,11 +295,13 @@ class ResultHub:
         finally:
             self._waiting.pop(task_id, None)
             self._stored.discard(task_id)
+            self._foreign.discard(task_id)
 
     async def read_result(self, task_id: str) -> None:
-        """Read the result of one task now, if it is stored. Use this method for a task that another process has
-        published, because Redis does not announce the result of such a task to this hub.
+        """Read the result of one task now, if it is stored, and then every FOREIGN_EVERY_S. Use this method for a task
+        that another process has published, because Redis does not announce the result of such a task to this hub.
         """
+        self._foreign.add(task_id)
         try:
             await self._take_stored([task_id])
         except BrokerUnavailable as error:
@@ -360,18 +369,18 @@ class ResultHub:
                     self._lost_at = None
                     # Results may have arrived before the subscription was active.
                     self._subscribed.set()
-                    await self._sweep()
+                    await self._sweep(self._waiting)
 
-    async def _sweep_regularly(self) -> None:
+    async def _sweep_regularly(self, every_s: float, tasks: Collection[str]) -> None:
         while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
+            await asyncio.sleep(every_s)
             try:
-                await self._sweep()
+                await self._sweep(tasks)
             except BrokerUnavailable as error:
                 log.warning("results_sweep_failed", error=str(error))
 
-    async def _sweep(self) -> None:
-        awaited = [task_id for task_id, future in self._waiting.items() if not future.done()]
+    async def _sweep(self, tasks: Collection[str]) -> None:
+        awaited = [task_id for task_id in tasks if not self._waiting[task_id].done()]
         for at in range(0, len(awaited), SWEEP_BATCH):
             await self._take_stored(awaited[at : at + SWEEP_BATCH])
 

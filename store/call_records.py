@@ -72,6 +72,7 @@ class CallRecord(Record):
     - `task`: the Celery task id of the attempt.
     - `ticket`: a signature by the sender. The worker that decides about the call removes the ticket. Without a ticket,
       the call may have started, even if `state` says otherwise.
+    - `request_digest`: the digest of the content of a call whose caller chose its id; "" for any other call.
     - `killed`: a sentence that says who ended the call from outside, and why. A killed call is not sent again.
     - `node`: the Celery name of the worker that runs the call.
     - `is_counted`: whether the call is in the usage of its tenant. An end of a later attempt does not count it again.
@@ -93,6 +94,7 @@ class CallRecord(Record):
     code: str = ""
     nonce: str = ""
     task: str = ""
+    request_digest: str = ""
     killed: str = ""
     ticket: str = ""
     node: str = ""

@@ -83,6 +83,7 @@ redis.call('HSET', call, 'state', 'queued', 'attempt', attempt, 'tool', tool, 's
   'queue', queue, 'queued_at', time[1] .. '.' .. string.format('%06d', time[2]),
   'nonce', nonce, 'task', task, 'ticket', ticket)
 if record[4] then redis.call('HSET', call, 'is_counted', record[4]) end  -- by an earlier attempt
+if request_digest ~= '' then redis.call('HSET', call, 'request_digest', request_digest) end
 redis.call('EXPIRE', call, CALL_TTL_S)
 if first and not string.find(tool, '.', 1, true) then  -- no operation of a session, and no webhook
   redis.call('ZADD', calls, time[1] .. '.' .. string.format('%06d', time[2]), call_id)
@@ -100,7 +101,30 @@ return reply('sent')
     .replace("LOCATION_MARGIN_S", str(LOCATION_MARGIN_S))
     .replace("CALLS_LISTED", str(CALLS_LISTED)),
     keys=("call", "queue", "slots", "calls", "account", "place..."),
-    args=("attempt", "nonce", "tool", "message", "task", "ticket", "slot", "call_id", "session", "fence", "extra_s"),
+    args=(
+        "attempt",
+        "nonce",
+        "tool",
+        "message",
+        "task",
+        "ticket",
+        "slot",
+        "call_id",
+        "session",
+        "fence",
+        "extra_s",
+        "request_digest",
+    ),
+)
+
+# Counts a result that stays in Redis after its caller has received it.
+KEEP_RESULT = Script(
+    MEMORY_LUA
+    + """
+local now, life = tonumber(redis.call('TIME')[1]), redis.call('TTL', result)
+if life > 0 then add_bytes(account, now, redis.call('STRLEN', result) + RECORD_BYTES, now + life) end
+""",
+    keys=("result", "account"),
 )
 
 # Returns the previous state of the call: `queued` if the call waited, or had no record, and now never starts. Without a

@@ -13,6 +13,7 @@ from toolcrew.contract.calls import MAX_TIMEOUT_S, ToolCall, ToolContext
 from toolcrew.contract.errors import ErrorCode
 from toolcrew.contract.hosts import HEARTBEAT_S, HOST_LOST_TYPE, HOST_TTL_S, TOMBSTONE_TTL_S
 from toolcrew.contract.names import (
+    account_key,
     audit_key,
     call_key,
     control_queue,
@@ -32,7 +33,7 @@ from toolcrew.store.call_records import (
     KillOrder,
     parse_record,
 )
-from toolcrew.store.call_scripts import CANCEL, CHANGE, CLAIM, FINISH, LOSE, REAP, REFUSE, STORE
+from toolcrew.store.call_scripts import CANCEL, CHANGE, CLAIM, FINISH, KEEP_RESULT, LOSE, REAP, REFUSE, STORE
 from toolcrew.store.clock import SharedClock, read_clock
 from toolcrew.store.connection import RedisClient, SyncRedis, broker_errors
 from toolcrew.store.scripts import WorkerScript
@@ -86,6 +87,18 @@ class CallStore:
                 for (_, call_id), fields in zip(calls[at : at + READ_BATCH], replies, strict=True)
             ]
         return records
+
+    async def has_result(self, task_id: str) -> bool:
+        """Return whether the result of a Celery task is stored."""
+        with broker_errors("it is not known whether the result is stored"):
+            return bool(await self._client.exists(result_key(task_id)))
+
+    async def keep_result(self, tenant: str, task_id: str) -> None:
+        """Count a result that stays in Redis until it expires for the memory of its tenant."""
+        with broker_errors("the memory of a result was not counted"):
+            await KEEP_RESULT.run(
+                self._client, result=result_key(task_id), account=account_key(self._deployment, tenant)
+            )
 
     async def now(self) -> float:
         """Return the time of Redis in Unix seconds. The records expire by this clock."""

@@ -20,6 +20,9 @@ that use little can always continue.
     approval:*, :decision           answered or expired; a day              1,000 questions of 128 KiB
     session.*:state, :mcp           a day after the last use                1 MiB per session
     call.*                          a day (RECORD_BYTES each)               no call above CALLS_SHARE
+    celery-task-meta-* of a call    an hour (call_scripts.py: KEEP_RESULT)  -
+      whose id was chosen
+    session-key.*                   a day after the first use               -
     skill-bundle.*, skills          removed                                 64 MiB
     blob-*                          not; limited by CALLS_SHARE             128 MiB for each kind of worker (blobs.py)
     queues, celery-task-meta-*,     not                                     1 MiB for each call that has a slot

@@ -16,7 +16,7 @@ from toolcrew.contract.errors import ErrorCode
 from toolcrew.orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from toolcrew.orchestrator.api.access import AnyCaller, find_caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
-from toolcrew.orchestrator.api.idempotency import IdempotencyKey, derive_call_id, mark_not_done
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey, find_call_id, mark_not_done
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sessions import SESSION_ID, SessionId, use_session
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
@@ -43,7 +43,8 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 class NewCall(BaseModel):
     """A tool call. `timeout_s`: limit of the call in seconds; null: the limit of the tool.
 
-    `call_id`: a call with this id runs at most once within a day; null: a new id, or an id that is derived from the
+    `call_id`: a call with this id runs at most once within a day, and goes on when the client disconnects; the same
+    request waits for it, or gets its result for an hour. null: a new id, or one that is derived from the
     Idempotency-Key.
     """
 
@@ -109,10 +110,10 @@ async def call_tool(
 ) -> Response:
     """Run a tool once. The status is 200 even if the tool fails: `success` and `error_code` contain the outcome.
 
-    With `Accept: text/event-stream` the response streams the output while the tool runs. The call ends when the client
-    disconnects.
+    With `Accept: text/event-stream` the response streams the output while the tool runs. Such a call ends when the
+    client disconnects, unless it has a `call_id` or an Idempotency-Key.
     """
-    call_id = body.call_id or derive_call_id("call", caller.identity.key_id, idempotency_key)
+    call_id = body.call_id or find_call_id("call", caller.identity.key_id, idempotency_key)
     if MEDIA_TYPE in request.headers.get("accept", ""):
         session = await use_session(caller, session_id)
         return EventStream(caller.event_streams.counted(_stream(session, body, call_id)))
@@ -163,7 +164,7 @@ async def _stream(session: Session, body: NewCall, call_id: str | None) -> Async
             if event.event == "result":
                 return
     finally:
-        # The client has disconnected. Cancellation ends the call, as Ctrl-C ends a call in a terminal.
+        # The client has disconnected. Cancellation ends a call whose id is new, as Ctrl-C ends a call in a terminal.
         ending = [task for task in (taking, working) if task is not None]
         for task in ending:
             task.cancel()

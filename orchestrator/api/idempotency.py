@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolcrew.concurrency.tasks import retry_until_available
 from toolcrew.contract.errors import BrokerUnavailable, OperatorError, ToolFailure
 from toolcrew.orchestrator.api.api_state import ApiState
+from toolcrew.orchestrator.dispatch.request import derive_call_id
 from toolcrew.orchestrator.http.authentication import identify
 from toolcrew.orchestrator.http.body_limits import JSON_BYTES, find_header
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem, response_to
@@ -41,6 +42,10 @@ A client that received the response can then get the same response again, even i
 _UNDONE = "toolcrew.undone"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
+_SESSIONS = "/v1/sessions"
+"""The stored response of an opening only shows that its key was used: the session may have ended since."""
+_ATTACHES = re.compile(r"/v1/(runs|sessions/[^/]+/(calls|exec))")
+"""Routes that return the first request's run, or wait for the result of its call, while the first request runs."""
 
 
 def mark_not_done(scope: Scope) -> None:
@@ -50,20 +55,18 @@ def mark_not_done(scope: Scope) -> None:
     scope[_UNDONE] = True
 
 
-def derive_call_id(kind: str, key_id: str, idempotency_key: str | None) -> str | None:
+def find_call_id(kind: str, key_id: str, idempotency_key: str | None) -> str | None:
     """Return the id of the call of a request with an Idempotency-Key; None without one. The same request sent again
     gets the same id, so that the call does not run twice even if its response was not stored.
     """
-    if idempotency_key is None:
-        return None
-    return hashlib.sha256(f"{kind}\0{key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
+    return derive_call_id(kind, key_id, idempotency_key) if idempotency_key is not None else None
 
 
 class Idempotency:
     """Stores the responses of requests with an Idempotency-Key for a day.
 
-    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated request for a run finds the run by its
-    Idempotency-Key. A repeated request for a call does not run the tool again. A response with `Cache-Control:
+    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated request for a session, a call or
+    a run finds it by its Idempotency-Key, also while the first request runs. A response with `Cache-Control:
     no-store` contains a secret. Of such a response, only the fact that the request was processed is stored.
     """
 
@@ -99,7 +102,10 @@ class Idempotency:
         claim = slots.name(identity.key_id, name, digest, secrets.token_hex(8), identity.tenant)
         record = await self._claim(slots, claim)
         if record is not None:
-            await _replay(record, digest, send)
+            if record["digest"] == digest and _is_attached(scope["path"], record):
+                await self._app(scope, _replay_body(body, receive), send)
+            else:
+                await _replay(record, digest, send)
             return
         answer = _Answer(
             scope,
@@ -188,6 +194,11 @@ class _Answer:
         ]
         body = base64.b64encode(self._body).decode()
         return json.dumps({"digest": digest, "status": self._status, "headers": headers, "body": body})
+
+
+def _is_attached(path: str, record: Mapping[str, Any]) -> bool:
+    """Return whether the route of a repeated request finds the work of the first one itself."""
+    return path == _SESSIONS or bool(record.get("pending") and _ATTACHES.fullmatch(path))
 
 
 async def _replay(record: dict[str, Any], digest: str, send: Send) -> None:

@@ -25,7 +25,7 @@ from toolcrew.contract.session_views import (
     WrittenFile,
 )
 from toolcrew.orchestrator.api.access import AnyCaller
-from toolcrew.orchestrator.api.idempotency import IdempotencyKey, derive_call_id
+from toolcrew.orchestrator.api.idempotency import IdempotencyKey, find_call_id
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
 from toolcrew.orchestrator.api.piece_responses import FileAnswer, split_pieces, while_connected
 from toolcrew.orchestrator.api.problem_handlers import responses
@@ -89,11 +89,15 @@ class NewForks(BaseModel):
 
 
 @router.post("", status_code=201)
-async def open_session(body: NewSession, caller: AnyCaller, response: Response) -> SessionView:
+async def open_session(
+    body: NewSession, caller: AnyCaller, response: Response, idempotency_key: IdempotencyKey = None
+) -> SessionView:
     """Open a session with its own sandbox. The session ends when it is deleted, or after `ttl_s` seconds without a
-    call.
+    call. The same Idempotency-Key returns the same open session for a day after its last use.
     """
-    session = await caller.client.open_session_from(pick_fields(SessionSpec, body))
+    # Another API key of the tenant may use the same Idempotency-Key for another session.
+    key = f"{caller.identity.key_id} {idempotency_key}" if idempotency_key is not None else None
+    session = await caller.client.open_session_from(pick_fields(SessionSpec, body), key=key)
     response.headers["Location"] = f"/v1/sessions/{session.id}"
     return view_session(await session.info())
 
@@ -155,11 +159,12 @@ async def exec_program(
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Run a program without a shell, and return its whole output. Unlike a tool call, it needs no approval of a person
-    and its output is not cut for a model. The program is killed when the client disconnects.
+    and its output is not cut for a model. The program is killed when the client disconnects, unless the request has an
+    Idempotency-Key: the same request then waits for it, or gets its result while that is stored.
     """
     async with AsyncExitStack() as stack:
         session = await use_session(caller, session_id)
-        call_id = derive_call_id("exec", caller.identity.key_id, idempotency_key)
+        call_id = find_call_id("exec", caller.identity.key_id, idempotency_key)
         held = session.hold_exec(**dict(body), call_id=call_id)
         try:
             result, memory = await while_connected(request.receive, stack.enter_async_context(held))

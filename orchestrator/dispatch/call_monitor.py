@@ -15,7 +15,7 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from toolcrew.contract.hosts import HOST_TTL_S, HostReport, parse_holder
 from toolcrew.orchestrator.dispatch.celery_transport import FAILED_EVENTS, build_failed_event
 from toolcrew.orchestrator.dispatch.request import Attempt
-from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from toolcrew.orchestrator.dispatch.transport import CallLost, CallSentAgain, DeliveryFailed
 from toolcrew.store.call_records import CallRecord, CallState
 from toolcrew.store.calls import CallStore
 from toolcrew.store.hosts import HostStore
@@ -240,6 +240,9 @@ class CallMonitor:
             # attempt.
             reason = "Redis lost its most recent writes, and with them the record that the call was sent again"
             self._report(task_id, CallLost(reason, has_started=True))
+        if record.attempt > attempt.number and attempt.request.digest:
+            self._sent.pop(task_id, None)
+            self._fail(task_id, CallSentAgain())
         if record.attempt != attempt.number:
             return
         if record.state is CallState.DONE:

@@ -26,13 +26,16 @@ from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
 from toolcrew.contract.hosts import HOST_LOST_TYPE
 from toolcrew.contract.names import call_key, is_blob_of, result_key, show_call, task_name
 from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest
-from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, result_expired
 from toolcrew.store.call_messages import Publisher, ResultHub, read_result_record
 from toolcrew.store.calls import CallStore
 from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import open_redis
 from toolcrew.store.hosts import send_order
 from toolcrew.store.scripts import ScriptConnection
+from toolcrew.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 START_GRACE_S = 2.0
 """Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs
@@ -108,7 +111,10 @@ class CeleryTransport:
             else:
                 with self._monitor.over(task_id, attempt):
                     stored_result = await self._await_stored(stored, attempt)
-        if attempt.request.keeps_result:
+        if attempt.request.digest:
+            if attempt.published_as is None:
+                await self._count_kept(attempt.tenant, task_id)
+        elif attempt.request.keeps_result:
             self._result_keys[attempt.tenant, attempt.call_id] = [result_key(task_id)]
         return await self._complete(_unpack(stored_result, attempt), attempt)
 
@@ -149,16 +155,27 @@ class CeleryTransport:
                 "the result names a record of another tenant and was refused: check the worker that sent it",
             )
         record = await self._read(key)
+        if record is None and attempt.request.digest:
+            raise result_expired(attempt.call_id)
         if record is None:
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
                 "the call has ended, but Redis lost its result before it was read: check that Redis evicts no keys",
             )
-        if attempt.request.keeps_result:
+        if attempt.request.digest:
+            pass
+        elif attempt.request.keeps_result:
             self._result_keys[attempt.tenant, attempt.call_id].append(key)
         else:
             self._hub.discard(key)
         return join_result(result, record)
+
+    async def _count_kept(self, tenant: str, task_id: str) -> None:
+        """Count a result that stays in Redis. If Redis does not answer, the result is not counted, and expires."""
+        try:
+            await self._calls.keep_result(tenant, task_id)
+        except BrokerUnavailable as error:
+            log.warning("kept_result_not_counted", task=task_id, error=str(error))
 
     async def _read(self, key: str) -> bytes | None:
         """Return a stored record. Waits until Redis answers."""

@@ -37,7 +37,15 @@ from toolcrew.orchestrator.dispatch.call_event_listener import CallEventListener
 from toolcrew.orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
 from toolcrew.orchestrator.dispatch.request import Attempt, CheckedRequest, build_cancel
 from toolcrew.orchestrator.dispatch.session_locator import HostSource, SessionLocator
-from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
+from toolcrew.orchestrator.dispatch.transport import (
+    CallIdInUse,
+    CallLost,
+    CallSentAgain,
+    DeliveryFailed,
+    Transport,
+    result_expired,
+    used_for_another_call,
+)
 from toolcrew.orchestrator.tracing import CURRENT_CALL
 from toolcrew.store.blobs import Blobs
 from toolcrew.store.call_messages import NotSent
@@ -187,11 +195,14 @@ class Delivery:
 
     async def _send_until_done(self, progress: "_Progress") -> ToolResult:
         request = progress.request
-        # Only a run that another process began sets `sent_since`. Any other call skips this read of Redis.
-        earlier = await self._find_earlier(progress) if request.sent_since is not None else None
-        # An earlier attempt is awaited at its own queue, even if its session has moved or was closed.
-        address = await self._find_address(request) if earlier is None else None
+        # Only a call whose id another process may have used. Any other call skips this read of Redis.
+        may_be_sent = request.sent_since is not None or bool(request.digest)
+        earlier = await self._find_earlier(progress) if may_be_sent else None
+        address: SessionAddress | None = None
         while True:
+            if earlier is None and address is None:
+                # An earlier attempt is awaited at its own queue, even if its session has moved or was closed.
+                address = await self._find_address(request)
             target: SessionAddress | str
             if earlier is not None:
                 # The publish has already compared the fence with the location. The value 1 only says here that the call
@@ -202,22 +213,8 @@ class Delivery:
                 target, task = address or POOL_QUEUES[request.spec.pool], None
             try:
                 result = await self._send(request, target, progress.attempt, task)
-            except NotSent as refused:
-                # The script pushed no message, so the call may be sent to another host, even if its tool is not
-                # idempotent.
-                if refused.reason == "duplicate" or address is None:
-                    raise _used_before(progress.attempt) from None
-                if not await progress.untaken.wait():
-                    failed = _build_not_claimed(address.queue, progress)
-                    await self._close_record(progress, progress.state, failed.code)
-                    raise failed from None
-                address = await self._refresh(request, address, is_lost=refused.reason == "host_lost")
-                continue
-            except CallLost as lost:
-                # The reason of the loss comes from unsigned fields. "Not started" counts only with the signed ticket.
-                has_started = lost.has_started or not await self._is_unstarted(progress)
-                progress.count_loss(has_started)
-                address = await self._prepare_resend(progress, address, lost)
+            except (NotSent, CallLost, CallSentAgain) as missed:
+                address, earlier = await self._prepare_next(progress, address, missed)
                 continue
             except CallIdInUse:
                 # Leave the record unchanged, because it belongs to the other call with this id.
@@ -227,6 +224,9 @@ class Delivery:
                 await self._close_record(progress, CallState.UNKNOWN, failed.code)
                 raise
             if not await self._may_be_sent_again(progress, result):
+                if result.has_not_run and request.digest and await self._is_superseded(progress):
+                    earlier = await self._find_other(progress)
+                    continue
                 if result.has_not_run:
                     # The worker has not ended the record, so that another attempt is possible. There is none, so end
                     # the record here.
@@ -234,6 +234,31 @@ class Delivery:
                     await self._close_record(progress, progress.state, code)
                 return result
             address = await self._refresh(request, address, is_lost=False)
+
+    async def _prepare_next(
+        self, progress: "_Progress", address: SessionAddress | None, missed: NotSent | CallLost | CallSentAgain
+    ) -> tuple[SessionAddress | None, CallRecord | None]:
+        """Return the address for the next attempt, or an attempt of another process to await, after an attempt without
+        a result. Raises DeliveryFailed when the call must not or cannot be sent again.
+        """
+        request = progress.request
+        is_duplicate = isinstance(missed, NotSent) and missed.reason == "duplicate"
+        is_other = is_duplicate or isinstance(missed, CallSentAgain)
+        if request.digest and (is_other or await self._is_superseded(progress)):
+            return address, await self._find_other(progress)
+        if isinstance(missed, CallLost):
+            # The reason of the loss comes from unsigned fields. "Not started" counts only with the signed ticket.
+            has_started = missed.has_started or not await self._is_unstarted(progress)
+            progress.count_loss(has_started)
+            return await self._prepare_resend(progress, address, missed)
+        # The script pushed no message, so the call may be sent to another host, even if its tool is not idempotent.
+        if is_duplicate or isinstance(missed, CallSentAgain) or address is None:
+            raise _used_before(progress.attempt) from None
+        if not await progress.untaken.wait():
+            failed = _build_not_claimed(address.queue, progress)
+            await self._close_record(progress, progress.state, failed.code)
+            raise failed from None
+        return await self._refresh(request, address, is_lost=missed.reason == "host_lost"), None
 
     async def _may_be_sent_again(self, progress: "_Progress", result: ToolResult) -> bool:
         """Return whether the call may be sent again after this result: the worker did not run it, or its effects were
@@ -249,6 +274,21 @@ class Delivery:
         # The record is renewed last: after that, the call must be sent, or its record says `queued` for a day.
         return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
+    async def _find_other(self, progress: "_Progress") -> CallRecord | None:
+        """Return what `_find_earlier` returns, after another process has sent the same call. Raises DeliveryFailed when
+        this process must not send it either.
+        """
+        number = progress.attempt
+        earlier = await self._find_earlier(progress)
+        if earlier is None and progress.attempt == number:
+            raise _used_before(number)
+        return earlier
+
+    async def _is_superseded(self, progress: "_Progress") -> bool:
+        """Return whether another process has sent a later attempt at the call."""
+        record = await progress.calls.find(progress.request.tenant, progress.request.call.id)
+        return record is not None and record.attempt > progress.attempt
+
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
         """Return the record of an attempt that another process has sent and that still runs or has ended. `progress`
         then continues with that attempt. Return None if there is no such attempt. Raises DeliveryFailed when the call
@@ -258,13 +298,16 @@ class Delivery:
         record = await progress.calls.find(request.tenant, request.call.id)
         if record is None:
             # Compare with Redis's clock, which also expires the records. The clock of this host may be wrong.
-            if not request.spec.idempotent and await progress.calls.now() - (request.sent_since or 0.0) > RECORD_S:
+            since = request.sent_since
+            if not request.spec.idempotent and since is not None and await progress.calls.now() - since > RECORD_S:
                 raise DeliveryFailed(
                     ErrorCode.OUTCOME_UNKNOWN,
                     f"the call may have been sent more than {CALL_TTL_S // 3600} hours ago, and its record has "
                     "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
+        if request.digest and record.nonce and record.request_digest != request.digest:
+            raise used_for_another_call(request.call.id)
         # Continue with the number in the record, even if that attempt was never published, because the scripts accept
         # only this number.
         progress.attempt = record.attempt
@@ -276,12 +319,17 @@ class Delivery:
         if not record.state.is_lost:
             # A process may die between `renew` and the publish. The nonce then still belongs to the previous attempt.
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
+            is_kept = not request.digest or record.state is not CallState.DONE
+            if is_published and not (is_kept or await progress.calls.has_result(record.task)):
+                raise result_expired(request.call.id)
             return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
         progress.count_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
         if is_unknown or (progress.may_have_acted and not request.spec.idempotent):
             await self._give_up(progress, describe_loss(record))
         if not await self._renew(progress):
+            if request.digest and await self._is_superseded(progress):
+                return await self._find_earlier(progress)
             raise _used_before(progress.attempt + 1)
         return None
 
@@ -318,9 +366,9 @@ class Delivery:
 
     async def _prepare_resend(
         self, progress: "_Progress", address: SessionAddress | None, lost: CallLost
-    ) -> SessionAddress | None:
-        """Return the address for the next attempt of a lost call. Raises DeliveryFailed when the call must not or
-        cannot be sent again.
+    ) -> tuple[SessionAddress | None, CallRecord | None]:
+        """Return the address for the next attempt of a lost call, or the attempt that another process has sent. Raises
+        DeliveryFailed when the call must not or cannot be sent again.
         """
         request = progress.request
         log.warning(
@@ -342,11 +390,13 @@ class Delivery:
         except (OperatorError, ToolFailure) as error:
             await self._give_up(progress, f"{lost.reason}, and {error}")
         if not await self._renew(progress):
+            if request.digest and await self._is_superseded(progress):
+                return address, await self._find_other(progress)
             raise DeliveryFailed(
                 ErrorCode.OUTCOME_UNKNOWN,
                 f"{lost.reason}; it was not sent again because it was cancelled, or because Redis lost its record",
             )
-        return address
+        return address, None
 
     async def _renew(self, progress: "_Progress") -> bool:
         """Increase the attempt number in the call's record. Return whether that succeeded; if not, the call must not
@@ -460,6 +510,7 @@ class Delivery:
             session=request.session,
             fence=fence,
             slot=slot,
+            request_digest=request.digest,
             extra_s=max(0, math.ceil(request.context.timeout_s - MAX_TIMEOUT_S)),
             request=request,
             envelope=envelope,

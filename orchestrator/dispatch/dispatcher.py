@@ -1,8 +1,10 @@
 """Dispatch calls: check each call, deliver it to a worker, and return its one result."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +26,7 @@ from toolcrew.orchestrator.dispatch.placement import HostCapacity
 from toolcrew.orchestrator.dispatch.request import CheckedRequest, Request
 from toolcrew.orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from toolcrew.orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
-from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
+from toolcrew.orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport, used_for_another_call
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.sessions import SessionAddress
 from toolcrew.telemetry.logs import bound, get_logger
@@ -86,12 +88,14 @@ class Dispatcher:
         self._listener = pool.events.id if pool is not None and pool.events is not None else None
         self._locator = SessionLocator(pool.sessions, pool.hosts, self._send_open, keys) if pool is not None else None
         self._delivery = Delivery(transport, keys, pool, self._locator)
+        self._shared = _SharedCalls()
 
     # --- Calls -----------------------------------------------------------------------------------------------------
 
     async def dispatch(self, request: Request) -> ToolResult:
         """Return the one result of the call."""
-        result = await self._run(request, self._call)
+        run = partial(self._run, request, self._call)
+        result = await (self._shared.join(request, run) if request.digest else run())
         # The worker runs a tenant's own skill as skill_tool.
         name = request.call.name
         return result if result.name == name else result.model_copy(update={"name": name})
@@ -346,6 +350,38 @@ class Dispatcher:
         if self._locator is None:
             raise ConfigError("sessions need a pool of hosts, and this program has none: connect to a pool")
         return self._locator
+
+
+@dataclass(frozen=True)
+class _SharedCall:
+    digest: str
+    task: "asyncio.Task[ToolResult]"
+
+
+class _SharedCalls:
+    """The running calls of this process whose ids their callers chose: all callers of one id get one result.
+
+    A caller that stops waiting does not end the call, because another one may wait for it or ask for its result later.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str], _SharedCall] = {}
+
+    async def join(self, request: Request, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """Return the result of the call. `run` makes the call, unless this process makes a call with this id already.
+        A call with other content is refused.
+        """
+        name = (request.tenant, request.call.id)
+        shared = self._calls.get(name)
+        if shared is None:
+            shared = _SharedCall(request.digest, asyncio.ensure_future(run()))
+            self._calls[name] = shared
+            shared.task.add_done_callback(lambda _: self._calls.pop(name))
+        if shared.digest != request.digest:
+            return ToolResult.failed(
+                request.call, ErrorCode.INVALID_ARGUMENTS, used_for_another_call(request.call.id).message
+            )
+        return await asyncio.shield(shared.task)
 
 
 def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[str, Any] | None = None) -> Request:

@@ -2,9 +2,11 @@
 send it.
 """
 
+import hashlib
+import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, GRACE_S, ToolCall, ToolContext
@@ -48,6 +50,10 @@ class Request:
     keeps_result: bool = False
     """Redis keeps the result until `Dispatcher.settle`, so that another process finds it if this process dies. A
     caller that stops waiting does not cancel the call.
+    """
+    digest: str = ""
+    """Digest of the content of a call whose caller chose its id (`with_digest`). A call with the same id and content
+    gets the same result, also when it is made by another process; other content is refused. "": the id is new.
     """
     sent_since: float | None = None
     """Earliest time, in Unix seconds, at which another process may have sent the call. If that process did, the call
@@ -100,6 +106,20 @@ class Attempt(CallAttempt):
     envelope: str
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""
+
+
+def with_digest(request: Request) -> Request:
+    """Return the request of a call whose caller chose its id. Its result stays in Redis for others with this id."""
+    call = request.call
+    # The key of a blob ends with the digest of the bytes, and begins with random characters.
+    content = [call.name, call.arguments, request.session, request.timeout_s, (request.blob or "")[-64:]]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return replace(request, digest=digest, keeps_result=True)
+
+
+def derive_call_id(kind: str, scope: str, key: str) -> str:
+    """Return the id of a call to which its caller gave a key. `scope`: whose key it is, such as a session's."""
+    return hashlib.sha256(f"{kind}\0{scope}\0{key}".encode()).hexdigest()[:32]
 
 
 def build_cancel(call_id: str) -> ToolCall:

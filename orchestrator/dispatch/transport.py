@@ -17,6 +17,10 @@ class CallLost(Exception):
         self.has_started = has_started
 
 
+class CallSentAgain(Exception):
+    """Another process has sent a later attempt at the call, whose caller chose its id."""
+
+
 class DeliveryFailed(Exception):
     """Raised when a call has no valid result. The message says why."""
 
@@ -38,9 +42,26 @@ class CallIdInUse(DeliveryFailed):
         )
 
 
+def used_for_another_call(call_id: str) -> DeliveryFailed:
+    """Return the failure of a call whose id was used with other content."""
+    return DeliveryFailed(
+        ErrorCode.INVALID_ARGUMENTS,
+        f"the call id '{call_id}' was used for another call: give each call its own id",
+    )
+
+
+def result_expired(call_id: str) -> DeliveryFailed:
+    """Return the failure of a call that has ended, and whose result is no longer stored."""
+    return DeliveryFailed(
+        ErrorCode.RESULT_EXPIRED,
+        f"the call '{call_id}' ran before and its result has expired, so it was not run again: use a new id to run it "
+        "again",
+    )
+
+
 class Transport(Protocol):
     """Carries envelopes. `deliver` returns the encoded result. Raises DeliveryFailed, NotSent, CallLost,
-    BrokerUnavailable, and TimeoutError after the request's `wait_s`.
+    CallSentAgain, BrokerUnavailable, and TimeoutError after the request's `wait_s`.
     """
 
     async def deliver(self, attempt: Attempt) -> Any: ...

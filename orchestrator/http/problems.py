@@ -69,6 +69,7 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.FILE_EXISTS: 409,
     ErrorCode.SESSION_BUSY: 409,
     ErrorCode.CANCELLED: 409,
+    ErrorCode.RESULT_EXPIRED: 410,
     ErrorCode.FILE_TOO_LARGE: 413,
     ErrorCode.NO_SPACE: 413,
     ErrorCode.RATE_LIMITED: 429,

@@ -34,6 +34,7 @@ from toolcrew.contract.schema import find_aliases, find_nearest
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.orchestrator.approvals import Approver
 from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
+from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
 from toolcrew.orchestrator.mcp.leases import SessionLeases
 from toolcrew.orchestrator.sdk.client import ToolClient
@@ -182,7 +183,7 @@ async def _call(ctx: Context, params: CallToolRequestParams, caller: McpCaller) 
         return build_answer(reviewed, None)
     on_output = CallProgress(ctx.session) if progress_token_from_params(ctx.params) is not None else None
     async with caller.leases.lease(session_id) as (session, open_id):
-        result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output)
+        result = await session.send(Request(reviewed, session.tenant, session.id), on_output)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
         caller.leases.forget(session_id)
     return build_answer(add_used_aliases(result, find_aliases(spec, call.arguments)), open_id)

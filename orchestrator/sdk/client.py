@@ -187,6 +187,7 @@ class ToolClient:
         network: Literal["none", "egress"] | None = None,
         options: SandboxOptions | None = None,
         tool_config: Mapping[str, Mapping[str, Any]] | None = None,
+        key: str | None = None,
     ) -> Session:
         """Open a session with its own sandbox. `close` removes the sandbox, and so do `ttl_s` seconds without a call.
 
@@ -195,6 +196,9 @@ class ToolClient:
         tenant's class allows it; None: the default of the class (docs/sessions.md). `options`: sizes and user of the
         sandbox, within what the class allows; None: those of the class. `tool_config`: name of a tool -> the JSON
         object that the tool reads as `CallContext.config`; at most 64 KiB.
+
+        The same `key` and options return the same session for a day after the last use of the key, no matter which
+        process asks. SESSION_NOT_FOUND after the session has ended: a key never opens a second session.
         """
         if network not in (None, "none", "egress"):
             raise ConfigError(f"network '{network}' does not exist: use none or egress, or omit it")
@@ -209,21 +213,26 @@ class ToolClient:
             )
         except ValidationError as error:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{find_invalid(error)}; correct the options") from None
-        return await self.open_session_from(spec.with_defaults(options or DEFAULT_OPTIONS), tenant=tenant)
+        return await self.open_session_from(spec.with_defaults(options or DEFAULT_OPTIONS), tenant=tenant, key=key)
 
-    async def open_session_from(self, spec: SessionSpec, *, tenant: str | None = None) -> Session:
+    async def open_session_from(
+        self, spec: SessionSpec, *, tenant: str | None = None, key: str | None = None
+    ) -> Session:
         """Open a session with these options. Like `open_session`, but `spec.workspace` may also be a file of the
         store.
         """
         if spec.workspace is not None and spec.restore is not None:
             raise ConfigError("a session starts from a workspace or from a checkpoint: pass only one of them")
-        return await Session.open(
-            self._dispatcher,
-            self._blobs,
-            tenant=await self._as_tenant(tenant),
-            spec=spec,
-            credential=self._credential,
-        )
+        owner = await self._as_tenant(tenant)
+        if key is None:
+            return await Session.open(
+                self._dispatcher, self._blobs, tenant=owner, spec=spec, credential=self._credential
+            )
+        from toolcrew.orchestrator.sessions.keyed_sessions import KeyedSessions
+        from toolcrew.store.session_keys import SessionKeys
+
+        keys = SessionKeys(self._pool.redis, self._settings.deployment)
+        return await KeyedSessions(keys, self._dispatcher, self._blobs, self._credential).open(owner, key, spec)
 
     async def session(self, session: str, *, tenant: str | None = None) -> Session:
         """Return a handle of an open session, no matter which process opened the session. The end of a `with` block

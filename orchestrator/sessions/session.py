@@ -41,7 +41,7 @@ from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
 from toolcrew.orchestrator.dispatch.call_event_listener import OnOutput, output_handler
 from toolcrew.orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
-from toolcrew.orchestrator.dispatch.request import Request, build_cancel
+from toolcrew.orchestrator.dispatch.request import Request, build_cancel, derive_call_id, with_digest
 from toolcrew.orchestrator.dispatch.session_locator import new_session_name
 from toolcrew.orchestrator.sessions.workspace_files import (
     WorkspaceListing,
@@ -178,10 +178,17 @@ class Session:
 
     @classmethod
     async def attach(
-        cls, dispatcher: Dispatcher, blobs: Blobs, *, tenant: str, session: str, credential: Credential | None = None
+        cls,
+        dispatcher: Dispatcher,
+        blobs: Blobs,
+        *,
+        tenant: str,
+        session: str,
+        credential: Credential | None = None,
+        is_guest: bool = True,
     ) -> "Session":
         """Return a handle of an open session of the tenant, no matter which process opened the session. The end of a
-        `with` block leaves the session open; `close` closes it.
+        `with` block leaves the session open (`is_guest`); `close` closes it.
 
         Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable, SandboxUnavailable. The failure is the same for a
         session that never existed, is closed, or belongs to another tenant.
@@ -198,9 +205,8 @@ class Session:
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)
         location_fields = {"queue": location.queue, "host": host_of(location.queue)} if location.queue else {}
-        return cls(
-            dispatcher, blobs, tenant, _info(session, tenant, {**facts, **location_fields}), credential, is_guest=True
-        )
+        info = _info(session, tenant, {**facts, **location_fields})
+        return cls(dispatcher, blobs, tenant, info, credential, is_guest=is_guest)
 
     async def call(
         self,
@@ -211,7 +217,11 @@ class Session:
         call_id: str | None = None,
         on_output: OnOutput | None = None,
     ) -> ToolResult:
-        """Run a tool once and return its result, also when the call fails. The same `call_id` never runs twice.
+        """Run a tool once and return its result, also when the call fails.
+
+        A call with a `call_id` runs once. The same call with the same `call_id` waits for it or returns its result,
+        which is stored for an hour (RESULT_EXPIRED after that); the id is free again after a day. Such a call goes on
+        when its caller stops waiting; `ToolClient.kill_call` ends it.
 
         `on_output` gets pieces of output (stream, text) while the tool runs, if the tool streams output. The last
         piece comes before the result, which has the whole output. A slow `on_output` delays the call, for 10 s at
@@ -221,7 +231,8 @@ class Session:
         if isinstance(call, ToolResult):
             # A model chose name and arguments. It gets a result that it can read, not an exception.
             return call
-        return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
+        request = Request(call, self.tenant, self.id, timeout_s=timeout_s)
+        return await self.send(with_digest(request) if call_id is not None else request, on_output)
 
     async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
         """Send a complete request of this session, and return its result as `call` does."""
@@ -251,17 +262,24 @@ class Session:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout_s: float = 30,
+        key: str | None = None,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
         """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then `kill`
         is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM. `on_output` works as
         in `call`, but receives only the first 1 MiB; the result has all output.
 
+        With a `key` the program runs once in this session, as a call with a `call_id` does. Its output is kept for 10
+        minutes, and output of more than 1 MiB for 20 s.
+
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
         arguments = _build_exec_arguments(argv, env, cwd)
-        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
-        return _build_exec_result(result, await self._content(result))
+        call_id = derive_call_id("exec", self.id, key) if key is not None else None
+        result = await self._call_verb(
+            "exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output, call_id=call_id
+        )
+        return _build_exec_result(result, await self._content(result, keeps=call_id is not None))
 
     @contextlib.asynccontextmanager
     async def hold_exec(
@@ -275,13 +293,14 @@ class Session:
         call_id: str | None = None,
     ) -> AsyncIterator[tuple[ExecResult, Reservation]]:
         """Yield the result that `exec` returns, and memory of EXEC_COPIES times its output that is reserved during the
-        block. The same `call_id` never runs twice. Raises ToolFailure(OUTCOME_UNKNOWN) when there is no memory.
+        block. The same `call_id` runs once, as in `call`. Raises ToolFailure(OUTCOME_UNKNOWN) when there is no memory.
         """
         arguments = _build_exec_arguments(argv, env, cwd)
         result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, call_id=call_id)
         async with contextlib.AsyncExitStack() as stack:
             try:
-                pieces, memory = await stack.enter_async_context(self._hold(result, EXEC_COPIES))
+                held = self._hold(result, EXEC_COPIES, keeps=call_id is not None)
+                pieces, memory = await stack.enter_async_context(held)
             except ToolFailure as failure:
                 if failure.code is not ErrorCode.RATE_LIMITED:
                     raise
@@ -318,10 +337,12 @@ class Session:
             yield held
 
     @contextlib.asynccontextmanager
-    async def _hold(self, result: ToolResult, copies: int = 1) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
+    async def _hold(
+        self, result: ToolResult, copies: int = 1, *, keeps: bool = False
+    ) -> AsyncIterator[tuple[deque[bytes], Reservation]]:
         async with contextlib.AsyncExitStack() as stack:
             if result.blob:
-                yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob, copies))
+                yield await stack.enter_async_context(self._blobs.hold(self.tenant, result.blob, copies, keeps=keeps))
             else:
                 yield deque(), await stack.enter_async_context(read_memory().reserve(self.tenant, 0))
 
@@ -519,14 +540,19 @@ class Session:
         call = ToolCall(id=call_id or _call_id(), name=f"session.{name}", arguments=arguments)
         request = Request(call, self.tenant, self.id, timeout_s=timeout_s, blob=blob, audience="session")
         try:
-            return _require_success(await self.send(request, on_output))
+            result = await self.send(with_digest(request) if call_id is not None else request, on_output)
+        except asyncio.CancelledError:
+            if call_id is not None:
+                blob = None  # the call goes on and reads its content, which expires by itself
+            raise
         finally:
             # Deleted only after the last attempt, because a lost attempt is sent again with the same blob.
             if blob is not None:
                 await self._blobs.drop(blob)
+        return _require_success(result)
 
-    async def _content(self, result: ToolResult) -> bytes:
-        return await self._blobs.take(self.tenant, result.blob) if result.blob else b""
+    async def _content(self, result: ToolResult, *, keeps: bool = False) -> bytes:
+        return await self._blobs.take(self.tenant, result.blob, keeps=keeps) if result.blob else b""
 
 
 async def delete_checkpoint(dispatcher: Dispatcher, tenant: str, checkpoint: str) -> bool:

@@ -70,6 +70,7 @@ DO = {
         "check whether the call had effects before you send it again "
         "([Operations](operations.md#what-happens-when-a-process-dies))"
     ),
+    ErrorCode.RESULT_EXPIRED: "use a new id or key to run the call again",
     ErrorCode.ENVELOPE_REFUSED: (
         "use the same `TOOLCREW_SECRET` and release on all machines; check with `toolcrew doctor --deep`"
     ),

@@ -85,6 +85,8 @@ MEANINGS = {
     ErrorCode.BUDGET_EXCEEDED: "a budget of the tenant is used up; `metadata.resets_at` says when it resets",
     ErrorCode.HOST_LOST: "the session's host was lost, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may have run or not",
+    ErrorCode.RESULT_EXPIRED: "a call with this id or key ran before, and its result is no longer stored; it was not "
+    "run again",
     ErrorCode.ENVELOPE_REFUSED: (
         "the call, result or record is not signed with the deployment's secret, or is of another release"
     ),

@@ -2,6 +2,7 @@
 twice.
 """
 
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from tests.support.records.fakes import StaticCatalog
 from toolcrew.contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from toolcrew.contract.envelope import decode_call, encode_result
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode
-from toolcrew.contract.names import call_key, host_key, location_key
+from toolcrew.contract.names import call_key, host_key, location_key, result_key
 from toolcrew.contract.session_spec import EMPTY_SESSION
 from toolcrew.contract.signing import ResultSeal
 from toolcrew.orchestrator.admission import Slot, UnlimitedAdmission
@@ -25,9 +26,9 @@ from toolcrew.orchestrator.dispatch import delivery
 from toolcrew.orchestrator.dispatch import session_locator as locator
 from toolcrew.orchestrator.dispatch.delivery import Pool
 from toolcrew.orchestrator.dispatch.dispatcher import Dispatcher
-from toolcrew.orchestrator.dispatch.request import Attempt, Request
+from toolcrew.orchestrator.dispatch.request import Attempt, Request, with_digest
 from toolcrew.orchestrator.dispatch.tenant_catalog import TenantCatalog
-from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from toolcrew.orchestrator.dispatch.transport import CallIdInUse, CallLost, CallSentAgain, DeliveryFailed
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.call_records import CallState, seal_ticket
 from toolcrew.store.calls import CallStore
@@ -60,6 +61,8 @@ class ScriptedTransport:
             self.deliveries.append(attempt)
             self.calls.append((call, context))
             outcome = self.outcomes.pop(0) if self.outcomes else None
+            if inspect.iscoroutinefunction(outcome):
+                raise await outcome(attempt)
             if isinstance(outcome, NotSent):
                 raise outcome
             await self.client.hset(
@@ -462,3 +465,69 @@ async def test_a_call_that_may_have_acted_is_sent_again_only_if_idempotent(
 ) -> None:
     result, deliveries = await dispatch_again(client, tool, time.time() - age_s, is_closed=False, **record)
     assert ([one.number for one in deliveries], result.error_code) == (sent, code)
+
+
+# A call whose caller chose its id.
+
+SHARED = with_digest(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
+
+
+async def dispatch_shared(
+    client: "redis.asyncio.Redis", *outcomes: Any, **record: str
+) -> tuple[ToolResult, list[tuple[int, str | None]]]:
+    """Return the result of SHARED when its record has these fields, and the number and the task of each delivery."""
+    harness = Harness(client, *outcomes)
+    await harness.open()
+    fields = {
+        "attempt": "1",
+        "nonce": "1:ab",
+        "task": "hub-c1",
+        "queue": "host.a.b00t",
+        "request_digest": SHARED.digest,
+    }
+    if record:
+        await client.hset(call_key("d", "acme", "c1"), mapping={**fields, **record})
+    result = await harness.dispatcher.dispatch(SHARED)
+    return result, [(one.number, one.published_as) for one in harness.transport.deliveries]
+
+
+@pytest.mark.parametrize(
+    ("record", "sent", "code"),
+    [
+        ({}, [(1, None)], None),
+        ({"state": "queued"}, [(1, "hub-c1")], None),
+        ({"state": "running"}, [(1, "hub-c1")], None),
+        ({"state": "done"}, [], ErrorCode.RESULT_EXPIRED),
+        ({"state": "running", "request_digest": "other"}, [], ErrorCode.INVALID_ARGUMENTS),
+        ({"state": "lost", "ticket": seal_ticket(KEY, "acme", "c1", 1)}, [(2, None)], None),
+        ({"state": "lost", "holder": "h1/w1/7"}, [], ErrorCode.OUTCOME_UNKNOWN),
+        # Another process has renewed the call and not yet sent it.
+        ({"state": "queued", "attempt": "2"}, [(2, None)], None),
+    ],
+)
+async def test_a_call_with_a_chosen_id_is_sent_once(
+    client: "redis.asyncio.Redis", record: dict[str, str], sent: list[tuple[int, str | None]], code: ErrorCode | None
+) -> None:
+    result, deliveries = await dispatch_shared(client, **record)
+    assert (deliveries, result.error_code) == (sent, code)
+
+
+async def test_a_call_with_a_chosen_id_awaits_the_stored_result(client: "redis.asyncio.Redis") -> None:
+    await client.set(result_key("hub-c1"), "{}")
+    result, deliveries = await dispatch_shared(client, state="done")
+    assert (result.output, deliveries) == ("done", [(1, "hub-c1")])
+
+
+@pytest.mark.parametrize("outcome", [CallSentAgain(), NotSent("duplicate"), CallLost("lost", has_started=False)])
+async def test_a_call_with_a_chosen_id_follows_the_attempt_of_another_process(
+    client: "redis.asyncio.Redis", outcome: Exception
+) -> None:
+    other = {"attempt": 2, "state": "running", "nonce": "2:cd", "task": "other-c1", "queue": "host.a.b00t"}
+
+    async def sent_by_another_process(attempt: Attempt) -> Exception:
+        record = {**other, "request_digest": SHARED.digest}
+        await client.hset(call_key("d", "acme", attempt.call_id), mapping=record)
+        return outcome
+
+    result, deliveries = await dispatch_shared(client, sent_by_another_process, state="running")
+    assert (result.output, deliveries) == ("done", [(1, "hub-c1"), (2, "other-c1")])

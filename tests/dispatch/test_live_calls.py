@@ -91,9 +91,7 @@ async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, e
     assert (screen.text, result.error_code) == (expected, code)
 
 
-async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
-    client: ToolClient, tools: Tools
-) -> None:
+async def test_a_repeated_call_id_joins_the_first_call_without_its_events(client: ToolClient, tools: Tools) -> None:
     has_output, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
@@ -104,10 +102,11 @@ async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
     first = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
     async with asyncio.timeout(SOON_S):
         await has_output.wait()
-    repeated = await session.call("wait", {}, call_id="same", on_output=on_output)
+    repeated = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
+    other = await session.call("wait", {"other": 1}, call_id="same")
     tools.may_end.set()
-    result = await first
-    assert (repeated.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
+    assert (await first).output == (await repeated).output == "ended"
+    assert (other.error_code, "".join(pieces)) == (ErrorCode.INVALID_ARGUMENTS, "begunlate")
 
 
 @pytest.mark.parametrize(

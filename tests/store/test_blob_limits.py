@@ -95,3 +95,16 @@ async def test_a_blob_waits_until_another_blob_is_dropped(harness: Harness, monk
     assert not second.done()
     await harness.own.drop(first)
     assert await harness.own.take("acme", await asyncio.wait_for(second, SOON_S)) == b"second"
+
+
+async def test_the_output_of_a_call_with_a_chosen_id_is_kept_for_its_other_callers(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_store, "TENANT_BLOB_BYTES", 4 * blob_store.KEPT_BYTES)
+    small, large = harness.workers.leave("acme", b"x"), harness.workers.leave("acme", bytes(blob_store.KEPT_BYTES + 1))
+    for _ in range(2):
+        assert await harness.own.take("acme", small, keeps=True) == b"x"
+        async with harness.own.hold("acme", large, keeps=True) as (pieces, _):
+            assert sum(map(len, pieces)) == blob_store.KEPT_BYTES + 1
+    lives = [harness.sync.ttl(key) for key in (small, large)]
+    assert lives[1] <= blob_store.LARGE_KEPT_S < lives[0] <= blob_store.BLOB_TTL_S

@@ -14,11 +14,12 @@ import httpx
 from pydantic import BaseModel
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
-from toolcrew.contract.errors import ApiUnavailable, ToolcrewError
+from toolcrew.contract.errors import ApiUnavailable, ConfigError, ToolcrewError
 from toolcrew.orchestrator.sdk.http.async_processes import AsyncProcesses
 from toolcrew.orchestrator.sdk.http.connection import (
     MAX_ANSWER_BYTES,
     MAX_ERROR_BYTES,
+    TRIES,
     Ask,
     EventReader,
     ServerEvent,
@@ -204,12 +205,19 @@ class AsyncSessions:
         network: Literal["none", "egress"] | None = None,
         options: "SandboxOptions | None" = None,
         tool_config: Mapping[str, Mapping[str, Any]] | None = None,
+        key: str | None = None,
     ) -> "AsyncSession":
         """Open a session with its own sandbox. `close` removes the sandbox, and so do `ttl_s` seconds without a call.
 
         `workspace`: a local folder whose content, at most 64 MiB, is copied to /workspace. `restore`: a checkpoint, or
         its id. `options`: sizes and user of the sandbox. None: the values of the tenant's class.
+
+        The same `key` and options return the same session for a day after the last use of the key, no matter which
+        program asks. SESSION_NOT_FOUND after the session has ended. Without a `workspace`, because the session of a key
+        may already have changed its files.
         """
+        if key is not None and workspace is not None:
+            raise ConfigError("a session with a key is opened without a workspace: copy it with `import_folder`")
         body = {
             **(options.model_dump(mode="json") if options is not None else {}),
             "image": image,
@@ -219,7 +227,7 @@ class AsyncSessions:
             "tool_config": tool_config,
         }
         content = {name: value for name, value in body.items() if value is not None}
-        answer = await self._client.send(with_key(Ask("POST", "/v1/sessions", body=content, wait_s=OPEN_S)))
+        answer = await self._client.send(with_key(Ask("POST", "/v1/sessions", body=content, wait_s=OPEN_S), key))
         session = AsyncSession(self._client, parse_object(answer)["id"])
         if workspace is not None:
             try:
@@ -288,14 +296,30 @@ class AsyncSession:
         on_output: OnOutput | None = None,
         on_waiting: OnOutput | None = None,
     ) -> ToolResult:
-        """Run a tool once and return its result, also when the call fails. The same `call_id` never runs twice.
+        """Run a tool once and return its result, also when the call fails.
 
         `on_output` gets pieces of output (stream, text) while the tool runs, if the tool streams output. `on_waiting`
         gets (reason, sentence) while the call has no slot. The call is killed when this program ends or loses the
-        connection.
+        connection. With a `call_id` it goes on: the same call with the same `call_id`, also of another program, waits
+        for it or returns its result, which is stored for an hour (RESULT_EXPIRED after that).
         """
         body = {"name": name, "arguments": arguments, "timeout_s": timeout_s, "call_id": call_id}
-        ask = Ask("POST", f"{self._path}/calls", body=body, headers={"Accept": "text/event-stream"})
+        ask = Ask(
+            "POST",
+            f"{self._path}/calls",
+            repeats=call_id is not None,
+            body=body,
+            headers={"Accept": "text/event-stream"},
+        )
+        for attempt in range(1, TRIES if call_id is not None else 1):
+            try:
+                return await self._follow_call(ask, on_output, on_waiting)
+            except ApiUnavailable:
+                # The connection was lost while the call ran. The call goes on.
+                await asyncio.sleep(2.0 ** (attempt - 1))
+        return await self._follow_call(ask, on_output, on_waiting)
+
+    async def _follow_call(self, ask: Ask, on_output: OnOutput | None, on_waiting: OnOutput | None) -> ToolResult:
         async with aclosing(self._client.follow(ask)) as events:
             async for event in events:
                 fields = parse_object(event.data.encode())
@@ -318,15 +342,19 @@ class AsyncSession:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        key: str | None = None,
     ) -> ExecResult:
         """Run a program without a shell, and return its output as bytes. At the limit it gets SIGTERM, and a moment
         later SIGKILL. `stdin`: at most 1 MiB. Raises ToolFailure when the program cannot be started.
+
+        With a `key` the program runs once: the same request with the same `key` waits for it or returns its result,
+        which is stored for a day, and above 1 MiB for 20 s.
         """
         from toolcrew.contract.session_views import ExecView, encode
 
         body = {"argv": list(argv), "stdin": encode(stdin), "env": dict(env or {}), "cwd": cwd, "timeout_s": timeout_s}
         ask = Ask("POST", f"{self._path}/exec", body=body, wait_s=timeout_s + QUEUE_S)
-        return parse(ExecView, await self._client.send(ask))
+        return parse(ExecView, await self._client.send(with_key(ask, key) if key is not None else ask))
 
     async def checkpoint(self) -> "Checkpoint":
         """Store the files, long outputs and shell state. The checkpoint outlives the session."""

@@ -89,8 +89,8 @@ class MemoryAsyncBlobs:
     async def drop(self, key: str) -> None:
         self.dropped.append(key)
 
-    async def take(self, tenant: str, key: str) -> bytes:
-        return self.kept.pop(key)
+    async def take(self, tenant: str, key: str, *, keeps: bool = False) -> bytes:
+        return self.kept[key] if keeps else self.kept.pop(key)
 
 
 class StreamModel:

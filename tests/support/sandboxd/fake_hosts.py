@@ -94,6 +94,9 @@ class MemorySessionStore(SessionStore):
 class NoLedger:
     """The ledger of a program that never loses a call."""
 
+    async def find(self, tenant: str, call_id: str) -> None:
+        return None
+
     async def renew(self, tenant: str, call_id: str, attempt: int) -> bool:
         return False
 

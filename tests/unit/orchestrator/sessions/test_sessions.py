@@ -78,7 +78,7 @@ class FullMemoryBlobs(MemoryAsyncBlobs):
     """Blobs of a process whose memory for reads is in use."""
 
     @contextlib.asynccontextmanager
-    async def hold(self, tenant: str, key: str, copies: int) -> AsyncIterator[None]:
+    async def hold(self, tenant: str, key: str, copies: int, *, keeps: bool) -> AsyncIterator[None]:
         raise ToolFailure(ErrorCode.RATE_LIMITED, "no memory")
         yield
 
