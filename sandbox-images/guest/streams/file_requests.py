@@ -54,6 +54,8 @@ def move(fields: dict[str, Any], paths: GuestPaths) -> dict[str, object]:
     ):
         _check_may_go(source, paths)
         _check_may_go(target, paths)
+        # Between two file systems, rename does not say that the source is missing.
+        os.stat(source.name, dir_fd=source.directory, follow_symlinks=False)
         try:
             os.rename(source.name, target.name, src_dir_fd=source.directory, dst_dir_fd=target.directory)
         except OSError as error:

@@ -1,7 +1,10 @@
 """Requests about files: entries, folders, moves, removals and metadata."""
 
+import contextlib
 import os
+import signal
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,6 +146,8 @@ def test_a_move_to_a_full_file_system_is_reported(server: RunningServer) -> None
     (server.workspace / "f").write_bytes(bytes(4 << 20))
     with small_disk() as disk:
         assert error_of(server, "move", source="f", target=f"{disk}/f") == "NO_SPACE"
+        assert error_of(server, "move", source="missing", target=f"{disk}/new/f") == "FILE_NOT_FOUND"
+        assert not (disk / "new").exists()
         assert (server.workspace / "f").stat().st_size == 4 << 20
 
 
@@ -262,3 +267,68 @@ def test_answers_come_while_another_request_still_runs(server: RunningServer) ->
     replies = [server.client.finish(number) for number in numbers]
     assert replies[0] == {"removed": 1}
     assert all(stat.S_ISDIR(server.workspace.stat().st_mode) and "entry" in reply for reply in replies[1:])
+
+
+def test_a_removal_follows_no_link_that_replaces_a_folder_meanwhile(server: RunningServer) -> None:
+    """A program replaces the folder, and folders in it, by links to another place while the folder is removed."""
+    outside = server.tmp / "outside"
+    outside.mkdir()
+    (outside / "f").write_bytes(b"")
+    is_over = threading.Event()
+
+    def swap() -> None:
+        while not is_over.is_set():
+            for folder in (server.workspace / "folder", server.workspace / "folder/sub"):
+                with contextlib.suppress(OSError):
+                    folder.rename(f"{folder}-moved")
+                with contextlib.suppress(OSError):
+                    folder.symlink_to(outside)
+                with contextlib.suppress(OSError):
+                    folder.unlink()
+                with contextlib.suppress(OSError):
+                    os.rename(f"{folder}-moved", folder)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    try:
+        for _ in range(60):
+            with contextlib.suppress(OSError):
+                (server.workspace / "folder/sub").mkdir(parents=True)
+                (server.workspace / "folder/sub/f").write_bytes(b"")
+            with contextlib.suppress(StreamError):
+                server.client.call("remove", path="folder")
+    finally:
+        is_over.set()
+        swapping.join()
+    assert (outside / "f").exists()
+
+
+def test_a_child_that_waits_for_a_disk_delays_nothing_else(server: RunningServer) -> None:
+    (server.workspace / "f").write_bytes(bytes(1 << 20))
+    slow = server.client.open("read", path="f", window=0)
+    slow.opened()
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    [child] = children.read_text().split()
+    os.kill(int(child), signal.SIGSTOP)
+    assert server.client.call("stat", path="f")["entry"]["size"] == 1 << 20
+    other = server.client.open("read", path="f")
+    other.end()
+    assert other.received == 1 << 20
+    os.kill(int(child), signal.SIGCONT)
+    slow.grant(65_536)
+    slow.end()
+    assert slow.received == 1 << 20
+
+
+def test_a_killed_child_is_an_error_of_its_stream_only(server: RunningServer) -> None:
+    (server.workspace / "f").write_bytes(bytes(1 << 20))
+    stream = server.client.open("read", path="f", window=0)
+    stream.opened()
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    [child] = children.read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    stream.grant(1 << 20)
+    with pytest.raises(StreamError) as caught:
+        stream.end()
+    assert caught.value.code == "INTERNAL"
+    assert server.client.call("stat", path="f")["entry"]["size"] == 1 << 20
