@@ -7,6 +7,7 @@ tar inside a sandbox. An archive is unpacked only in sandboxes of the same tenan
 import asyncio
 import contextlib
 import secrets
+import shlex
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,14 +42,16 @@ _VANISHED = b"Warning: Cannot stat"
 """Message of tar, with --ignore-failed-read, when a file of a list disappeared."""
 _FULL = (b"No space left", b"File too large", b"Disk quota exceeded", b"File size limit exceeded")
 
+ATTRIBUTES = ("--xattrs", "--xattrs-include=user.*")
+"""Options of tar: pack or unpack extended attributes too, but none that gives a program rights."""
 _PACK = f"""{OPEN_CLOSED}
 open_closed "$@"
-tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${{@#/}}"
+tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner {shlex.join(ATTRIBUTES)} -C / -- "${{@#/}}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
 # Exclude the folder /tmp itself, not its content: tar would try to set its mode, which the user may not change.
 _TAR = (
-    *("tar", "-x", "-f", "-", "-p", "--delay-directory-restore", "--no-overwrite-dir", "--no-same-owner"),
+    *("tar", "-x", "-f", "-", "-p", "--delay-directory-restore", "--no-overwrite-dir", "--no-same-owner", *ATTRIBUTES),
     *("--anchored", "--no-wildcards", "--no-recursion", "--exclude=tmp", "--recursion", "-C", "/"),
 )
 # Open the FIFO for reading and writing; otherwise the reader would see an end after each chunk. `head` stops after the

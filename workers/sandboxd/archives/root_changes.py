@@ -9,13 +9,21 @@ create no device, use no id of another sandbox, write no file outside, and use n
 """
 
 import re
+import shlex
 import tarfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from toolcrew.archives.base import join_chunks
 from toolcrew.contract.errors import SandboxUnavailable
-from toolcrew.workers.sandboxd.archives.packing import ROOTS, PackingGuest, run_with_input, unpack, unpack_roots
+from toolcrew.workers.sandboxd.archives.packing import (
+    ATTRIBUTES,
+    ROOTS,
+    PackingGuest,
+    run_with_input,
+    unpack,
+    unpack_roots,
+)
 from toolcrew.workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 
 _NAME = ".toolcrew-root-changes"
@@ -23,11 +31,11 @@ _LINE = re.compile(rb"(sha256:[0-9a-f]{64}|-) ([0-9]{1,9}) ([0-9]{1,9})\n")
 _LINE_BYTES = 100
 # Standard input has two lists of names. The folders of the first list are packed without their content. For the second,
 # `find` lists files, and folders with all of their content. A listed file may disappear meanwhile.
-_PACK = """
-{ head -c "$1"; xargs -0 -r bash -c 'find "$@" -xdev -print0' find; } |
-tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner --ignore-failed-read -C / \\
-    --no-recursion --null --files-from=- --recursion -- "${@:2}"
-exit "${PIPESTATUS[1]}"
+_PACK = f"""
+{{ head -c "$1"; xargs -0 -r bash -c 'find "$@" -xdev -print0' find; }} |
+tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner --ignore-failed-read \\
+    {shlex.join(ATTRIBUTES)} -C / --no-recursion --null --files-from=- --recursion -- "${{@:2}}"
+exit "${{PIPESTATUS[1]}}"
 """
 # Delete replaced folders first: tar replaces files, but a folder only if it is empty.
 _CLEAR = """
@@ -36,7 +44,10 @@ xargs -0 -r bash -c '
         if [[ -d $path && ! -L $path ]]; then rm -rf --one-file-system -- "$path" || exit 1; fi
     done' clear
 """
-_UNPACK = ("tar", "-x", "-f", "-", "-p", "--same-owner", "--numeric-owner", "--delay-directory-restore", "-C", "/")
+_UNPACK = (
+    *("tar", "-x", "-f", "-", "-p", "--same-owner", "--numeric-owner", "--delay-directory-restore", *ATTRIBUTES),
+    *("-C", "/"),
+)
 _REMOVE = ("xargs", "-0", "-r", "rm", "-rf", "--one-file-system", "--")
 
 

@@ -111,6 +111,18 @@ def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 
 
+async def test_extended_attributes_of_users_are_preserved_and_no_others(root: Path) -> None:
+    for path in (root / "f", root / "folder"):
+        path.mkdir() if path.name == "folder" else path.write_bytes(b"data")
+        os.setxattr(path, "user.e2b.kind", b"\0\xffvalue")
+        if os.geteuid() == 0:
+            os.setxattr(path, "trusted.kind", b"x")
+    await pack_and_unpack(root)
+    for path in (root / "f", root / "folder"):
+        assert os.getxattr(path, "user.e2b.kind") == b"\0\xffvalue"
+        assert "trusted.kind" not in os.listxattr(path)
+
+
 @pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["one piece", "small pieces"])
 async def test_packing_and_unpacking_preserves_files_and_metadata(
     root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
