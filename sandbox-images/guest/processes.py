@@ -96,7 +96,7 @@ def spawn(
     actions += [(os.POSIX_SPAWN_DUP2, fd, _SPARE_FD + at) for at, fd in enumerate(further)]
     for at in range(len(further)):
         actions += [(os.POSIX_SPAWN_DUP2, _SPARE_FD + at, 3 + at), (os.POSIX_SPAWN_CLOSE, _SPARE_FD + at)]
-    program = _find_program(argv[0], env.get(b"PATH", b""))
+    program = find_program(argv[0], env.get(b"PATH", b""))
     try:
         return os.posix_spawn(program, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)
     except OSError as error:
@@ -106,7 +106,7 @@ def spawn(
         raise RequestFailure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
 
 
-def _find_program(name: bytes, search_path: bytes) -> bytes:
+def find_program(name: bytes, search_path: bytes) -> bytes:
     """Return the path of the program `name`. Raises RequestFailure when no directory of PATH has the program."""
     if b"/" in name:
         return name
@@ -122,21 +122,24 @@ def _find_program(name: bytes, search_path: bytes) -> bytes:
 
 
 class Process:
-    """A process, from /proc/<pid>/stat.
+    """A process, from /proc/<pid>/stat. `session`: the pid of the process that began its session.
 
     `busy`: the process runs, waits for a processor, or waits for a disk. `used_s`: processor time that the process has
     used, in seconds.
     """
 
-    __slots__ = ("alive", "busy", "group", "parent", "pid", "used_s")
+    __slots__ = ("alive", "busy", "group", "parent", "pid", "session", "used_s")
 
-    def __init__(self, pid: int, parent: int, group: int, alive: bool, busy: bool, used_s: float = 0.0) -> None:
+    def __init__(
+        self, pid: int, parent: int, group: int, alive: bool, busy: bool, used_s: float = 0.0, session: int = 0
+    ) -> None:
         self.pid = pid
         self.parent = parent
         self.group = group
         self.alive = alive
         self.busy = busy
         self.used_s = used_s
+        self.session = session
 
 
 class KillReport:
@@ -268,7 +271,7 @@ def _read_process(pid: int) -> Process | None:
     # A process whose main thread has ended while other threads run is also shown as a zombie, but it lives.
     alive = fields[0] not in (b"Z", b"X", b"x") or int(fields[17]) > 1
     used_s = (int(fields[11]) + int(fields[12])) * _TICK_S
-    return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"), used_s)
+    return Process(pid, int(fields[1]), int(fields[2]), alive, fields[0] in (b"R", b"D"), used_s, int(fields[3]))
 
 
 def _kill(target: int) -> None:

@@ -13,10 +13,11 @@ STREAM_STDERR_BYTES = 65_536
 _STREAMS = ("stdout", "stderr", "merged")
 
 
-def _read_argv(header: dict[str, Any], name: str) -> list[str]:
-    value = header[name]
+def read_argv(header: dict[str, Any], name: str) -> list[str]:
+    """Return the program and its arguments. Raises RequestFailure."""
+    value = header.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(part, str) for part in value):
-        raise RequestFailure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
+        raise RequestFailure(INVALID_ARGUMENTS, "'argv' must be a list of strings, not empty")
     if not value[0] or any("\0" in part for part in value):
         raise RequestFailure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
     return value
@@ -57,7 +58,7 @@ class ExecRequest(GuestRequest):
 
     OP: ClassVar = "exec"
     FIELDS: ClassVar = {
-        "argv": optional(_read_argv),
+        "argv": optional(read_argv),
         "script_bytes": whole(0, MAX_BODY, default=0),
         "state": choice("none", "use", "keep", "fresh", default="none"),
         "cwd": optional(read_text),

@@ -9,6 +9,7 @@ from guest.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, set_process_fl
 from guest.streams.children import Children
 from guest.streams.file_service import FileService
 from guest.streams.ports import PortService
+from guest.streams.process_service import ProcessService
 from guest.streams.server import StreamServer
 
 TYPE_CHECKING = False
@@ -21,8 +22,8 @@ TITLE = b"streams"
 
 
 def build_services(paths: GuestPaths, children: Children) -> list[EventSource]:
-    """Return what the server serves."""
-    return [children, FileService(paths), PortService()]
+    """Return what the server serves. The last one kills what the others have left at the end."""
+    return [children, FileService(paths), PortService(), ProcessService(paths, children, lambda _: None)]
 
 
 def serve_streams(incoming: int, outgoing: int, paths: GuestPaths) -> None:
@@ -35,4 +36,5 @@ def serve_streams(incoming: int, outgoing: int, paths: GuestPaths) -> None:
     # From here on, no program can read, stop or trace this process.
     set_process_flag(PR_SET_DUMPABLE, 0)
     os.chdir("/")
+    os.umask(0o022)
     StreamServer(incoming, outgoing, build_services(paths, Children())).run()

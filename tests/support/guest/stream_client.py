@@ -71,7 +71,9 @@ class StreamClient:
         self.epochs += 1
         payload = self.epochs.to_bytes(4, "big") + secrets.token_bytes(16)
         self.send(FrameKind.EPOCH, payload=payload)
-        while self.take(FrameKind.EPOCH).payload != payload:
+        while not any(frame.payload == payload for frame in self.frames):
+            assert self.receive(), "the server does not answer"
+        while self.frames.pop(0).payload != payload:
             pass
         self.last_number = 0
 
