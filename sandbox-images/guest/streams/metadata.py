@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 
 from guest.failures import INVALID_ARGUMENTS, RequestFailure
@@ -19,6 +20,8 @@ _MAX_ITEMS = 64
 _MAX_NAME_BYTES = 200
 _MAX_VALUE_BYTES = 4096
 _MAX_BYTES = 16_384
+_MAX_JSON_BYTES = 50_000
+"""Limit of shown metadata: an escape takes up to 6 bytes, and an entry must fit into a frame."""
 
 
 def parse_metadata(header: dict[str, Any], name: str) -> dict[str, str]:
@@ -40,18 +43,18 @@ def parse_metadata(header: dict[str, Any], name: str) -> dict[str, str]:
 def read_metadata(file: int | bytes) -> dict[str, str]:
     """Return the metadata of a file, given by its descriptor or by its path; a link is not followed.
 
-    A program may have set attributes of any number and size. Those beyond the limits of `parse_metadata` are left out.
+    A program may have set attributes of any number and size. Those that are too many or too large are left out.
     """
     metadata: dict[str, str] = {}
-    left = _MAX_BYTES
-    attributes = _list_attributes(file)
-    for attribute in attributes[:_MAX_ITEMS]:
+    left = _MAX_JSON_BYTES
+    for attribute in _list_attributes(file)[:_MAX_ITEMS]:
         # The file may lose the attribute now. A file system may also refuse to show it.
         with contextlib.suppress(OSError):
-            value = _get(file, attribute)
-            left -= len(attribute) + len(value)
-            if len(value) <= _MAX_VALUE_BYTES and left >= 0:
-                metadata[printable(os.fsencode(attribute[len(_PREFIX) :]))] = printable(value)
+            value = printable(_get(file, attribute))
+            name = printable(os.fsencode(attribute[len(_PREFIX) :]))
+            left -= len(json.dumps({name: value}))
+            if left >= 0:
+                metadata[name] = value
     return metadata
 
 

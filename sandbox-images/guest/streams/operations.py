@@ -16,6 +16,7 @@ import struct
 
 from guest.failures import (
     CANCELLED,
+    FILE_TOO_LARGE,
     INTERNAL,
     NOT_A_REGULAR_FILE,
     PATH_NOT_ALLOWED,
@@ -25,7 +26,7 @@ from guest.failures import (
 )
 from guest.kernel import close_descriptors_except
 from guest.streams.client_bytes import ClientBytes
-from guest.streams.frames import MAX_DATA_BYTES
+from guest.streams.frames import MAX_DATA_BYTES, MAX_JSON_BYTES
 from guest.streams.handlers import StreamHandler
 from guest.users import become
 
@@ -75,8 +76,8 @@ class ChildPipes:
         return self.output, self._incoming
 
     def send_opened(self, fields: Mapping[str, object]) -> None:
-        """Open the stream."""
-        self._write(_OPENED, json.dumps(fields).encode())
+        """Open the stream. Raises RequestFailure when the fields are too large for a frame."""
+        self._write(_OPENED, _encode(fields))
 
     def send(self, data: bytes) -> None:
         """Send bytes of the stream."""
@@ -84,8 +85,8 @@ class ChildPipes:
             self._write(_DATA, data[at : at + MAX_DATA_BYTES])
 
     def end(self, fields: Mapping[str, object]) -> None:
-        """End the stream with its result."""
-        self._write(_END, json.dumps(fields).encode())
+        """End the stream with its result. Raises RequestFailure when the fields are too large for a frame."""
+        self._write(_END, _encode(fields))
 
     def fail(self, failure: RequestFailure) -> None:
         """End the stream with an error."""
@@ -114,6 +115,13 @@ class ChildPipes:
             blocks.append(block)
             size -= len(block)
         return b"".join(blocks)
+
+
+def _encode(fields: Mapping[str, object]) -> bytes:
+    data = json.dumps(fields).encode()
+    if len(data) > MAX_JSON_BYTES:
+        raise RequestFailure(FILE_TOO_LARGE, "the description of the file is too large: shorten its path or metadata")
+    return data
 
 
 class OperationStream(StreamHandler):
@@ -248,9 +256,7 @@ def _run_child(pipes: ChildPipes, operation: Operation, user: User | None) -> No
     """Be the child. No code of the server runs in it after the operation."""
     try:
         _leave_server(pipes)
-        if user is not None:
-            become(user)
-        _report(pipes, operation)
+        _report(pipes, operation, user)
     finally:
         os._exit(0)
 
@@ -268,9 +274,11 @@ def _leave_server(pipes: ChildPipes) -> None:
     gc.disable()
 
 
-def _report(pipes: ChildPipes, operation: Operation) -> None:
-    """Run the operation, and send its result or its error."""
+def _report(pipes: ChildPipes, operation: Operation, user: User | None) -> None:
+    """Run the operation as the user, and send its result or its error."""
     try:
+        if user is not None:
+            become(user)
         pipes.end(operation(pipes))
     except BrokenPipeError:
         # The client has left.

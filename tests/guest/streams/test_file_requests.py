@@ -332,3 +332,28 @@ def test_a_killed_child_is_an_error_of_its_stream_only(server: RunningServer) ->
         stream.end()
     assert caught.value.code == "INTERNAL"
     assert server.client.call("stat", path="f")["entry"]["size"] == 1 << 20
+
+
+def test_attributes_that_a_program_has_set_never_exceed_a_frame(server: RunningServer) -> None:
+    (server.workspace / "f").write_bytes(b"")
+    with contextlib.suppress(OSError):  # ext4 has room for a few
+        for number in range(100):
+            os.setxattr(server.workspace / "f", f"user.{number:03}", bytes([number % 8]) * 3000)
+    metadata = server.client.call("stat", path="f")["entry"]["metadata"]
+    assert 0 < len(metadata) <= 16
+    assert server.client.open("read", path="f").opened()["metadata"] == metadata
+
+
+def test_a_description_that_exceeds_a_frame_is_an_error(server: RunningServer) -> None:
+    (server.workspace / "x").mkdir()
+    (server.workspace / "f").write_bytes(b"")
+    # A long way to the file is shown as it was asked for. Each \\x01 has 6 bytes in JSON.
+    folder = server.workspace / ("\1" * 200)
+    folder.mkdir()
+    path = f"{folder.name}/../" * 50 + "f"
+    assert server.client.call("stat", path=path)["entry"]["size"] == 0
+    os.setxattr(server.workspace / "f", "user.a", b"\1" * 3000)
+    with pytest.raises(StreamError) as caught:
+        server.client.call("stat", path=path)
+    assert caught.value.code == "FILE_TOO_LARGE"
+    assert server.client.call("stat", path="f")["entry"]["size"] == 0
