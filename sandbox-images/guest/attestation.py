@@ -9,7 +9,7 @@ import os
 
 from guest.fields import check_fields
 from guest.paths import GuestPaths
-from guest.processes import read_processes
+from guest.processes import find_entered, read_processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,19 +23,22 @@ _MOUNTS = b"/proc/self/mounts"
 _SHARED_MEMORY = b"/dev/shm"
 
 
-def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs: int) -> dict[str, object]:
+def attest(
+    header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs: int, stream_servers: Set[int]
+) -> dict[str, object]:
     """Return the report as the fields of the done event (the answer to the request). Raises RequestFailure and OSError.
 
     `idle_pids`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
+    `stream_servers`: pids of stream servers that PID 1 has forked. Their processes count as jobs.
     """
     check_fields(header)
-    others = [
-        process for process in read_processes().values() if process.pid != os.getpid() and process.pid not in idle_pids
-    ]
+    table = read_processes()
+    others = [process for process in table.values() if process.pid != os.getpid() and process.pid not in idle_pids]
+    servers = stream_servers | {process.pid for process in find_entered(table)}
     return {
         "processes": sum(process.alive for process in others),
         "zombies": sum(not process.alive for process in others),
-        "jobs": jobs,
+        "jobs": jobs + sum(process.alive and process.parent in servers for process in others),
         "entries": {
             "workspace": _count_entries(paths.workspace),
             "tmp": _count_entries(paths.roots[1]),

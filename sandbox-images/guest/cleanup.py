@@ -9,7 +9,9 @@ from guest.processes import (
     KILL_WINDOW_S,
     QUIET_SCANS,
     KillReport,
+    Process,
     find_below,
+    find_entered,
     kill_everything,
     kill_processes,
     read_processes,
@@ -22,14 +24,13 @@ if TYPE_CHECKING:
     from guest.calls import Call
 
 
-def _kill_orphans(supervisors: Set[int], report: KillReport) -> int:
-    """Send SIGKILL once to the children of PID 1 that are not supervisors, and to all of their descendants.
+def _kill_orphans(spared: Set[int], table: dict[int, Process], report: KillReport) -> int:
+    """Send SIGKILL once to the children of PID 1 that are not spared, and to all of their descendants.
 
-    Return the number of targets that were alive. Raises OSError.
+    Return the number of targets that were alive.
     """
-    table = read_processes()
     own_pid = os.getpid()
-    roots = [process for process in table.values() if process.parent == own_pid and process.pid not in supervisors]
+    roots = [process for process in table.values() if process.parent == own_pid and process.pid not in spared]
     return kill_processes(roots + find_below([process.pid for process in roots], table), report)
 
 
@@ -55,11 +56,13 @@ class Cleanup:
         self._give_up_at = time.monotonic() + KILL_WINDOW_S
         self._quiet = 0
 
-    def step(self, supervisors: Set[int], others_run: bool) -> None:
-        """Run one round against every process that is not below one of PID 1's living `supervisors`."""
+    def step(self, spared: Set[int], others_run: bool) -> None:
+        """Run one round against every process below PID 1 that is not below one of its children `spared`."""
         round_report = KillReport()
         try:
-            alive = _kill_orphans(supervisors, round_report)
+            table = read_processes()
+            alive = _kill_orphans(spared, table, round_report)
+            others_run = others_run or bool(find_entered(table))
         except OSError:
             # A failed scan proves nothing, so at least one process counts as alive.
             alive = 1

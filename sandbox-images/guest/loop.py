@@ -28,6 +28,7 @@ from guest.kernel import PR_SET_DUMPABLE, set_process_flag, set_title
 from guest.paths import GuestPaths
 from guest.processes import KillReport, kill_everything, reap
 from guest.requests import REQUESTS
+from guest.stream_channel import StreamChannel
 from guest.supervisors import Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
@@ -87,6 +88,15 @@ def parse_options(arguments: Sequence[str]) -> Options:
         else:
             raise ValueError(f"unknown option {name}")
     return options
+
+
+def read_options_of_pid_1() -> Options:
+    """Return the options with which PID 1 runs. Raises ValueError."""
+    with open("/proc/1/cmdline", "rb") as file:
+        words = file.read().replace(b"\0", b" ").decode().split()
+    # The title of PID 1, or its whole command line where a process cannot change its title.
+    begin = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
+    return parse_options(words[begin:])
 
 
 def _parse_number(name: str, value: str) -> float:
@@ -155,6 +165,7 @@ class Loop:
         self._cleanup = Cleanup()
         self._lanes = CallLanes()
         self._jobs = Jobs(paths)
+        self._streams = StreamChannel(paths)
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
         # Calls that may run now, because the call before them in their lane has ended.
         self._ready_calls: list[Call] = []
@@ -202,6 +213,7 @@ class Loop:
         if self._outbox.size < _OUTBOX_BYTES:
             for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
+        self._streams.register(poller)
         if self._tunnels is not None:
             self._tunnels.register(poller)
         for fd, events in poller.poll(self._wait_ms()):
@@ -211,6 +223,8 @@ class Loop:
                 self._outbox.flush()
             elif fd in self._supervisors.by_reports:
                 self._read_reports(self._supervisors.by_reports[fd])
+            elif self._streams.serve(fd):
+                self._streams.start()
             elif self._tunnels is not None:
                 self._tunnels.serve(fd, events)
 
@@ -219,15 +233,14 @@ class Loop:
         if self._ready_calls:
             return 0
         # PID 1 has no handler for SIGCHLD, so it looks for dead children at short intervals while some are expected.
-        if self._supervisors.ending or self._cleanup.held:
+        if self._supervisors.ending or self._cleanup.held or self._streams.is_ending:
             return _TICK_MS
         deadlines = [call.watch_at for call in self._supervisors.calls if not call.answered]
         deadlines += [call.limit_at for call in self._lanes.waiting]
         if self._supervisors.idle_until is not None:
             deadlines.append(self._supervisors.idle_until)
         tunnels_at = self._tunnels.find_wake_at() if self._tunnels is not None else None
-        if tunnels_at is not None:
-            deadlines.append(tunnels_at)
+        deadlines += [at for at in (tunnels_at, self._streams.find_wake_at()) if at is not None]
         now = time.monotonic()
         waits = [deadline - now for deadline in deadlines]
         if self._age_limit.remaining_s is not None:
@@ -276,7 +289,7 @@ class Loop:
 
     def _attest(self, header: dict[str, object]) -> None:
         try:
-            fields = attest(header, self._paths, self._supervisors.idle_pids, self._jobs.running)
+            fields = attest(header, self._paths, self._supervisors.idle_pids, self._jobs.running, self._streams.pids)
         except (RequestFailure, OSError) as error:
             fields = {"error": _to_failure(error).as_error()}
         self._send({"id": header["id"], "ev": "done", **fields})
@@ -393,6 +406,7 @@ class Loop:
     def _serve_processes(self) -> None:
         """Start waiting calls, enforce limits, reap dead processes, and continue the kill of orphans."""
         supervisors = self._supervisors
+        self._streams.start()
         if self._tunnels is not None:
             self._tunnels.abort_orphans()
         now = time.monotonic()
@@ -407,14 +421,16 @@ class Loop:
             self._check_delayed(call)
         if supervisors.idle_until is not None and now >= supervisors.idle_until:
             supervisors.retire_idle()
-        if not (supervisors.ending or self._cleanup.held):
+        if not (supervisors.ending or self._cleanup.held or self._streams.is_ending):
             return
         no_child_left = reap(self._on_exit)
         if self._cleanup.held:
             if not no_child_left:
-                # Processes of other calls and jobs are children of living supervisors. Only when no call and no job
-                # runs may every process be killed.
-                self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.has_keepers)
+                # Processes of other calls and jobs are children of living supervisors, and those of streams of their
+                # server. Only when none of these runs may every process be killed.
+                spared = supervisors.pids | self._streams.pids
+                others_run = bool(supervisors.calls or self._streams.pids) or self._jobs.has_keepers
+                self._cleanup.step(spared, others_run)
                 no_child_left = reap(self._on_exit)
             for waiting_call, report in self._cleanup.take_finished(no_child_left):
                 if waiting_call is not None:
@@ -427,6 +443,9 @@ class Loop:
 
     def _on_exit(self, pid: int, status: int) -> None:
         """Process the exit of a child of PID 1: answer its call, start the call again, or kill what is left."""
+        if self._streams.note_exit(pid):
+            self._cleanup.hold(None)  # processes of streams may have survived their server
+            return
         supervisor = self._supervisors.take_reaped(pid)
         if supervisor is None:
             return

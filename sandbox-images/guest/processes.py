@@ -191,6 +191,11 @@ def find_below(roots: Iterable[int], table: dict[int, Process]) -> list[Process]
     return descendants
 
 
+def find_entered(table: dict[int, Process]) -> list[Process]:
+    """Return the processes that the host has started in the sandbox, beside PID 1: stream servers."""
+    return [process for process in table.values() if process.parent == 0 and process.pid != os.getpid()]
+
+
 def read_descendants() -> list[Process]:
     """Return the descendants of this process, including zombies. Raises OSError in the cases of `read_processes`."""
     return find_below((os.getpid(),), read_processes())

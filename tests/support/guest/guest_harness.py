@@ -97,7 +97,13 @@ class Guest:
     """
 
     def __init__(
-        self, base: Path, shell_prefix: str, idle_s: float, options: Sequence[str] = (), faults: str = ""
+        self,
+        base: Path,
+        shell_prefix: str,
+        idle_s: float,
+        options: Sequence[str] = (),
+        faults: str = "",
+        has_streams: bool = False,
     ) -> None:
         uid = _FIRST_UID + secrets.randbelow(1 << 20)
         self.workspace = base / "workspace"
@@ -111,12 +117,18 @@ class Guest:
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--inh-caps=-all"]
         # dash has no `ulimit -u`, so sh is not used. A limit that cannot be set must stop the start instead of being
         # ignored.
-        shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} exec "$@"', "bash"]
+        self.streams, guests_streams = socket.socketpair()
+        """The channel of streams, if the guest has one."""
+        passed = (guests_streams.fileno(),) if has_streams else ()
+        moves = "".join(f"exec 3<&{fd}; [ {fd} = 3 ] || exec {fd}<&-;" for fd in passed)
+        shell = ["/bin/bash", "--norc", "-c", f'set -e; {shell_prefix} {moves} exec "$@"', "bash"]
         self._process = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell, *user, *guest],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=passed,
         )
+        guests_streams.close()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin = self._process.stdin
@@ -290,13 +302,17 @@ def _state(entry: Path) -> str:
 
 @contextlib.contextmanager
 def running_guest(
-    shell_prefix: str = "", idle_s: float = 1.0, options: Sequence[str] = (), faults: str = ""
+    shell_prefix: str = "",
+    idle_s: float = 1.0,
+    options: Sequence[str] = (),
+    faults: str = "",
+    has_streams: bool = False,
 ) -> Iterator[Guest]:
     """Run a guest with fresh roots. `shell_prefix` runs before the guest as root, to set limits: `ulimit -u 60;`.
 
     `idle_s`: how long a supervisor waits for its next call; tests of leftovers use a small value. `options`: options
     of the entry point, such as `--life 3`. `faults`: Python code that runs before the guest's loop and makes system
-    calls fail.
+    calls fail. `has_streams`: the guest has a channel of streams.
     """
     # Other users may not enter the directory of pytest.
     base = Path(tempfile.mkdtemp(prefix="toolcrew-guest-"))
@@ -304,7 +320,7 @@ def running_guest(
     # The guest's user cannot write compiled files. A guest in an image also starts with compiled files.
     compileall.compile_dir(GUEST_PARENT / "guest", quiet=1)
     try:
-        guest = Guest(base, shell_prefix, idle_s, options, faults)
+        guest = Guest(base, shell_prefix, idle_s, options, faults, has_streams)
         try:
             yield guest
         finally:
