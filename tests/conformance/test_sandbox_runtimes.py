@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tests.support.guest.stream_client import StreamClient
 from tests.support.sandboxd.containerd_server import ContainerdServer, open_containerd
 from tests.support.sandboxd.containers import IMAGE, Watched, open_engine, watch
+from tests.support.stack.processes import read_proc
 from tests.support.stack.stack import is_alive
 from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
 from toolcrew.contract.errors import SandboxUnavailable
@@ -263,6 +266,43 @@ async def test_pid_1_gets_its_streams_and_no_other_descriptor(host: Host) -> Non
 async def test_no_program_of_a_call_gets_the_descriptor_of_the_streams(host: Host) -> None:
     async with started(host) as sandbox:
         assert b"socket:" not in await _run_script(sandbox, b"ls -l /proc/self/fd; ls -l /proc/$$/fd")
+
+
+async def test_streams_continue_with_the_next_holder_and_end_with_a_shutdown(host: Host) -> None:
+    async with started(host) as sandbox:
+        with await host.runtime.open_stream_channel(sandbox.id) as channel:
+            channel.setblocking(True)
+            process = await asyncio.to_thread(_start_process, channel.dup())
+            # PID 1 and the frames of calls have no part in the streams.
+            assert b"well" in await _run_script(sandbox, b"echo well")
+            await asyncio.to_thread(_finish_process, channel.dup(), process)
+            [server] = [pid for pid in sandbox.watched.processes() if b"streams" in read_proc(pid, "cmdline")]
+            channel.shutdown(socket.SHUT_RDWR)
+            await asyncio.to_thread(wait_until, lambda: not is_alive(server), SOON_S, "the stream server ends")
+        assert b"well" in await _run_script(sandbox, b"echo well")
+
+
+def _start_process(channel: socket.socket) -> int:
+    """Start a process as the first holder of a channel, which then leaves. Return the process's number."""
+    with channel:
+        client = StreamClient(channel)
+        client.begin_epoch()
+        stream = client.open("process", argv=["sh", "-c", "echo first; read line; echo $line"], stdin=True)
+        stream.read_until(b"first\n")
+        return int(stream.opened()["process"])
+
+
+def _finish_process(channel: socket.socket, process: int) -> None:
+    """Attach to the process as the next holder, give it a line, and read to its end."""
+    with channel:
+        client = StreamClient(channel)
+        client.begin_epoch()
+        attach: dict[str, Any] = {"process": process, "from": "start", "writer": "test"}
+        stream = client.open("attach", **attach)
+        stream.read_until(b"first\n")
+        stream.write(b"second\n")
+        assert stream.end()["exit_code"] == 0
+        assert stream.data == b"first\nsecond\n"
 
 
 async def _run_script(sandbox: Started, script: bytes) -> bytes:
