@@ -38,6 +38,8 @@ _ONLY_FOLDERS, _NO_LINKS, _ADD = 0x01000000, 0x02000000, 0x20000000
 _MASK = _MODIFY | _ATTRIB | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _ONLY_FOLDERS | _NO_LINKS
 # The kernel's name of a file without a name, such as a version that is not complete.
 _NAMELESS = re.compile(rb"#\d+\Z")
+_MAX_REPORTED = 65_536
+"""Limit of the names that are remembered so that their creation is not reported twice."""
 _NO_MOVE = (0, b"", False)
 _HEADER = struct.Struct("iIII")
 _READ_BYTES = 65_536
@@ -195,7 +197,8 @@ class _Watcher:
         for name, is_folder in found:
             if os.path.basename(name).startswith(TEMPORARY_PREFIX):
                 continue
-            self._reported.add(name)
+            if len(self._reported) < _MAX_REPORTED:
+                self._reported.add(name)
             self._say("create", name)
             if not is_folder:
                 self._say("write", name)
