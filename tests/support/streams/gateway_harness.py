@@ -70,7 +70,7 @@ class GatewayHarness:
         }
         return seal_ticket(keys, StreamTicket.model_validate(fields | changes))
 
-    async def open(
+    def begin(
         self,
         connection: GatewayConnection,
         *argv: str,
@@ -78,10 +78,14 @@ class GatewayHarness:
         window: int = WINDOW_BYTES,
         opening: Mapping[str, Any] | None = None,
     ) -> Stream:
-        """Open a stream of a fake process."""
+        """Begin to open a stream of a fake process."""
         fields = opening or {"what": "process", "argv": list(argv)}
         payload = json.dumps({"ticket": ticket or self.ticket(), "open": fields}).encode()
-        stream = Stream(connection, payload, window)
+        return Stream(connection, payload, window)
+
+    async def open(self, connection: GatewayConnection, *argv: str, **options: Any) -> Stream:
+        """Open a stream of a fake process. `options`: of `begin`."""
+        stream = self.begin(connection, *argv, **options)
         async with asyncio.timeout(30):
             await stream.wait_opened()
         return stream
