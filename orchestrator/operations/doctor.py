@@ -20,6 +20,7 @@ from toolcrew.orchestrator.operations.doctor_links import (
 )
 from toolcrew.orchestrator.operations.doctor_pool import examine_pool
 from toolcrew.orchestrator.operations.doctor_redis import examine_redis
+from toolcrew.orchestrator.operations.doctor_streams import examine_streams
 from toolcrew.orchestrator.operations.findings import Report
 from toolcrew.orchestrator.operations.redis_server import find_redis_server
 from toolcrew.store.connection import open_redis
@@ -61,6 +62,7 @@ async def _examine_deployment(settings: OrchestratorSettings, report: Report, *,
             if await examine_redis(client, broker, report):
                 keys = broker.signing_keys()
                 hosts = await examine_pool(client, broker.deployment, keys, report)
+                await examine_streams(client, broker.deployment, keys, hosts, report)
                 await examine_model_endpoints(client, broker.deployment, keys, report)
                 if is_deep:
                     await examine_hosts(broker, hosts, report)

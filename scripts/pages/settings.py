@@ -18,6 +18,7 @@ from toolcrew.contract.settings import (
     OrchestratorSettings,
     SandboxdSettings,
     SharedSettings,
+    StreamGatewaySettings,
     TracingSettings,
     WebSettings,
     WorkerSettings,
@@ -59,6 +60,11 @@ PROCESSES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         OrchestratorSettings,
     ),
     ("Workers", "Read by `toolcrew serve worker` of both kinds.", WorkerSettings),
+    (
+        "Stream gateway",
+        "Read by `python -m toolcrew.workers.stream_gateway` ([Stream protocol](stream-protocol.md)).",
+        StreamGatewaySettings,
+    ),
     (
         "sandboxd",
         "Read by `python -m toolcrew.workers.sandboxd` ([Sandboxes and images](images.md)).",
