@@ -143,14 +143,20 @@ async def _has_descriptors(most: int) -> bool:
 # Refusals
 
 
-@pytest.mark.parametrize(("name", "fence"), [(NAME, 2), ("acme:s2", 1), ("other:s1", 1)])
-async def test_a_session_that_is_not_open_under_this_number_has_no_streams(
+@pytest.mark.parametrize(("name", "fence"), [(NAME, 2), ("acme:s2", 3), ("other:s1", 3)])
+async def test_a_session_that_is_not_open_or_was_opened_again_has_no_streams(
     daemon: Sandboxd, name: str, fence: int
 ) -> None:
+    daemon.session(NAME).fence = 3
     with pytest.raises(ToolFailure) as refused:
         await open_channel(daemon.path, name, fence)
     assert refused.value.code == ErrorCode.SESSION_NOT_FOUND
     assert daemon.engine.stream_servers == {}
+
+
+async def test_a_session_that_another_worker_has_taken_over_keeps_its_streams(daemon: Sandboxd) -> None:
+    async with opened(daemon, fence=2) as channel:
+        await use(channel)
 
 
 async def test_a_holder_can_only_report_uses(daemon: Sandboxd) -> None:

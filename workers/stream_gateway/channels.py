@@ -7,7 +7,7 @@ The next stream of the session then opens the channel again, and EPOCH makes bot
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -91,7 +91,7 @@ class SessionChannel:
         tenant = session.partition(":")[0]
         own_bytes = usage.bytes_bucket(usage.limits.session_bytes_per_s)
         self._buckets = (own_bytes, usage.tenant_bytes(tenant), usage.host_bytes)
-        self._tasks = {asyncio.create_task(self._run())}
+        self._task = asyncio.create_task(self._run())
 
     @property
     def memory(self) -> int:
@@ -100,13 +100,11 @@ class SessionChannel:
 
     # --- Streams
 
-    def add(self, relay: StreamRelay, fence: int) -> None:
-        """Open a stream when the channel is ready. `fence`: of its ticket, not less than the fence of the channel."""
+    def add(self, relay: StreamRelay) -> None:
+        """Open a stream when the channel is ready."""
         self._relays[relay.number] = relay
         self._stop_idle_timer()
-        if fence > self.fence:
-            self._begin(self._confirm(relay, fence))
-        elif self._is_ready:
+        if self._is_ready:
             relay.start()
 
     def next_number(self) -> int:
@@ -141,15 +139,14 @@ class SessionChannel:
         self._stop_idle_timer()
         for timer in self._pauses:
             timer.cancel()
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        if self._task is not asyncio.current_task():
+            self._task.cancel()
         self._fail_all(error)
         self._on_end(self)
 
     async def wait_closed(self) -> None:
-        """Wait until no task of an ended channel runs."""
-        await cancel_all(self._tasks)
+        """Wait until the task of an ended channel has ended."""
+        await cancel_all([self._task])
 
     # --- Opening
 
@@ -188,23 +185,6 @@ class SessionChannel:
                 if failure.code is not ErrorCode.SESSION_BUSY or loop.time() > until:
                     raise
             await asyncio.sleep(_BUSY_POLL_S)
-
-    async def _confirm(self, relay: StreamRelay, fence: int) -> None:
-        """Let sandboxd check a later number of the session's opening: another worker has taken the session over. Then
-        sandboxd answers that this gateway already has the channel.
-        """
-        try:
-            (await self._open_channel(self.session, fence)).close()
-        except ToolFailure as failure:
-            if failure.code is not ErrorCode.SESSION_BUSY:
-                relay.fail(failure)
-                return
-        except OperatorError as error:
-            relay.fail(error)
-            return
-        self.fence = max(self.fence, fence)
-        if self._is_ready and relay.state is RelayState.WAITING:
-            relay.start()
 
     async def _begin_epoch(self) -> None:
         """Let the stream server forget all streams, and drop everything that it has sent before its answer."""
@@ -346,8 +326,3 @@ class SessionChannel:
 
     def _end_idle(self) -> None:
         self.end(SandboxUnavailable("the session has no streams"))
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

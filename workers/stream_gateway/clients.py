@@ -152,7 +152,7 @@ class ClientConnection:
         first = StreamFrame(frame.kind, number, payload=request.payload)
         relay = StreamRelay(self, channel, frame.stream, number, first)
         self._relays[frame.stream], self._owners[frame.stream] = relay, (tenant, session)
-        channel.add(relay, request.ticket.fence)
+        channel.add(relay)
 
     def _lose(self, reason: str, on_end: Callable[["ClientConnection"], None]) -> None:
         log.info("stream_client_left", reason=reason, streams=len(self._relays))

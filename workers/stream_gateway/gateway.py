@@ -78,6 +78,8 @@ class StreamGatewayServer:
                 ErrorCode.SESSION_NOT_FOUND,
                 "the session was opened again meanwhile: read its host again, and try again",
             )
+        # A new worker of the host has taken the session over. Open streams stay.
+        channel.fence = max(channel.fence, fence)
         return channel
 
     def limit_memory(self) -> None:
