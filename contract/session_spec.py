@@ -23,6 +23,7 @@ Pids = Annotated[int, Field(ge=16, le=2**22)]
 WorkspaceBytes = Annotated[int, Field(ge=MIB, le=2**50)]
 SandboxUser = Literal["sandbox", "root"]
 NetworkPolicy = Literal["none", "egress"]
+PreviewAccess = Literal["none", "token", "public"]
 Hostname = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")]
 """A label of RFC 1123."""
 DEFAULT_HOSTNAME = "sandbox"

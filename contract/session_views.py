@@ -138,6 +138,16 @@ class SessionView(SandboxOptions):
     usage: UsageAmounts | None = None
 
 
+class PreviewView(BaseModel):
+    """The address of a port. `access`: token or public. `url`: the address; with token, it contains a ticket. Whoever
+    has the address can use the port until `expires_at`, in Unix seconds.
+    """
+
+    url: str
+    access: Literal["token", "public"]
+    expires_at: float
+
+
 class Forks(BaseModel):
     """The new sessions of a fork."""
 

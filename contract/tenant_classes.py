@@ -6,7 +6,15 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolcrew.contract.image_names import ImageNameText, ImagePatternText, RegistryText
-from toolcrew.contract.session_spec import Cpus, LargestOptions, NetworkPolicy, Pids, SandboxUser, WorkspaceBytes
+from toolcrew.contract.session_spec import (
+    Cpus,
+    LargestOptions,
+    NetworkPolicy,
+    Pids,
+    PreviewAccess,
+    SandboxUser,
+    WorkspaceBytes,
+)
 
 HostPattern = Annotated[str, Field(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """A host name in ASCII. `*.example.org` matches every name below example.org, and not example.org itself."""
@@ -58,6 +66,8 @@ class TenantClass(BaseModel):
     images: tuple[ImagePatternText, ...] | None = None
     network: NetworkPolicy = "none"
     egress: EgressRules = EgressRules()
+    previews: PreviewAccess = "none"
+    """Who may use addresses of a session's ports: nobody, who has a ticket, or everybody who knows the address."""
     workspace_bytes: WorkspaceBytes | None = None
     memory_reserve_bytes: int | None = Field(default=None, ge=64 * 1024 * 1024)
     cpus: Cpus | None = None

@@ -38,6 +38,23 @@ def serve_api(
             help="Concurrent runs and batch items in this process; 0: other processes run them.",
         ),
     ] = CONCURRENCY,
+    previews_port: Annotated[
+        int,
+        typer.Option(
+            "--previews-port",
+            min=1,
+            max=65535,
+            help="With --previews-url: port of the previews, on the same address as --port.",
+        ),
+    ] = 8081,
+    previews_url: Annotated[
+        str | None,
+        typer.Option(
+            "--previews-url",
+            help="Serve previews of ports at addresses below this one, such as https://previews.example.org, behind a "
+            "TLS proxy. Default: no previews.",
+        ),
+    ] = None,
     traces: Annotated[
         bool, typer.Option("--traces/--no-traces", help="Write a trace of each run to TOOLCREW_TRACES.")
     ] = True,
@@ -53,7 +70,9 @@ def serve_api(
     async def work() -> None:
         settings = load_settings()
         configure_logging(settings, "api")
-        await _run_until_signal(ApiService(settings, host, port, concurrency, has_traces=traces))
+        previews = (previews_url, previews_port) if previews_url is not None else None
+        service = ApiService(settings, host, port, concurrency, previews=previews, has_traces=traces)
+        await _run_until_signal(service)
 
     run_work(work(), as_json=False)
 

@@ -43,7 +43,7 @@ def generate(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         document = Path(place) / "openapi.json"
         document.write_text(json.dumps(read_api()), encoding="utf-8")
-        run_tool("openapi-ts", TOOLCREW_OPENAPI=str(document), TOOLCREW_GENERATED=str(folder))
+        run_tool("openapi-ts", OPENAPI_DOCUMENT=str(document), GENERATED_FOLDER=str(folder))
 
 
 def find_stale() -> list[str]:

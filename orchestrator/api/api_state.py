@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from toolcrew.concurrency.tasks import SharedReads
+from toolcrew.contract.previews import PreviewSite
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.shares import (
     FILES_PER_KEY,
@@ -59,6 +60,7 @@ class ApiState(AppState):
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
         self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.event_streams = OpenEventStreams()
+        self.previews: PreviewSite | None = None
         self.files = ConcurrencyLimit(FILES_PER_KEY)
         self.pages = ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

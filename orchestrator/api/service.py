@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from toolcrew.contract.errors import OperatorError
+from toolcrew.contract.previews import PreviewSite
 from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.app import build_app
+from toolcrew.orchestrator.api.previews import serve_previews
 from toolcrew.orchestrator.http.app_state import ConnectedParts
 from toolcrew.orchestrator.http.server import UvicornServer
 from toolcrew.orchestrator.runs.run_service import RunService, StopPhases, open_runner
@@ -34,11 +36,14 @@ class ApiService:
         concurrency: int,
         announce: Callable[[str], None] = lambda _: None,
         *,
+        previews: tuple[str, int] | None = None,
         has_traces: bool = True,
     ) -> None:
         """Build the service.
 
-        `announce`: called with the address when the service accepts requests. `has_traces`: each run writes a trace.
+        `announce`: called with the address when the service accepts requests. `previews`: the address of the domain of
+        previews, and the port that serves them. `has_traces`: each run writes a trace.
+
         Raises ConfigError for settings that can never serve a request.
         """
         self._settings = settings
@@ -47,7 +52,11 @@ class ApiService:
         self._has_traces = has_traces
         app_state = ApiState(settings)
         app_state.check()
-        app = build_app(app_state, self._orchestrator)
+        if previews is not None:
+            app_state.previews = PreviewSite(previews[0])
+        self._app_state, self._host = app_state, host
+        self._previews_port = previews[1] if previews is not None else 0
+        app = build_app(app_state, self._work_while_connected)
         self._server = UvicornServer(app, host, port, self._announce, has_sockets=True)
 
     def stop(self) -> None:
@@ -58,6 +67,16 @@ class ApiService:
         """Serve until stopped."""
         await self._server.run()
         log.info("stopped")
+
+    @asynccontextmanager
+    async def _work_while_connected(self, parts: ConnectedParts) -> AsyncIterator[None]:
+        async with self._orchestrator(parts):
+            site = self._app_state.previews
+            if site is None:
+                yield
+                return
+            async with serve_previews(site, parts, self._settings.deployment, self._host, self._previews_port):
+                yield
 
     @asynccontextmanager
     async def _orchestrator(self, parts: ConnectedParts) -> AsyncIterator[None]:

@@ -18,6 +18,7 @@ from toolcrew.orchestrator.metrics.page import MetricsPage
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.endpoints import ModelNames
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.streams import Streams
 from toolcrew.store.api_keys import ApiKeys, Credential
 from toolcrew.store.approvals import ApprovalQueue
 from toolcrew.store.model_endpoints import ModelEndpoints
@@ -94,6 +95,7 @@ class ConnectedParts:
     approvals: ApprovalQueue
     runs: DurableRuns
     metrics: MetricsPage
+    streams: Streams
 
 
 ConnectedWork = Callable[[ConnectedParts], AbstractAsyncContextManager[None]]
@@ -176,6 +178,7 @@ class AppState:
                 return
             parts = self._built(pool)
             stack.push_async_callback(parts.runs.hub.close)
+            stack.push_async_callback(parts.streams.close)
             stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(work(parts))
             # Set `_parts` last, because requests are served as soon as it is set.
@@ -196,7 +199,8 @@ class AppState:
         runs = DurableRuns.on(pool, settings)
         endpoints = ModelEndpoints(pool.redis, deployment, pool.keys)
         runs.check_model = ModelNames(settings, endpoints, pool.tenants).check
-        return ConnectedParts(pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, runs, metrics)
+        keys, streams = ApiKeys(pool.redis, deployment, pool.keys), Streams(pool, deployment)
+        return ConnectedParts(pool, keys, approvals, runs, metrics, streams)
 
 
 def _first_sentence(error: OperatorError) -> str:

@@ -35,7 +35,7 @@ from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
 from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, SandboxOptions, SessionSpec
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, PreviewAccess, SandboxOptions, SessionSpec
 from toolcrew.contract.session_views import Checkpoint
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
@@ -61,9 +61,9 @@ CANCEL_WAIT_S = 5.0
 
 
 class SessionInfo(Record):
-    """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `workspace`: the
-    kind of its storage: image, tmpfs or folder (docs/sessions.md). `options`: sizes and user of the sandbox.
-    `timeout_s`: the largest limit of a call.
+    """Location and properties of a session. `network`: none, or egress, which reaches only `hosts`. `previews`: who
+    may use previews of its ports. `workspace`: the kind of its storage: image, tmpfs or folder (docs/sessions.md).
+    `options`: sizes and user of the sandbox. `timeout_s`: the largest limit of a call.
     """
 
     session: str
@@ -75,6 +75,7 @@ class SessionInfo(Record):
     start_s: float
     network: str = "none"
     hosts: tuple[str, ...] = ()
+    previews: PreviewAccess = "none"
     workspace: str = ""
     options: SandboxOptions = DEFAULT_OPTIONS
     timeout_s: float = MAX_TIMEOUT_S

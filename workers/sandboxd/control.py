@@ -186,6 +186,7 @@ class ControlRequests:
             "image": session.plan.image,
             "network": self._plans.network(session.policy) if rules is not None else "none",
             "hosts": list(rules.hosts) if rules is not None else [],
+            "previews": self._plans.previews(session.policy),
             "workspace": session.workspace.kind,
             "options": session.plan.granted().model_dump(),
             "timeout_s": session.plan.timeout_s,

@@ -21,6 +21,7 @@ from toolcrew.contract.session_spec import (
     DEFAULT_OPTIONS,
     LargestOptions,
     NetworkPolicy,
+    PreviewAccess,
     SandboxOptions,
 )
 from toolcrew.contract.settings import SandboxdSettings
@@ -204,6 +205,11 @@ class Plans:
         """
         granted = self.classes.get(policy.tenant_class)
         return "none" if granted is None or policy.network == "none" else granted.network
+
+    def previews(self, policy: SandboxPolicy) -> PreviewAccess:
+        """Return who may use previews of sessions of this policy."""
+        granted = self.classes.get(policy.tenant_class)
+        return "none" if granted is None else granted.previews
 
     def rules(self, policy: SandboxPolicy) -> EgressRules:
         """Return the destinations that sessions of this policy may reach now. Without network `egress` there are none,

@@ -363,6 +363,15 @@ class Session:
         answer = self._client.send(Ask("POST", f"{self._path}/fork", body=body, wait_s=OPEN_S))
         return [Session(self._client, fork.id) for fork in parse(Forks, answer).sessions]
 
+    def expose(self, port: int, *, ttl_s: float = 3600.0) -> str:
+        """Return an address at which browsers and programs reach a port of the sandbox for `ttl_s` seconds. Raises
+        ToolFailure(PERMISSION_DENIED) when the tenant's class has no previews.
+        """
+        from toolcrew.contract.session_views import PreviewView
+
+        ask = Ask("POST", f"{self._path}/ports/{port}", repeats=True, body={"ttl_s": ttl_s})
+        return parse(PreviewView, self._client.send(ask)).url
+
     def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
         """Copy the content of a local folder, at most 64 MiB, into a folder of the sandbox, which is created."""
         from toolcrew.archives.folders import pack_folder

@@ -2,7 +2,7 @@
 
 import { client } from './client.gen.js';
 import type { Client, Options as Options2, TDataShape } from './client/index.js';
-import type { AddKeyData, AddKeyErrors, AddKeyResponses, AddTenantData, AddTenantErrors, AddTenantResponses, AnswerApprovalData, AnswerApprovalErrors, AnswerApprovalResponses, BatchResultsData, BatchResultsErrors, BatchResultsResponses, CallToolData, CallToolErrors, CallToolResponses, CancelBatchData, CancelBatchErrors, CancelBatchResponses, CancelRunData, CancelRunErrors, CancelRunResponses, ChangeToolData, ChangeToolErrors, ChangeToolResponses, CheckpointSessionData, CheckpointSessionErrors, CheckpointSessionResponses, CloseSessionData, CloseSessionErrors, CloseSessionResponses, DeleteBatchData, DeleteBatchErrors, DeleteBatchResponses, DeleteFileData, DeleteFileErrors, DeleteFileResponses, DownloadFileData, DownloadFileErrors, DownloadFileResponses, DrainHostData, DrainHostErrors, DrainHostResponses, ExecProgramData, ExecProgramErrors, ExecProgramResponses, FollowRunData, FollowRunErrors, FollowRunResponses, ForkRunData, ForkRunErrors, ForkRunResponses, ForkSessionData, ForkSessionErrors, ForkSessionResponses, GetApprovalData, GetApprovalErrors, GetApprovalResponses, GetBatchData, GetBatchErrors, GetBatchResponses, GetCallData, GetCallErrors, GetCallResponses, GetFileData, GetFileErrors, GetFileResponses, GetOwnKeyData, GetOwnKeyErrors, GetOwnKeyResponses, GetRunData, GetRunErrors, GetRunResponses, GetSessionData, GetSessionErrors, GetSessionResponses, GetSkillData, GetSkillErrors, GetSkillResponses, GetTenantData, GetTenantErrors, GetTenantResponses, GetToolData, GetToolErrors, GetToolResponses, GetUsageData, GetUsageErrors, GetUsageResponses, HealthzData, HealthzErrors, HealthzResponses, InstallSkillData, InstallSkillErrors, InstallSkillResponses, KillCallData, KillCallErrors, KillCallResponses, ListApprovalsData, ListApprovalsErrors, ListApprovalsResponses, ListBatchesData, ListBatchesErrors, ListBatchesResponses, ListCallsData, ListCallsErrors, ListCallsResponses, ListFilesData, ListFilesErrors, ListFilesResponses, ListHostsData, ListHostsErrors, ListHostsResponses, ListKeysData, ListKeysErrors, ListKeysResponses, ListModelsData, ListModelsErrors, ListModelsResponses, ListRunsData, ListRunsErrors, ListRunsResponses, ListSecretsData, ListSecretsErrors, ListSecretsResponses, ListSessionsData, ListSessionsErrors, ListSessionsResponses, ListSkillsData, ListSkillsErrors, ListSkillsResponses, ListTenantsData, ListTenantsErrors, ListTenantsResponses, ListToolsData, ListToolsErrors, ListToolsResponses, MetricsData, MetricsErrors, MetricsResponses, OpenSessionData, OpenSessionErrors, OpenSessionResponses, PauseTenantData, PauseTenantErrors, PauseTenantResponses, ReadAuditData, ReadAuditErrors, ReadAuditResponses, ReadSessionArchiveData, ReadSessionArchiveErrors, ReadSessionArchiveResponses, ReadSessionFileData, ReadSessionFileErrors, ReadSessionFileResponses, ReadTranscriptData, ReadTranscriptErrors, ReadTranscriptResponses, ReadyzData, ReadyzErrors, ReadyzResponses, RemoveModelData, RemoveModelErrors, RemoveModelResponses, RemoveSkillData, RemoveSkillErrors, RemoveSkillResponses, RemoveTenantData, RemoveTenantErrors, RemoveTenantModelData, RemoveTenantModelErrors, RemoveTenantModelResponses, RemoveTenantResponses, ResumeTenantData, ResumeTenantErrors, ResumeTenantResponses, RetryBatchData, RetryBatchErrors, RetryBatchResponses, RevokeKeyData, RevokeKeyErrors, RevokeKeyResponses, RevokeSecretData, RevokeSecretErrors, RevokeSecretResponses, SetModelData, SetModelErrors, SetModelResponses, SetSecretData, SetSecretErrors, SetSecretResponses, SetTenantData, SetTenantErrors, SetTenantModelData, SetTenantModelErrors, SetTenantModelResponses, SetTenantResponses, ShowPressureData, ShowPressureErrors, ShowPressureResponses, StartRunData, StartRunErrors, StartRunResponses, SubmitBatchData, SubmitBatchErrors, SubmitBatchResponses, UploadFileData, UploadFileErrors, UploadFileResponses, WriteSessionArchiveData, WriteSessionArchiveErrors, WriteSessionArchiveResponses, WriteSessionFileData, WriteSessionFileErrors, WriteSessionFileResponses } from './types.gen.js';
+import type { AddKeyData, AddKeyErrors, AddKeyResponses, AddTenantData, AddTenantErrors, AddTenantResponses, AnswerApprovalData, AnswerApprovalErrors, AnswerApprovalResponses, BatchResultsData, BatchResultsErrors, BatchResultsResponses, CallToolData, CallToolErrors, CallToolResponses, CancelBatchData, CancelBatchErrors, CancelBatchResponses, CancelRunData, CancelRunErrors, CancelRunResponses, ChangeToolData, ChangeToolErrors, ChangeToolResponses, CheckpointSessionData, CheckpointSessionErrors, CheckpointSessionResponses, CloseSessionData, CloseSessionErrors, CloseSessionResponses, DeleteBatchData, DeleteBatchErrors, DeleteBatchResponses, DeleteFileData, DeleteFileErrors, DeleteFileResponses, DownloadFileData, DownloadFileErrors, DownloadFileResponses, DrainHostData, DrainHostErrors, DrainHostResponses, ExecProgramData, ExecProgramErrors, ExecProgramResponses, ExposePortData, ExposePortErrors, ExposePortResponses, FollowRunData, FollowRunErrors, FollowRunResponses, ForkRunData, ForkRunErrors, ForkRunResponses, ForkSessionData, ForkSessionErrors, ForkSessionResponses, GetApprovalData, GetApprovalErrors, GetApprovalResponses, GetBatchData, GetBatchErrors, GetBatchResponses, GetCallData, GetCallErrors, GetCallResponses, GetFileData, GetFileErrors, GetFileResponses, GetOwnKeyData, GetOwnKeyErrors, GetOwnKeyResponses, GetRunData, GetRunErrors, GetRunResponses, GetSessionData, GetSessionErrors, GetSessionResponses, GetSkillData, GetSkillErrors, GetSkillResponses, GetTenantData, GetTenantErrors, GetTenantResponses, GetToolData, GetToolErrors, GetToolResponses, GetUsageData, GetUsageErrors, GetUsageResponses, HealthzData, HealthzErrors, HealthzResponses, InstallSkillData, InstallSkillErrors, InstallSkillResponses, KillCallData, KillCallErrors, KillCallResponses, ListApprovalsData, ListApprovalsErrors, ListApprovalsResponses, ListBatchesData, ListBatchesErrors, ListBatchesResponses, ListCallsData, ListCallsErrors, ListCallsResponses, ListFilesData, ListFilesErrors, ListFilesResponses, ListHostsData, ListHostsErrors, ListHostsResponses, ListKeysData, ListKeysErrors, ListKeysResponses, ListModelsData, ListModelsErrors, ListModelsResponses, ListRunsData, ListRunsErrors, ListRunsResponses, ListSecretsData, ListSecretsErrors, ListSecretsResponses, ListSessionsData, ListSessionsErrors, ListSessionsResponses, ListSkillsData, ListSkillsErrors, ListSkillsResponses, ListTenantsData, ListTenantsErrors, ListTenantsResponses, ListToolsData, ListToolsErrors, ListToolsResponses, MetricsData, MetricsErrors, MetricsResponses, OpenSessionData, OpenSessionErrors, OpenSessionResponses, PauseTenantData, PauseTenantErrors, PauseTenantResponses, ReadAuditData, ReadAuditErrors, ReadAuditResponses, ReadSessionArchiveData, ReadSessionArchiveErrors, ReadSessionArchiveResponses, ReadSessionFileData, ReadSessionFileErrors, ReadSessionFileResponses, ReadTranscriptData, ReadTranscriptErrors, ReadTranscriptResponses, ReadyzData, ReadyzErrors, ReadyzResponses, RemoveModelData, RemoveModelErrors, RemoveModelResponses, RemoveSkillData, RemoveSkillErrors, RemoveSkillResponses, RemoveTenantData, RemoveTenantErrors, RemoveTenantModelData, RemoveTenantModelErrors, RemoveTenantModelResponses, RemoveTenantResponses, ResumeTenantData, ResumeTenantErrors, ResumeTenantResponses, RetryBatchData, RetryBatchErrors, RetryBatchResponses, RevokeKeyData, RevokeKeyErrors, RevokeKeyResponses, RevokeSecretData, RevokeSecretErrors, RevokeSecretResponses, SetModelData, SetModelErrors, SetModelResponses, SetSecretData, SetSecretErrors, SetSecretResponses, SetTenantData, SetTenantErrors, SetTenantModelData, SetTenantModelErrors, SetTenantModelResponses, SetTenantResponses, ShowPressureData, ShowPressureErrors, ShowPressureResponses, StartRunData, StartRunErrors, StartRunResponses, SubmitBatchData, SubmitBatchErrors, SubmitBatchResponses, UploadFileData, UploadFileErrors, UploadFileResponses, WriteSessionArchiveData, WriteSessionArchiveErrors, WriteSessionArchiveResponses, WriteSessionFileData, WriteSessionFileErrors, WriteSessionFileResponses } from './types.gen.js';
 
 export type Options<TData extends TDataShape = TDataShape, ThrowOnError extends boolean = boolean, TResponse = unknown> = Options2<TData, ThrowOnError, TResponse> & {
     /**
@@ -153,7 +153,7 @@ export const listSessions = <ThrowOnError extends boolean = false>(options?: Opt
  * Open Session
  *
  * Open a session with its own sandbox. The session ends when it is deleted, or after `ttl_s` seconds without a
- * call.
+ * call. The same Idempotency-Key returns the same open session for a day after its last use.
  */
 export const openSession = <ThrowOnError extends boolean = false>(options: Options<OpenSessionData, ThrowOnError>) => (options.client ?? client).post<OpenSessionResponses, OpenSessionErrors, ThrowOnError>({
     security: [{ scheme: 'bearer', type: 'http' }],
@@ -218,7 +218,8 @@ export const forkSession = <ThrowOnError extends boolean = false>(options: Optio
  * Exec Program
  *
  * Run a program without a shell, and return its whole output. Unlike a tool call, it needs no approval of a person
- * and its output is not cut for a model. The program is killed when the client disconnects.
+ * and its output is not cut for a model. The program is killed when the client disconnects, unless the request has an
+ * Idempotency-Key: the same request then waits for it, or gets its result while that is stored.
  */
 export const execProgram = <ThrowOnError extends boolean = false>(options: Options<ExecProgramData, ThrowOnError>) => (options.client ?? client).post<ExecProgramResponses, ExecProgramErrors, ThrowOnError>({
     security: [{ scheme: 'bearer', type: 'http' }],
@@ -285,12 +286,28 @@ export const writeSessionArchive = <ThrowOnError extends boolean = false>(option
 });
 
 /**
+ * Expose Port
+ *
+ * Return an address at which browsers and programs reach a port of the sandbox, over HTTP and WebSocket. The class
+ * of the tenant must allow previews.
+ */
+export const exposePort = <ThrowOnError extends boolean = false>(options: Options<ExposePortData, ThrowOnError>) => (options.client ?? client).post<ExposePortResponses, ExposePortErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/ports/{port}',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
  * Call Tool
  *
  * Run a tool once. The status is 200 even if the tool fails: `success` and `error_code` contain the outcome.
  *
- * With `Accept: text/event-stream` the response streams the output while the tool runs. The call ends when the client
- * disconnects.
+ * With `Accept: text/event-stream` the response streams the output while the tool runs. Such a call ends when the
+ * client disconnects, unless it has a `call_id` or an Idempotency-Key.
  */
 export const callTool = <ThrowOnError extends boolean = false>(options: Options<CallToolData, ThrowOnError>) => (options.client ?? client).post<CallToolResponses, CallToolErrors, ThrowOnError>({
     security: [{ scheme: 'bearer', type: 'http' }],

@@ -147,7 +147,7 @@ export type AuditEntry = {
     /**
      * Action
      */
-    action: 'tool.disable' | 'tool.enable' | 'approval.allow' | 'approval.deny' | 'tenant.add' | 'tenant.set' | 'tenant.remove' | 'tenant.pause' | 'tenant.resume' | 'key.add' | 'key.remove' | 'call.kill' | 'host.drain' | 'batch.cancel' | 'batch.delete' | 'batch.retry' | 'run.cancel' | 'session.close' | 'session.fork' | 'session.use' | 'file.delete' | 'skill.install' | 'skill.remove' | 'model.set' | 'model.remove' | 'secret.set' | 'secret.use' | 'secret.remove' | 'budget.warn' | 'budget.exceed';
+    action: 'tool.disable' | 'tool.enable' | 'approval.allow' | 'approval.deny' | 'tenant.add' | 'tenant.set' | 'tenant.remove' | 'tenant.pause' | 'tenant.resume' | 'key.add' | 'key.remove' | 'call.kill' | 'host.drain' | 'batch.cancel' | 'batch.delete' | 'batch.retry' | 'run.cancel' | 'session.close' | 'session.fork' | 'session.use' | 'stream.open' | 'stream.end' | 'file.delete' | 'skill.install' | 'skill.remove' | 'model.set' | 'model.remove' | 'secret.set' | 'secret.use' | 'secret.remove' | 'budget.warn' | 'budget.exceed';
     /**
      * Tenant
      */
@@ -547,7 +547,7 @@ export type EndpointView = {
  *
  * The error codes of calls. docs/errors.md says what each code means.
  */
-export type ErrorCode = 'TOOL_NOT_FOUND' | 'TOOL_DISABLED' | 'INVALID_ARGUMENTS' | 'PERMISSION_DENIED' | 'SECURITY_REFUSED' | 'PATH_NOT_ALLOWED' | 'FILE_NOT_FOUND' | 'FILE_EXISTS' | 'IS_DIRECTORY' | 'NOT_A_DIRECTORY' | 'BINARY_FILE' | 'FILE_TOO_LARGE' | 'NO_SPACE' | 'OFFSET_OUT_OF_RANGE' | 'NO_MATCH' | 'AMBIGUOUS_MATCH' | 'NO_CHANGE' | 'STALE_FILE' | 'INVALID_PATTERN' | 'TIMEOUT' | 'CANCELLED' | 'CONFIG_MISSING' | 'NETWORK_ERROR' | 'HTTP_ERROR' | 'SESSION_NOT_FOUND' | 'SESSION_BUSY' | 'SANDBOX_UNAVAILABLE' | 'BROKER_UNAVAILABLE' | 'BROKER_FULL' | 'UNKNOWN_TENANT' | 'UNAUTHENTICATED' | 'RATE_LIMITED' | 'QUOTA_EXCEEDED' | 'BUDGET_EXCEEDED' | 'HOST_LOST' | 'OUTCOME_UNKNOWN' | 'ENVELOPE_REFUSED' | 'INTERNAL';
+export type ErrorCode = 'TOOL_NOT_FOUND' | 'TOOL_DISABLED' | 'INVALID_ARGUMENTS' | 'PERMISSION_DENIED' | 'SECURITY_REFUSED' | 'PATH_NOT_ALLOWED' | 'FILE_NOT_FOUND' | 'FILE_EXISTS' | 'IS_DIRECTORY' | 'NOT_A_DIRECTORY' | 'BINARY_FILE' | 'FILE_TOO_LARGE' | 'NO_SPACE' | 'OFFSET_OUT_OF_RANGE' | 'NO_MATCH' | 'AMBIGUOUS_MATCH' | 'NO_CHANGE' | 'STALE_FILE' | 'INVALID_PATTERN' | 'TIMEOUT' | 'CANCELLED' | 'CONFIG_MISSING' | 'NETWORK_ERROR' | 'HTTP_ERROR' | 'SESSION_NOT_FOUND' | 'SESSION_BUSY' | 'SANDBOX_UNAVAILABLE' | 'BROKER_UNAVAILABLE' | 'BROKER_FULL' | 'UNKNOWN_TENANT' | 'UNAUTHENTICATED' | 'RATE_LIMITED' | 'QUOTA_EXCEEDED' | 'BUDGET_EXCEEDED' | 'HOST_LOST' | 'OUTCOME_UNKNOWN' | 'RESULT_EXPIRED' | 'ENVELOPE_REFUSED' | 'INTERNAL';
 
 /**
  * ExecView
@@ -1101,7 +1101,8 @@ export type NewAnswer = {
  *
  * A tool call. `timeout_s`: limit of the call in seconds; null: the limit of the tool.
  *
- * `call_id`: a call with this id runs at most once within a day; null: a new id, or an id that is derived from the
+ * `call_id`: a call with this id runs at most once within a day, and goes on when the client disconnects; the same
+ * request waits for it, or gets its result for an hour. null: a new id, or one that is derived from the
  * Idempotency-Key.
  */
 export type NewCall = {
@@ -1191,6 +1192,18 @@ export type NewKeyRequest = {
      * Ttl S
      */
     ttl_s?: number | null;
+};
+
+/**
+ * NewPreview
+ *
+ * An address of a port. `ttl_s`: seconds for which the address is valid.
+ */
+export type NewPreview = {
+    /**
+     * Ttl S
+     */
+    ttl_s?: number;
 };
 
 /**
@@ -1781,6 +1794,27 @@ export type PoolPressure = {
         [key: string]: QueuePressure;
     };
     hosts: HostsPressure;
+};
+
+/**
+ * PreviewView
+ *
+ * The address of a port. `access`: token or public. `url`: the address; with token, it contains a ticket. Whoever
+ * has the address can use the port until `expires_at`, in Unix seconds.
+ */
+export type PreviewView = {
+    /**
+     * Url
+     */
+    url: string;
+    /**
+     * Access
+     */
+    access: 'token' | 'public';
+    /**
+     * Expires At
+     */
+    expires_at: number;
 };
 
 /**
@@ -2448,6 +2482,12 @@ export type TenantPolicy = {
      * A rule action:tool:words, as deny:bash_tool:git push; repeat it for more; replaces all rules.
      */
     commands?: Array<CommandRule>;
+    /**
+     * Streams
+     *
+     * Streams to processes, files and ports: allow or refuse. Default: allow, but no processes for a tenant with deny or ask rules for bash_tool.
+     */
+    streams?: 'allow' | 'refuse' | null;
     sandbox?: SandboxPolicy;
     budgets?: Budgets;
     /**
@@ -3722,6 +3762,14 @@ export type ListSessionsResponse = ListSessionsResponses[keyof ListSessionsRespo
 
 export type OpenSessionData = {
     body: NewSession;
+    headers?: {
+        /**
+         * Idempotency-Key
+         *
+         * A key of your choice. Requests with the same key are executed once.
+         */
+        'idempotency-key'?: string | null;
+    };
     path?: never;
     query?: {
         /**
@@ -4480,6 +4528,83 @@ export type WriteSessionArchiveResponses = {
 };
 
 export type WriteSessionArchiveResponse = WriteSessionArchiveResponses[keyof WriteSessionArchiveResponses];
+
+export type ExposePortData = {
+    body: NewPreview;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Port
+         */
+        port: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/ports/{port}';
+};
+
+export type ExposePortErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ExposePortError = ExposePortErrors[keyof ExposePortErrors];
+
+export type ExposePortResponses = {
+    /**
+     * Successful Response
+     */
+    201: PreviewView;
+};
+
+export type ExposePortResponse = ExposePortResponses[keyof ExposePortResponses];
 
 export type CallToolData = {
     body: NewCall;
@@ -8339,7 +8464,7 @@ export type ReadAuditData = {
          *
          * Only these.
          */
-        action?: Array<'tool.disable' | 'tool.enable' | 'approval.allow' | 'approval.deny' | 'tenant.add' | 'tenant.set' | 'tenant.remove' | 'tenant.pause' | 'tenant.resume' | 'key.add' | 'key.remove' | 'call.kill' | 'host.drain' | 'batch.cancel' | 'batch.delete' | 'batch.retry' | 'run.cancel' | 'session.close' | 'session.fork' | 'session.use' | 'file.delete' | 'skill.install' | 'skill.remove' | 'model.set' | 'model.remove' | 'secret.set' | 'secret.use' | 'secret.remove' | 'budget.warn' | 'budget.exceed'> | null;
+        action?: Array<'tool.disable' | 'tool.enable' | 'approval.allow' | 'approval.deny' | 'tenant.add' | 'tenant.set' | 'tenant.remove' | 'tenant.pause' | 'tenant.resume' | 'key.add' | 'key.remove' | 'call.kill' | 'host.drain' | 'batch.cancel' | 'batch.delete' | 'batch.retry' | 'run.cancel' | 'session.close' | 'session.fork' | 'session.use' | 'stream.open' | 'stream.end' | 'file.delete' | 'skill.install' | 'skill.remove' | 'model.set' | 'model.remove' | 'secret.set' | 'secret.use' | 'secret.remove' | 'budget.warn' | 'budget.exceed'> | null;
         /**
          * About
          *
