@@ -243,6 +243,19 @@ async def test_a_session_is_in_use_only_while_bytes_flow(daemon: Sandboxd, monke
         assert entry.idle_s() >= 100
         assert await daemon.sessions.suspender.give_up(entry)
         assert await has_ended(channel)
+        with pytest.raises(SandboxUnavailable):
+            await use(channel)
+
+
+async def test_a_stopped_sandboxd_packs_a_session_whose_streams_flow(daemon: Sandboxd) -> None:
+    entry = daemon.session()
+    async with opened(daemon) as channel:
+        await use(channel)
+        daemon.engine.guests[0].attests = {"processes": 2}
+        await daemon.sessions.suspender.suspend(entry)
+        assert entry.archive in daemon.host.suspension_store.archives
+        assert await has_ended(channel)
+    assert entry.news is not None
 
 
 @pytest.mark.parametrize(
