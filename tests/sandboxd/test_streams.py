@@ -224,7 +224,6 @@ async def test_a_frozen_sandbox_runs_before_a_use_is_answered(
     entry = daemon.session()
     async with opened(daemon) as channel:
         await use(channel)
-        daemon.engine.guests[0].attests = {"processes": 1}
         assert await daemon.sessions.suspender.pause(entry)
         assert daemon.engine.paused
         await use(channel)
@@ -251,7 +250,7 @@ async def test_a_stopped_sandboxd_packs_a_session_whose_streams_flow(daemon: San
     entry = daemon.session()
     async with opened(daemon) as channel:
         await use(channel)
-        daemon.engine.guests[0].attests = {"processes": 2}
+        daemon.engine.guests[0].attests = {"jobs": 1}
         await daemon.sessions.suspender.suspend(entry)
         assert entry.archive in daemon.host.suspension_store.archives
         assert await has_ended(channel)
@@ -284,7 +283,7 @@ async def test_a_process_of_a_stream_keeps_the_sandbox_as_a_job_does(
     async with opened(daemon) as channel:
         await use(channel)
     entry.used_at -= 100
-    daemon.engine.guests[0].attests = {"processes": 2}
+    daemon.engine.guests[0].attests = {"jobs": 1}
     assert not await daemon.sessions.suspender.give_up(entry)
     assert not await daemon.sessions.suspender.pause(entry)
     client = daemon.client()
@@ -292,7 +291,7 @@ async def test_a_process_of_a_stream_keeps_the_sandbox_as_a_job_does(
         await asyncio.to_thread(client.fork, NAME, ["acme:child"])
     assert refused.value.code == ErrorCode.SESSION_BUSY
     assert entry.activity.changed
-    daemon.engine.guests[0].attests = {"processes": 1}
+    daemon.engine.guests[0].attests = {"jobs": 0}
     entry.used_at -= 100
     assert await daemon.sessions.suspender.give_up(entry)
 

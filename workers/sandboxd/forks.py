@@ -28,7 +28,7 @@ from toolcrew.workers.sandboxd.disks.base import Workspace
 from toolcrew.workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
 from toolcrew.workers.sandboxd.factory import SandboxFactory
 from toolcrew.workers.sandboxd.plans import with_placeholders
-from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, count_programs
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import FILES_KEPT, HostSession
 from toolcrew.workers.sandboxd.sessions import Sessions
@@ -135,8 +135,7 @@ class SessionForker:
         if entry.is_busy or entry.is_streaming:
             raise _busy("a call, a checkpoint or a stream of the session is running: fork it between them")
         # Ask the guest now: a job may have ended, or may have begun in a call whose answer was lost.
-        attestation = await ask_attestation(sandbox)
-        has_jobs = count_programs(attestation, has_streams=sandbox.streams is not None) > 0
+        has_jobs = (await ask_attestation(sandbox)).jobs > 0
         if has_jobs and not leaves_jobs:
             raise _busy(
                 "a background job or a process of a stream runs in the session: end it, or leave the jobs in the parent"

@@ -22,7 +22,7 @@ from toolcrew.workers.sandboxd.budgets import MemoryBudget
 from toolcrew.workers.sandboxd.disks.base import Workspaces, WorkspaceSize
 from toolcrew.workers.sandboxd.factory import SandboxFactory
 from toolcrew.workers.sandboxd.records import Records, SessionRecord
-from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation, count_programs
+from toolcrew.workers.sandboxd.runtime.attestation import ask_attestation
 from toolcrew.workers.sandboxd.sandbox import Sandbox
 from toolcrew.workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
 
@@ -239,9 +239,9 @@ class SessionSuspender:
 
     async def _has_jobs(self, entry: HostSession, sandbox: Sandbox) -> bool:
         entry.checked_at = time.monotonic()
-        running = count_programs(await ask_attestation(sandbox), has_streams=sandbox.streams is not None)
-        entry.activity.record_jobs(running)
-        return running > 0
+        jobs = (await ask_attestation(sandbox)).jobs
+        entry.activity.record_jobs(jobs)
+        return jobs > 0
 
 
 def adopt(records: Records, workspaces: Workspaces) -> list[HostSession]:

@@ -17,9 +17,10 @@ _LEAST_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Attestation:
-    """Report of a guest. `processes`: number of living processes except PID 1 and its waiting supervisor. `entries`:
-    folder -> number of its direct entries, counted up to 1,000. `workspace_bytes` and `workspace_inodes`: total size of
-    the file system. 0 inodes: the file system has no fixed number.
+    """Report of a guest. `processes`: number of living processes except PID 1 and its waiting supervisor. `jobs`:
+    number of running background jobs and processes of streams. `entries`: folder -> number of its direct entries,
+    counted up to 1,000. `workspace_bytes` and `workspace_inodes`: total size of the file system. 0 inodes: the file
+    system has no fixed number.
     """
 
     processes: int
@@ -66,13 +67,6 @@ def parse_attestation(done: Mapping[str, Any]) -> Attestation:
         workspace_inodes=_count(workspace, "inodes"),
         workspace_type=kind,
     )
-
-
-def count_programs(attestation: Attestation, *, has_streams: bool) -> int:
-    """Return how many programs run between calls: background jobs, and processes of streams. `has_streams`: the sandbox
-    may have a stream server, which is a process that does not count.
-    """
-    return max(attestation.jobs, attestation.processes - 1 if has_streams else 0)
 
 
 def find_dirt(attestation: Attestation) -> list[str]:
