@@ -15,6 +15,8 @@ from pydantic import BaseModel
 
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, ExecResult, ToolResult
 from toolcrew.contract.errors import ApiUnavailable, ConfigError, ToolcrewError
+from toolcrew.orchestrator.sdk.http.async_files import AsyncSessionFiles
+from toolcrew.orchestrator.sdk.http.async_ports import AsyncPorts
 from toolcrew.orchestrator.sdk.http.async_processes import AsyncProcesses
 from toolcrew.orchestrator.sdk.http.connection import (
     MAX_ANSWER_BYTES,
@@ -27,7 +29,6 @@ from toolcrew.orchestrator.sdk.http.connection import (
     build_lost,
     build_options,
     build_too_large,
-    file_path,
     keep_error,
     keepalive,
     parse,
@@ -261,6 +262,7 @@ class AsyncSession:
         self.id = session
         self.files = AsyncSessionFiles(client, session)
         self.processes = AsyncProcesses(client, self._path)
+        self.ports = AsyncPorts(client, self._path)
 
     async def __aenter__(self) -> Self:
         return self
@@ -397,25 +399,6 @@ class AsyncSession:
         ask = Ask("GET", f"{self._path}/archive", repeats=True, params={"path": path}, wait_s=OPEN_S)
         content = await self._client.send(ask)
         return await asyncio.to_thread(unpack_archive, content, Path(folder))
-
-
-class AsyncSessionFiles:
-    """The files of a session. Paths are absolute, or below /workspace."""
-
-    def __init__(self, client: AsyncClient, session: str) -> None:
-        self._client = client
-        self._session = session
-
-    async def read(self, path: str) -> bytes:
-        """Return the content of a file of at most 64 MiB."""
-        return await self._client.send(Ask("GET", file_path(self._session, path), repeats=True, wait_s=OPEN_S))
-
-    async def write(self, path: str, data: bytes | str) -> None:
-        """Write a whole file of at most 64 MiB atomically, and create missing folders. A text is written in UTF-8."""
-        content = data.encode() if isinstance(data, str) else data
-        await self._client.send(
-            Ask("PUT", file_path(self._session, path), repeats=True, content=content, wait_s=OPEN_S)
-        )
 
 
 class AsyncRuns:

@@ -57,12 +57,14 @@ class AsyncProcesses:
             "user": user,
             "tag": tag,
             "timeout_s": timeout_s,
+            # Otherwise a program that writes much could lose output before its first reader.
+            "pace": True,
         }
         ask = with_key(Ask("POST", self._path, body=body, wait_s=START_S))
         started = parse(StartedProcess, await self._client.send(ask))
         return AsyncProcess(self._client, self._path, started.process, from_=0, pace=True)
 
-    async def list(self) -> "list[ProcessView]":
+    async def list(self) -> "Sequence[ProcessView]":
         """Return the processes, and those that ended a short time ago."""
         from toolcrew.contract.access_views import Page
         from toolcrew.contract.process_views import ProcessView
@@ -202,7 +204,7 @@ class AsyncProcess:
                 try:
                     await self._follow(attempts)
                 except SocketLost as lost:
-                    await asyncio.sleep(attempts.pause(lost, build_lost_socket(self._client)))
+                    await asyncio.sleep(attempts.pause(lost.error or build_lost_socket(self._client)))
         except Exception as error:  # noqa: BLE001
             # It belongs to the readers and writers of the process, who wait in other tasks.
             async with self._monitor:
@@ -214,8 +216,7 @@ class AsyncProcess:
         socket = await open_socket(self._client, f"{self._path}/attach", params)
         try:
             while not self._buffer.is_over:
-                if (message := await socket.receive()) is None:
-                    raise SocketLost("the service ended the connection")
+                message = await socket.receive()
                 async with self._monitor:
                     if is_open := self._buffer.receive(message):
                         self._socket = socket

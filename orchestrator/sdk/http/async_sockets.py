@@ -1,12 +1,14 @@
 """A WebSocket of the asynchronous client."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolcrew.contract.errors import ApiUnavailable
 from toolcrew.orchestrator.sdk.http.handshakes import (
+    Attempts,
     SocketLost,
+    read_event,
     read_refusal,
     socket_options,
     socket_url,
@@ -25,15 +27,13 @@ class AsyncSocket:
     def __init__(self, connection: "ClientConnection") -> None:
         self._connection = connection
 
-    async def receive(self) -> str | bytes | None:
-        """Return the next message; None when the service has ended the connection in order."""
-        from websockets.exceptions import ConnectionClosedError, ConnectionClosedOK
+    async def receive(self) -> str | bytes:
+        """Return the next message."""
+        from websockets.exceptions import ConnectionClosed
 
         try:
             return await self._connection.recv()
-        except ConnectionClosedOK:
-            return None
-        except ConnectionClosedError as error:
+        except ConnectionClosed as error:
             raise SocketLost(str(error)) from error
 
     async def send(self, message: str | bytes) -> None:
@@ -66,14 +66,20 @@ async def open_socket(client: "AsyncClient", path: str, params: Mapping[str, Any
     return AsyncSocket(connection)
 
 
-@asynccontextmanager
-async def using_socket(client: "AsyncClient", path: str, params: Mapping[str, Any]) -> AsyncIterator[AsyncSocket]:
-    """Open a WebSocket for a block."""
-    socket = await open_socket(client, path, params)
-    try:
-        yield socket
-    finally:
-        await socket.close()
+async def open_stream(client: "AsyncClient", path: str, params: Mapping[str, Any]) -> AsyncSocket:
+    """Open a WebSocket, in several attempts, and wait until its stream is open. Raises ToolcrewError."""
+    attempts = Attempts()
+    while True:
+        try:
+            socket = await open_socket(client, path, params)
+            try:
+                read_event(await socket.receive())
+            except BaseException:
+                await socket.close()
+                raise
+            return socket
+        except SocketLost as lost:
+            await asyncio.sleep(attempts.pause(lost.error or build_lost_socket(client)))
 
 
 def build_lost_socket(client: "AsyncClient") -> ApiUnavailable:

@@ -25,7 +25,6 @@ from toolcrew.orchestrator.sdk.http.connection import (
     build_lost,
     build_options,
     build_too_large,
-    file_path,
     keep_error,
     keepalive,
     parse,
@@ -35,6 +34,8 @@ from toolcrew.orchestrator.sdk.http.connection import (
     segment,
     with_key,
 )
+from toolcrew.orchestrator.sdk.http.files import SessionFiles
+from toolcrew.orchestrator.sdk.http.ports import Ports
 from toolcrew.orchestrator.sdk.http.processes import Processes
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ class Session:
         self.id = session
         self.files = SessionFiles(client, session)
         self.processes = Processes(client, self._path)
+        self.ports = Ports(client, self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -390,23 +392,6 @@ class Session:
         ask = Ask("GET", f"{self._path}/archive", repeats=True, params={"path": path}, wait_s=OPEN_S)
         content = self._client.send(ask)
         return unpack_archive(content, Path(folder))
-
-
-class SessionFiles:
-    """The files of a session. Paths are absolute, or below /workspace."""
-
-    def __init__(self, client: Client, session: str) -> None:
-        self._client = client
-        self._session = session
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a file of at most 64 MiB."""
-        return self._client.send(Ask("GET", file_path(self._session, path), repeats=True, wait_s=OPEN_S))
-
-    def write(self, path: str, data: bytes | str) -> None:
-        """Write a whole file of at most 64 MiB atomically, and create missing folders. A text is written in UTF-8."""
-        content = data.encode() if isinstance(data, str) else data
-        self._client.send(Ask("PUT", file_path(self._session, path), repeats=True, content=content, wait_s=OPEN_S))
 
 
 class Runs:

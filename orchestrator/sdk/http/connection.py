@@ -4,7 +4,7 @@ import json
 import random
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote
@@ -40,6 +40,8 @@ ANSWER_S: Final = 60.0
 MAX_ERROR_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 128 * 1024 * 1024
 """Limit of an answer that is held in memory. The largest are files of 64 MiB and transcripts."""
+MAX_LINE_BYTES: Final = 128 * 1024
+"""Limit of one line of a list: an entry of a file in JSON."""
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """Limit of one event: a result of 256 Ki characters, each as an escape sequence of JSON, and its metadata."""
 _BUSY: Final = frozenset({429, 503})
@@ -100,7 +102,7 @@ def keepalive() -> list[tuple[int, int, int]]:
 @dataclass(frozen=True)
 class Ask:
     """A request. `repeats`: the request may be sent again after a lost answer, because it has no second effect.
-    `wait_s`: seconds that the answer may take beyond ANSWER_S.
+    `wait_s`: seconds that the answer may take beyond ANSWER_S. `content` can be iterated again for each attempt.
     """
 
     method: str
@@ -108,7 +110,7 @@ class Ask:
     repeats: bool = False
     params: Mapping[str, Any] | None = None
     body: Any = None
-    content: bytes | None = None
+    content: bytes | Iterable[bytes] | AsyncIterable[bytes] | None = None
     headers: Mapping[str, str] | None = None
     wait_s: float = 0.0
 

@@ -81,16 +81,16 @@ def read_error(fields: Mapping[str, Any]) -> ToolcrewError | SocketLost:
     return SocketLost(str(error), error) if is_passing else error
 
 
-def read_event(message: str) -> dict[str, Any]:
+def read_event(message: str | bytes) -> dict[str, Any]:
     """Return the fields of an event. Raises what the event reports, and ApiUnavailable."""
-    fields = parse_object(message.encode())
+    fields = parse_object(message.encode() if isinstance(message, str) else message)
     if fields.get("event") == "error":
         raise read_error(fields)
     return fields
 
 
 class Attempts:
-    """Counts the attempts to open one connection again."""
+    """Counts the attempts to continue one stream or transfer."""
 
     def __init__(self) -> None:
         self._failed = 0
@@ -100,12 +100,12 @@ class Attempts:
         """Begin again: the connection was of use."""
         self._failed, self._lost_at = 0, None
 
-    def pause(self, lost: SocketLost, give_up: ToolcrewError) -> float:
+    def pause(self, error: ToolcrewError) -> float:
         """Return the seconds until the next attempt. Raises the error of the last one after RETRY_S."""
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
         if now - self._lost_at > RETRY_S:
-            raise lost.error or give_up from lost
+            raise error
         self._failed += 1
         return random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2.0 ** min(self._failed, 10), _LONGEST_PAUSE_S)
 

@@ -58,12 +58,14 @@ class Processes:
             "user": user,
             "tag": tag,
             "timeout_s": timeout_s,
+            # Otherwise a program that writes much could lose output before its first reader.
+            "pace": True,
         }
         ask = with_key(Ask("POST", self._path, body=body, wait_s=START_S))
         started = parse(StartedProcess, self._client.send(ask))
         return Process(self._client, self._path, started.process, from_=0, pace=True)
 
-    def list(self) -> "list[ProcessView]":
+    def list(self) -> "Sequence[ProcessView]":
         """Return the processes, and those that ended a short time ago."""
         from toolcrew.contract.access_views import Page
         from toolcrew.contract.process_views import ProcessView
@@ -203,7 +205,7 @@ class Process:
                 try:
                     self._follow(attempts)
                 except SocketLost as lost:
-                    time.sleep(attempts.pause(lost, build_lost_socket(self._client)))
+                    time.sleep(attempts.pause(lost.error or build_lost_socket(self._client)))
         except Exception as error:  # noqa: BLE001
             # It belongs to the readers and writers of the process, who wait in other tasks.
             with self._monitor:
@@ -215,8 +217,7 @@ class Process:
         socket = open_socket(self._client, f"{self._path}/attach", params)
         try:
             while not self._buffer.is_over:
-                if (message := socket.receive()) is None:
-                    raise SocketLost("the service ended the connection")
+                message = socket.receive()
                 with self._monitor:
                     if is_open := self._buffer.receive(message):
                         self._socket = socket

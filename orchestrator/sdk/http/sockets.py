@@ -1,12 +1,14 @@
 """A WebSocket of the synchronous client."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolcrew.contract.errors import ApiUnavailable
 from toolcrew.orchestrator.sdk.http.handshakes import (
+    Attempts,
     SocketLost,
+    read_event,
     read_refusal,
     socket_options,
     socket_url,
@@ -25,15 +27,13 @@ class Socket:
     def __init__(self, connection: "ClientConnection") -> None:
         self._connection = connection
 
-    def receive(self) -> str | bytes | None:
-        """Return the next message; None when the service has ended the connection in order."""
-        from websockets.exceptions import ConnectionClosedError, ConnectionClosedOK
+    def receive(self) -> str | bytes:
+        """Return the next message."""
+        from websockets.exceptions import ConnectionClosed
 
         try:
             return self._connection.recv()
-        except ConnectionClosedOK:
-            return None
-        except ConnectionClosedError as error:
+        except ConnectionClosed as error:
             raise SocketLost(str(error)) from error
 
     def send(self, message: str | bytes) -> None:
@@ -66,14 +66,20 @@ def open_socket(client: "Client", path: str, params: Mapping[str, Any]) -> Socke
     return Socket(connection)
 
 
-@contextmanager
-def using_socket(client: "Client", path: str, params: Mapping[str, Any]) -> Iterator[Socket]:
-    """Open a WebSocket for a block."""
-    socket = open_socket(client, path, params)
-    try:
-        yield socket
-    finally:
-        socket.close()
+def open_stream(client: "Client", path: str, params: Mapping[str, Any]) -> Socket:
+    """Open a WebSocket, in several attempts, and wait until its stream is open. Raises ToolcrewError."""
+    attempts = Attempts()
+    while True:
+        try:
+            socket = open_socket(client, path, params)
+            try:
+                read_event(socket.receive())
+            except BaseException:
+                socket.close()
+                raise
+            return socket
+        except SocketLost as lost:
+            time.sleep(attempts.pause(lost.error or build_lost_socket(client)))
 
 
 def build_lost_socket(client: "Client") -> ApiUnavailable:

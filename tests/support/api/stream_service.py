@@ -4,7 +4,7 @@ import asyncio
 import json
 import struct
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ class FakeProcess:
     attached: list[dict[str, str]] = field(default_factory=list)
     gaps: int = 0
     reads_to_end: bool = False
+    pty: dict[str, int] | None = None
     commands: list[tuple[dict[str, Any], int]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,6 +63,19 @@ class FakeProcess:
         self.changed.set()
         return self.accepted[writer]
 
+    def view(self) -> dict[str, Any]:
+        return {
+            **STARTED,
+            "argv": ["sh", "-c", "a b"],
+            "cwd": "/workspace",
+            "tag": None,
+            "pty": self.pty,
+            "user": None,
+            "started_at": "2026-11-29T12:00:00Z",
+            "output_bytes": sum(len(data) for _, data in self.pieces),
+            "end": None,
+        }
+
     def command(self, fields: dict[str, Any]) -> None:
         self.commands.append((fields, len(self.typed)))
         self.changed.set()
@@ -81,6 +95,8 @@ class StreamService:
         self.app = Starlette(
             routes=[
                 Route(path, self._start, methods=["POST"]),
+                Route(path, self._list),
+                Route(path + "/{process}", self._show),
                 Route(path + "/{process}/{action}", self._act, methods=["POST"]),
                 WebSocketRoute(path + "/{process}/attach", self._attach),
             ]
@@ -89,6 +105,12 @@ class StreamService:
     async def _start(self, request: Request) -> Response:
         self.process.requests.append(("start", await request.json()))
         return JSONResponse(STARTED, 201)
+
+    async def _list(self, request: Request) -> Response:
+        return JSONResponse({"data": [self.process.view()], "next_cursor": None})
+
+    async def _show(self, request: Request) -> Response:
+        return JSONResponse(self.process.view())
 
     async def _act(self, request: Request) -> Response:
         body = await request.body()
@@ -173,35 +195,38 @@ def serving(app: Starlette) -> Iterator[str]:
 
 
 class BreakingNetwork:
-    """Forwards connections to a service. `down` and `up`: the bytes, from the service and to it, after which each of
-    the next connections is broken; -1 or no number: the connection is left alone.
+    """Forwards connections to a service, and breaks them. `down` and `up`: numbers of bytes, from the service and to it,
+    counted from the last break on: the connection that carries the last of them is broken there.
     """
 
     def __init__(self, url: str, down: Sequence[int] = (), up: Sequence[int] = ()) -> None:
         self._port = int(url.rpartition(":")[2])
         self.down, self.up = list(down), list(up)
         self.broken = 0
+        self.on_break: Callable[[], object] = lambda: None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         async with await asyncio.start_server(self._accept, "127.0.0.1", 0) as server:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            for task in self._tasks:
-                task.cancel()
+            self.break_all()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+
+    def break_all(self) -> None:
+        """Break the open connections."""
+        for task in self._tasks:
+            task.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tasks.add(asyncio.ensure_future(self._forward(reader, writer)))
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        down = self.down.pop(0) if self.down else -1
-        up = self.up.pop(0) if self.up else -1
         tasks = [
-            asyncio.create_task(self._pump(reader, inner_writer, up)),
-            asyncio.create_task(self._pump(inner_reader, writer, down)),
+            asyncio.create_task(self._pump(reader, inner_writer, self.up)),
+            asyncio.create_task(self._pump(inner_reader, writer, self.down)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -212,17 +237,19 @@ class BreakingNetwork:
             writer.transport.abort()
             inner_writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, breaks: list[int]) -> None:
         try:
             while data := await reader.read(65536):
-                if 0 <= limit <= len(data):
+                if is_broken := bool(breaks) and breaks[0] <= len(data):
+                    data = data[: breaks.pop(0)]
                     self.broken += 1
-                    data = data[:limit]
+                    self.on_break()
+                elif breaks:
+                    breaks[0] -= len(data)
                 writer.write(data)
                 await writer.drain()
-                if len(data) == limit:
+                if is_broken:
                     break
-                limit -= len(data) if limit >= 0 else 0
             writer.close()
             await writer.wait_closed()
         except ConnectionError:

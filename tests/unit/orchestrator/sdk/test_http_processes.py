@@ -40,7 +40,7 @@ async def test_output_continues_at_its_position_wherever_the_connection_breaks(
         for cut in range(ROUNDS):
             fake.process = FakeProcess(list(OUTPUT))
             # The first bytes of a connection are the answer to its handshake, of about 130 bytes.
-            network.down = [cut + 100, 400 - cut]
+            network.down[:] = [cut + 100, 400 - cut]
             async with client.sessions.get("s").processes.attach(7, 0, pace=True) as attached:
                 pieces = [piece async for piece in attached]
                 end = await attached.wait()
@@ -59,7 +59,8 @@ async def test_input_is_typed_once_wherever_the_connection_breaks(service: tuple
     async with network.serving() as address, AsyncClient(address, "tc_key") as client:
         for cut in range(ROUNDS):
             fake.process = process = FakeProcess(reads=len(typed), reads_to_end=True, echoes=True)
-            network.up, network.down = ([cut + 250, cut * 3 + 300], []) if cut % 2 else ([], [cut + 120, cut * 2 + 120])
+            network.up[:] = [cut + 250, cut * 3 + 300] if cut % 2 else []
+            network.down[:] = [] if cut % 2 else [cut + 120, cut * 2 + 120]
             async with client.sessions.get("s").processes.attach(7, 0, pace=True) as attached:
                 for line in lines:
                     await attached.write(line)
@@ -75,7 +76,7 @@ def test_the_synchronous_client_types_and_reads_over_broken_connections(service:
     fake, url = service
     fake.process = FakeProcess(reads=400_000, echoes=True)
     lines = [bytes([number % 256]) * 1000 for number in range(400)]
-    network = BreakingNetwork(url, down=[-1, 1000, 5_000, 90_000], up=[-1, -1, 50_000, 90_000])
+    network = BreakingNetwork(url, down=[1000, 5_000, 90_000], up=[50_000, 90_000])
     read = bytearray()
     with (
         in_thread(network.serving()) as address,
@@ -89,7 +90,7 @@ def test_the_synchronous_client_types_and_reads_over_broken_connections(service:
         reader.join(60)
         assert process.wait().exit_code == 3
     assert bytes(read) == bytes(fake.process.typed) == b"".join(lines)
-    assert network.broken == 3
+    assert network.broken == 5
     assert fake.process.gaps == 0
 
 
@@ -137,7 +138,7 @@ async def test_the_program_of_a_process_and_its_control(service: tuple[StreamSer
         "user": None,
     }
     assert fake.process.requests == [
-        ("start", {**body, "tag": "shell", "timeout_s": 5}),
+        ("start", {**body, "tag": "shell", "timeout_s": 5, "pace": True}),
         ("resize", {"cols": 100, "rows": 30}),
         ("signal", {"signal": 9, "tree": True}),
     ]

@@ -1,0 +1,217 @@
+"""Files of a session, with the synchronous client."""
+
+import secrets
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from toolcrew.contract.errors import ApiUnavailable, ConfigError, ErrorCode, ToolcrewError, ToolFailure
+from toolcrew.orchestrator.sdk.http.connection import MAX_LINE_BYTES, Ask, file_path, parse, segment, with_key
+from toolcrew.orchestrator.sdk.http.handshakes import Attempts, SocketLost, read_event
+from toolcrew.orchestrator.sdk.http.local_files import begin_again, open_whole
+from toolcrew.orchestrator.sdk.http.sockets import Socket, open_stream
+
+if TYPE_CHECKING:
+    from toolcrew.contract.file_views import FileEntry, FileEvent
+    from toolcrew.orchestrator.sdk.http.client import Client
+
+WAIT_S: Final = 600.0
+"""Seconds that a request may take beyond the usual: the sandbox may have to be started first."""
+WHOLE_BYTES: Final = 8 * 1024 * 1024
+"""A smaller file is uploaded in one request, which has no parts to continue."""
+PIECE_BYTES: Final = 256 * 1024
+
+
+class SessionFiles:
+    """The files of a session. Paths are absolute, or below /workspace."""
+
+    def __init__(self, client: "Client", session: str) -> None:
+        self._client = client
+        self._session = session
+        self._path = f"/v1/sessions/{segment(session)}"
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file of at most 128 MiB."""
+        return self._client.send(Ask("GET", file_path(self._session, path), repeats=True, wait_s=WAIT_S))
+
+    def write(self, path: str, data: bytes | str) -> None:
+        """Write a whole file atomically, and create missing folders. A text is written in UTF-8."""
+        content = data.encode() if isinstance(data, str) else data
+        self._client.send(Ask("PUT", file_path(self._session, path), repeats=True, content=content, wait_s=WAIT_S))
+
+    def download(self, path: str, local: Path | str) -> None:
+        """Copy a file of any size to a local path. It replaces a local file when it is complete. After a lost
+        connection the copy continues, or begins again if the file was changed.
+        """
+        with open_whole(Path(local)) as out:
+            self._download(path, out)
+
+    def upload(self, local: Path | str, path: str) -> None:
+        """Copy a local file of any size into the session. It replaces a file there when it is complete. After a lost
+        connection the copy continues.
+        """
+        source = Path(local)
+        size = (source.stat()).st_size
+        if size <= WHOLE_BYTES:
+            self.write(path, source.read_bytes())
+            return
+        part = f"{path}.{secrets.token_hex(4)}.part"
+        try:
+            self._upload(source, size, part)
+            self.move(part, path)
+        except BaseException:
+            with suppress(ToolcrewError):
+                self.remove(part)
+            raise
+
+    def list(self, path: str = "/workspace", depth: int = 1) -> "Generator[FileEntry]":
+        """Yield the entries of a folder. `depth`: 1 for the folder itself, at most 100."""
+        from toolcrew.contract.file_views import FileEntry
+
+        ask = Ask("GET", f"{self._path}/entries", repeats=True, params={"path": path, "depth": depth}, wait_s=WAIT_S)
+        rest = b""
+        with self._client.stream(ask) as response:
+            for piece in response.iter_bytes():
+                # Not `iter_lines`: the names of files may contain other ends of lines.
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield parse(FileEntry, line)
+                if len(rest) > MAX_LINE_BYTES:
+                    raise ApiUnavailable(
+                        f"the API sent an entry of more than {MAX_LINE_BYTES} bytes: check TOOLCREW_URL"
+                    )
+
+    def stat(self, path: str) -> "FileEntry":
+        """Return the size, the owner, the permissions and the metadata of a file, a folder or a link."""
+        from toolcrew.contract.file_views import FileEntry
+
+        return self._client.get(FileEntry, f"{self._path}/entry", {"path": path})
+
+    def make_folder(self, path: str, mode: int | None = None) -> "FileEntry":
+        """Create a folder and its parents. An existing folder is no error."""
+        from toolcrew.contract.file_views import MadeFolder
+
+        ask = Ask("POST", f"{self._path}/folders", repeats=True, body={"path": path, "mode": mode}, wait_s=WAIT_S)
+        return parse(MadeFolder, self._client.send(ask)).entry
+
+    def move(self, source: str, target: str) -> "FileEntry":
+        """Move or rename a file or a folder. A file at the target is replaced."""
+        from toolcrew.contract.file_views import FileEntry
+
+        ask = Ask("POST", f"{self._path}/moves", body={"source": source, "target": target}, wait_s=WAIT_S)
+        return parse(FileEntry, self._client.send(with_key(ask)))
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with everything in it. A path without a file is no error."""
+        self._client.send(Ask("DELETE", file_path(self._session, path), repeats=True, wait_s=WAIT_S))
+
+    @contextmanager
+    def watch(self, path: str = "/workspace", *, recursive: bool = False) -> "Iterator[Generator[FileEvent]]":
+        """Yield the changes of a folder that happen during the block, as they happen.
+
+            with session.files.watch("src") as events:
+                for event in events:
+                    print(event.event, event.name)
+
+        The event "overflow" says that events were lost: list the folder again. It also follows a lost connection.
+        """
+        params = {"path": path, "recursive": str(recursive).lower()}
+        socket = open_stream(self._client, f"{self._path}/watch", params)
+        with closing(self._follow(socket, params)) as events:
+            yield events
+
+    def _follow(self, socket: Socket, params: dict[str, str]) -> "Generator[FileEvent]":
+        from toolcrew.contract.file_views import FileEvent
+
+        while True:
+            try:
+                while True:
+                    message = socket.receive()
+                    if read_event(message).get("event") == "end":
+                        return
+                    yield parse(FileEvent, message.encode() if isinstance(message, str) else message)
+            except SocketLost:
+                socket.close()
+                socket = open_stream(self._client, f"{self._path}/watch", params)
+                yield FileEvent(event="overflow")
+            finally:
+                socket.close()
+
+    def _download(self, path: str, out: IO[bytes]) -> None:
+        attempts, position, version, size = Attempts(), 0, "", None
+        while position != size:
+            headers = {"Accept-Encoding": "identity"}
+            if position:
+                headers |= {"Range": f"bytes={position}-", "If-Range": version}
+            ask = Ask("GET", file_path(self._session, path), repeats=True, headers=headers, wait_s=WAIT_S)
+            try:
+                with self._client.stream(ask) as response:
+                    if position and response.status_code != 206:
+                        # The file was changed.
+                        begin_again(out)
+                        position = 0
+                    version = response.headers.get("etag", "")
+                    size = position + int(response.headers["content-length"])
+                    for piece in response.iter_bytes():
+                        out.write(piece)
+                        position += len(piece)
+                        attempts.succeed()
+            except ApiUnavailable as error:
+                if not version:
+                    raise
+                time.sleep(attempts.pause(error))
+
+    def _upload(self, source: Path, size: int, path: str) -> None:
+        attempts, position = Attempts(), 0
+        while position < size:
+            part = FilePart(source, position, size)
+            headers = {"Content-Length": str(size - position)}
+            params = {"offset": position}
+            try:
+                self._client.send(
+                    Ask(
+                        "PUT",
+                        file_path(self._session, path),
+                        params=params,
+                        content=part,
+                        headers=headers,
+                        wait_s=WAIT_S,
+                    )
+                )
+                return
+            except ApiUnavailable as error:
+                time.sleep(attempts.pause(error))
+            arrived = self._find_size(path)
+            if arrived > position:
+                attempts.succeed()
+            position = min(arrived, size)
+
+    def _find_size(self, path: str) -> int:
+        try:
+            return (self.stat(path)).size
+        except ToolFailure as failure:
+            if failure.code is not ErrorCode.FILE_NOT_FOUND:
+                raise
+            return 0
+
+
+class FilePart:
+    """The bytes of a local file from a position on, read while they are sent. Raises ConfigError if they are fewer."""
+
+    def __init__(self, path: Path, start: int, end: int) -> None:
+        self._path = path
+        self._start = start
+        self._end = end
+
+    def __iter__(self) -> Iterator[bytes]:
+        position = self._start
+        with self._path.open("rb") as source:
+            source.seek(position)
+            while position < self._end:
+                data = source.read(min(PIECE_BYTES, self._end - position))
+                if not data:
+                    raise ConfigError(f"{self._path} became shorter while it was uploaded: upload it again")
+                position += len(data)
+                yield data
