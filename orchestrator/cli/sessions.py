@@ -29,11 +29,16 @@ from toolcrew.orchestrator.cli.runner import (
     run_work,
 )
 from toolcrew.orchestrator.cli.session_options import with_session_options
+from toolcrew.orchestrator.cli.session_ports import sessions_forward
+from toolcrew.orchestrator.cli.session_shell import sessions_processes, sessions_shell
 from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
 
 sessions_app = typer.Typer(no_args_is_help=True)
+sessions_app.command("forward")(sessions_forward)
+sessions_app.command("processes")(sessions_processes)
+sessions_app.command("shell")(sessions_shell)
 
 EXIT_NOT_RUN = 125
 """Exit code if the program was not run; `docker run` uses the same code."""
