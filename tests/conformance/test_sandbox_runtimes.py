@@ -305,6 +305,31 @@ def _finish_process(channel: socket.socket, process: int) -> None:
         assert stream.data == b"first\nsecond\n"
 
 
+async def test_streams_serve_a_terminal_beside_calls_until_their_channel_closes(host: Host) -> None:
+    async with started(host) as sandbox:
+        with await host.runtime.open_stream_channel(sandbox.id) as channel:
+            channel.setblocking(True)
+            client = StreamClient(channel)
+            await asyncio.to_thread(client.begin_epoch)
+            stream = client.open("process", argv=["bash", "--norc"], pty={"cols": 90, "rows": 30}, env={"PS1": "$ "})
+            await asyncio.to_thread(stream.write, b"stty size; tty; id -u; echo $GIT_TERMINAL_PROMPT; pwd\n")
+            output = await asyncio.to_thread(stream.read_until, b"/workspace")
+            assert b"30 90" in output
+            assert b"/dev/pts/0" in output
+            # The kill of what a call has left spares the terminal.
+            assert await _run_script(sandbox, b"setsid sleep 1000 & echo x") == b"x\n"
+            await asyncio.to_thread(stream.write, b"echo still $((20 + 1))\nexit 5\n")
+            assert (await asyncio.to_thread(stream.end))["exit_code"] == 5
+            assert b"still 21" in stream.data
+            asleep = client.open("process", argv=["sleep", "1000"])
+            await asyncio.to_thread(asleep.opened)
+            before = sandbox.watched.processes()
+            channel.shutdown(socket.SHUT_RDWR)
+        await asyncio.to_thread(
+            wait_until, lambda: len(sandbox.watched.processes()) <= len(before) - 2, SOON_S, "server and process end"
+        )
+
+
 async def _run_script(sandbox: Started, script: bytes) -> bytes:
     """Return the output of a script that runs as a call."""
     capture = {"stdout": 8192, "stderr": 8192}
