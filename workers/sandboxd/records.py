@@ -24,6 +24,7 @@ from toolcrew.workers.sandboxd.disks.base import Kind
 from toolcrew.workers.sandboxd.plans import SandboxPlan
 
 log = structlog.get_logger(__name__)
+_UNFINISHED = ".new"
 
 T = TypeVar("T")
 
@@ -96,6 +97,9 @@ class Records:
         self._images = folder / PULLED_IMAGES
         for folder in (self._containers, self._sessions, self._images):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A process that was killed while it wrote a record leaves the unfinished file.
+            for unfinished in folder.glob(f"*{_UNFINISHED}"):
+                _unlink(unfinished)
 
     def add_container(self, name: str, deadline: float) -> None:
         """Record a container before it is started."""
@@ -139,7 +143,7 @@ def _hashed(folder: Path, name: str) -> Path:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".new")
+    temporary = path.with_suffix(_UNFINISHED)
     try:
         temporary.write_text(json.dumps(data), encoding="utf-8")
         # The rename is atomic: a crash leaves the old or the new record, never a partial one.
