@@ -10,7 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 _FOLDER = ROOT / "orchestrator" / "sdk" / "http"
-TARGETS = {_FOLDER / f"{name}.py": _FOLDER / f"async_{name}.py" for name in ("client", "files", "ports", "processes", "sockets")}
+TARGETS = {
+    _FOLDER / f"{name}.py": _FOLDER / f"async_{name}.py"
+    for name in ("client", "files", "ports", "processes", "sockets")
+}
 """Synchronous module -> the asynchronous one that it is made from."""
 _RULES = (
     (r"await asyncio\.to_thread\(([\w.]+(?:\([^()]*\)\.\w+)?)(?:, )?", r"\1("),
