@@ -29,7 +29,8 @@ def sessions_forward(
     async def work() -> None:
         async with AsyncClient() as client:
             session = client.sessions.get(session_id)
-            await session.info()
+            # A session that is closed, or has no streams, is reported now and not for each connection.
+            await session.processes.list()
             forwarder = _Forwarder(session.ports, port)
             async with await _listen(forwarder, host, own_port) as server:
                 address = server.sockets[0].getsockname()
