@@ -129,6 +129,25 @@ def location_key(deployment: str, tenant: str, session: str) -> str:
     return tenant_key(deployment, tenant, f"session.{session}:place")
 
 
+def session_facts_key(deployment: str, tenant: str, session: str) -> str:
+    """Return the key of a session's facts: the JSON that its host reported when it opened the session. A program that
+    attaches to the session reads the facts.
+    """
+    return tenant_key(deployment, tenant, f"session.{session}:facts")
+
+
+def open_sessions_key(deployment: str) -> str:
+    """Return the key of the sorted set of open sessions of all tenants: `<tenant>|<session>` by the microsecond of the
+    opening. Some of the sessions may have expired.
+    """
+    return deployment_key(deployment, "open-sessions")
+
+
+def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
+    """Return the key of the sorted set of a tenant's open sessions: session names by the microsecond of the opening."""
+    return tenant_key(deployment, tenant, "open-sessions")
+
+
 def tenant_sessions_key(deployment: str, tenant: str) -> str:
     """Return the key of the set of a tenant's open sessions. A session whose location has expired is no longer open."""
     return tenant_key(deployment, tenant, "places")

@@ -25,7 +25,7 @@ from pydantic import JsonValue
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import BrokerFull, BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
 from toolcrew.contract.json_limits import has_more_values_in_text
-from toolcrew.contract.names import account_key, run_key, tenant_key
+from toolcrew.contract.names import account_key, open_sessions_key, run_key, tenant_key
 from toolcrew.contract.run_events import (
     ArtifactsCopied,
     CallFinished,
@@ -45,7 +45,7 @@ from toolcrew.store.clock import SharedClock
 from toolcrew.store.connection import broker_errors
 from toolcrew.store.memory import MEMORY_LUA, TenantMemoryUsed, describe_no_memory
 from toolcrew.store.scripts import Script
-from toolcrew.store.sessions import SessionStore, open_sessions_key
+from toolcrew.store.sessions import SessionStore
 from toolcrew.store.usage import USAGE_LUA, ReplySpending, session_usage_key, usage_prefix
 from toolcrew.telemetry.logs import get_logger
 

@@ -8,7 +8,15 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.names import deployment_key, host_of, location_key, tenant_sessions_key
+from toolcrew.contract.names import (
+    deployment_key,
+    host_of,
+    location_key,
+    open_sessions_key,
+    session_facts_key,
+    tenant_open_sessions_key,
+    tenant_sessions_key,
+)
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, SessionLocation, open_start, show_checkpoint
 from toolcrew.contract.session_spec import SessionSpec
 from toolcrew.contract.session_views import OpenSession
@@ -16,10 +24,7 @@ from toolcrew.contract.signing import SigningKeys
 from toolcrew.store.connection import RedisClient, broker_errors
 from toolcrew.store.sessions import (
     REMOVE_ENDED,
-    open_sessions_key,
     parse_session_location,
-    session_facts_key,
-    tenant_open_sessions_key,
 )
 
 MAX_PAGE = 1000

@@ -42,8 +42,10 @@ from toolcrew.contract.names import (
     host_prefix,
     hosts_key,
     location_key,
+    open_sessions_key,
     server_sessions_key,
-    tenant_key,
+    session_facts_key,
+    tenant_open_sessions_key,
     tenant_sessions_key,
     tombstone_key,
 )
@@ -82,28 +84,6 @@ and the size up to which the arguments of a new session are not compared with it
 (store/memory.py) does not count locations.
 """
 _WHAT = "the sessions' locations were not read or changed"
-
-
-# --- Keys -------------------------------------------------------------------------------------------------------------
-
-
-def session_facts_key(deployment: str, tenant: str, session: str) -> str:
-    """Return the key of a session's facts: the JSON that its host reported when it opened the session. A program that
-    attaches to the session reads the facts.
-    """
-    return tenant_key(deployment, tenant, f"session.{session}:facts")
-
-
-def open_sessions_key(deployment: str) -> str:
-    """Return the key of the sorted set of open sessions of all tenants: `<tenant>|<session>` by the microsecond of the
-    opening. Some of the sessions may have expired.
-    """
-    return deployment_key(deployment, "open-sessions")
-
-
-def tenant_open_sessions_key(deployment: str, tenant: str) -> str:
-    """Return the key of the sorted set of a tenant's open sessions: session names by the microsecond of the opening."""
-    return tenant_key(deployment, tenant, "open-sessions")
 
 
 def parse_session_location(fields: Mapping[bytes, bytes]) -> SessionLocation | None:
@@ -282,6 +262,19 @@ return 1
     args=("fence", "state", "facts", "margin_s"),
 )
 
+# Returns 1 if the options of the session are still `start`.
+_SET_TTL = Script(
+    """
+if redis.call('HGET', location, 'start') ~= start then return 0 end
+redis.call('HSET', location, 'ttl_s', ttl_s, 'start', new_start)
+redis.call('EXPIRE', location, life_s)
+if redis.call('TTL', sessions) < tonumber(life_s) then redis.call('EXPIRE', sessions, life_s) end
+return 1
+""",
+    keys=("location", "sessions"),
+    args=("start", "new_start", "ttl_s", "life_s"),
+)
+
 # Returns 1 if the session has MCP sessions. `default_ttl_s`: the time to live for a session without a location.
 _CLOSE = Script(
     """
@@ -370,16 +363,16 @@ return 1
     args=("queue", "fence", "state", "next_queue"),
 )
 
-# Returns 1 if the session belonged to this worker and its location was removed.
+# Returns 1 if the session belonged to this worker, its time to live is over, and its location was removed.
 _FORGET = Script(
     """
-local present = redis.call('HMGET', location, 'queue', 'state')
-if present[1] ~= queue or present[2] ~= 'open' then return 0 end
+local present = redis.call('HMGET', location, 'queue', 'state', 'ttl_s')
+if present[1] ~= queue or present[2] ~= 'open' or tonumber(idle_s) < tonumber(present[3] or 0) then return 0 end
 redis.call('SREM', sessions, session)
 return redis.call('DEL', location)
 """,
     keys=("location", "sessions"),
-    args=("queue", "session"),
+    args=("queue", "session", "idle_s"),
 )
 
 
@@ -526,6 +519,20 @@ class SessionStore:
                 margin_s=FACTS_MARGIN_S,
             )
         return bool(is_settled)
+
+    async def set_ttl(self, tenant: str, session: str, start: str, changed: str, *, ttl_s: float, life_s: int) -> bool:
+        """Change the time to live, and the signed options from `start` to `changed`, and let the location live for
+        `life_s`. Return False if the session is closed or its options are not `start`.
+        """
+        values: dict[str, str | float] = {"start": start, "new_start": changed, "ttl_s": ttl_s, "life_s": life_s}
+        with broker_errors(_WHAT):
+            is_set = await _SET_TTL.run(
+                self._client,
+                location=location_key(self._deployment, tenant, session),
+                sessions=tenant_sessions_key(self._deployment, tenant),
+                **values,
+            )
+        return bool(is_set)
 
     async def facts(self, tenant: str, session: str) -> str | None:
         """Return what the host reported about the session when the host opened it; None if no report is stored."""
@@ -727,10 +734,12 @@ class WorkerSessionStore:
         """
         return self._hold_ended(name, fence, LocationState.MOVING, "")
 
-    def forget(self, names: Iterable[str]) -> int:
-        """Remove the locations of sessions that sandboxd has ended. Return how many of them belonged to this worker."""
+    def forget(self, idle: Mapping[str, float]) -> int:
+        """Remove the locations of ended sessions whose time to live is over. `idle`: seconds since the last use, by
+        name. Return how many were removed.
+        """
         with broker_errors(_WHAT), self._client.pipeline(transaction=False) as pipe:
-            for name in names:
+            for name, idle_s in idle.items():
                 tenant, _, session = name.partition(":")
                 _FORGET.add_to(
                     pipe,
@@ -738,6 +747,7 @@ class WorkerSessionStore:
                     sessions=tenant_sessions_key(self._deployment, tenant),
                     queue=self.queue,
                     session=session,
+                    idle_s=idle_s,
                 )
             return sum(pipe.execute())
 

@@ -199,21 +199,19 @@ class ExpiryMonitor:
         self._sessions = sessions
         self._rows: dict[str, SandboxdSession] = {}
         self._last_seen_at = time.monotonic()
-        self._expired: set[str] = set()
+        self._missing: dict[str, float] = {}
 
     def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of removed records. Raises OperatorError: the next round tries again."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
-        # sandboxd does not report why a session is missing. So compare its time to live with its idle time at the last
-        # round plus the time since then.
+        # sandboxd does not report why a session is missing. So its time to live is compared with its idle time at the
+        # last round plus the time since then.
         passed_s = now - self._last_seen_at
-        self._expired |= {
-            name for name, row in self._rows.items() if name not in rows and row.idle_s + passed_s >= row.ttl_s
-        }
+        self._missing |= {name: row.idle_s + passed_s for name, row in self._rows.items() if name not in rows}
         self._rows, self._last_seen_at = rows, now
-        count = self._sessions.forget(self._expired) if self._expired else 0
-        self._expired.clear()
+        count = self._sessions.forget(self._missing) if self._missing else 0
+        self._missing.clear()
         return count
 
 

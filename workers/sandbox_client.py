@@ -136,6 +136,10 @@ class SandboxClient:
             {"verb": "fork", "sandbox": name, "children": list(children), "leave_jobs": leave_jobs}, ARCHIVE_TIMEOUT_S
         )
 
+    def set_ttl(self, name: str, ttl_s: float) -> None:
+        """Let the session of the sandbox `name` live for `ttl_s` seconds without a call from now on."""
+        self._request({"verb": "ttl", "sandbox": name, "ttl_s": ttl_s}, OPEN_TIMEOUT_S)
+
     def delete_checkpoint(self, name: str, checkpoint: str) -> Mapping[str, Any]:
         """Delete a checkpoint of the tenant of the sandbox `name`. Return `deleted`, which is False when there is no
         checkpoint with that id.

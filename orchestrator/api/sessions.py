@@ -63,6 +63,14 @@ class NewSession(SessionOptions):
     ttl_s: TtlS = DEFAULT_TTL_S
 
 
+class SessionChange(BaseModel):
+    """A change of a session. `ttl_s`: seconds without a call after which the session expires."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ttl_s: TtlS
+
+
 class NewExec(BaseModel):
     """A program without a shell. `argv`: the program and its arguments. `stdin`: its input, in base64. `env`: variables
     in addition to those of the session. `cwd` null: /workspace. `timeout_s`: limit in seconds.
@@ -123,6 +131,14 @@ async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
     """Return a session with its host and sandbox, and what it used."""
     view = view_session(await (await caller.client.session(session_id)).info())
     return view.model_copy(update={"usage": UsageAmounts(**await caller.client.session_usage(session_id))})
+
+
+@router.patch("/{session_id}", responses=responses(404))
+async def change_session(session_id: SessionId, body: SessionChange, caller: AnyCaller) -> SessionView:
+    """Change how long a session lives without a call. The time begins again with this request."""
+    session = await use_session(caller, session_id)
+    await session.set_ttl(body.ttl_s)
+    return view_session(await session.info())
 
 
 @router.delete("/{session_id}", status_code=204, responses=responses(404))

@@ -89,6 +89,20 @@ async def sessions_open(
     return Output({"id": session.id, "tenant": session.tenant, **place, **info.options.model_dump()}, [session.id])
 
 
+@sessions_app.command("ttl")
+@as_command
+async def sessions_ttl(
+    session_id: Id,
+    seconds: Annotated[float, typer.Argument(min=1, max=MAX_TTL_S, help="Seconds without a call.")],
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> Output:
+    """Change how long a session stays open without a call. The time begins again."""
+    async with open_running("sessions", tenant) as client:
+        await (await client.session(session_id, tenant=tenant)).set_ttl(seconds)
+    return Output({"id": session_id, "ttl_s": seconds}, [session_id])
+
+
 @sessions_app.command("fork")
 @as_command
 async def sessions_fork(

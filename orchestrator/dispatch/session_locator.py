@@ -10,6 +10,7 @@ this process has read.
 import asyncio
 import contextlib
 import json
+import math
 import re
 import secrets
 import time
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from toolcrew.contract.calls import ToolCall, ToolResult
+from toolcrew.contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolResult
 from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from toolcrew.contract.hosts import HostReport
 from toolcrew.contract.names import HOST_QUEUES, POOL_QUEUES
 from toolcrew.contract.session_locations import (
+    LOCATION_MARGIN_S,
     LocationState,
     SessionLocation,
     open_checkpoint,
@@ -247,6 +249,20 @@ class SessionLocator:
         if location is None:
             raise no_such_session()
         return location
+
+    async def set_ttl(self, tenant: str, session: str, ttl_s: float) -> SessionLocation:
+        """Change the time to live in the location of an open session, and return the location. Its host does not know
+        the change yet. Raises ToolFailure(SESSION_NOT_FOUND), OperatorError.
+        """
+        longest_s = float((await self.facts(tenant, session) or {}).get("timeout_s", LONGEST_TIMEOUT_S))
+        while True:
+            location = await self.location(tenant, session)
+            spec = open_start(self._keys, tenant, session, location).model_copy(update={"ttl_s": ttl_s})
+            start = seal_start(self._keys, tenant, session, spec)
+            # The location must live as long as the longest call. Another process may change it at the same time.
+            life_s = math.ceil(ttl_s + max(0.0, longest_s - MAX_TIMEOUT_S)) + LOCATION_MARGIN_S
+            if await self._sessions.set_ttl(tenant, session, location.start, start, ttl_s=ttl_s, life_s=life_s):
+                return location.model_copy(update={"ttl_s": ttl_s, "start": start})
 
     async def facts(self, tenant: str, session: str) -> dict[str, Any] | None:
         """Return the facts that the host reported when it opened the session; None if they are not stored. Raises

@@ -35,7 +35,7 @@ from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.names import host_of
 from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import DEFAULT_OPTIONS, PreviewAccess, SandboxOptions, SessionSpec
+from toolcrew.contract.session_spec import DEFAULT_OPTIONS, MAX_TTL_S, PreviewAccess, SandboxOptions, SessionSpec
 from toolcrew.contract.session_views import Checkpoint
 from toolcrew.contract.specs import NO_NETWORK, ToolSpec
 from toolcrew.contract.tenancy import largest_limit
@@ -364,6 +364,21 @@ class Session:
         return await self._content(
             await self._call_verb("export", {"path": folder}, content=names, timeout_s=COPY_TIMEOUT_S)
         )
+
+    async def set_ttl(self, seconds: float) -> None:
+        """Let the session live for `seconds` without a call from now on, at most MAX_TTL_S. Raises ToolFailure,
+        SandboxUnavailable. After an error, the present host may still use the earlier value.
+        """
+        if not 0 < seconds <= MAX_TTL_S:
+            message = f"a session lives up to {MAX_TTL_S:g} s without a call, not {seconds:g} s: give a time up to that"
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
+        location = await self._dispatcher.locator.set_ttl(self.tenant, self.id, float(seconds))
+        applied: tuple[float, int] | None = None
+        # The location decides. The session may move, or another caller may change it, while the host applies it.
+        while applied != (location.ttl_s, location.fence):
+            applied = (location.ttl_s, location.fence)
+            await self._call_verb("set_ttl", {"ttl_s": location.ttl_s}, timeout_s=OPEN_TIMEOUT_S)
+            location = await self._dispatcher.locator.location(self.tenant, self.id)
 
     async def end_jobs(self) -> None:
         """End the background jobs. No process of earlier calls runs afterwards."""

@@ -21,6 +21,7 @@ from toolcrew.contract.names import (
     catalog_names_key,
     host_key,
     hosts_key,
+    open_sessions_key,
     refusals_key,
     slots_key,
     switches_key,
@@ -40,7 +41,6 @@ from toolcrew.orchestrator.operations.ports import reserve_port
 from toolcrew.store.api_keys import ApiKeys
 from toolcrew.store.approvals import approvals_key
 from toolcrew.store.connection import open_redis
-from toolcrew.store.sessions import open_sessions_key
 from toolcrew.store.tenants import RedisTenants
 from toolcrew.workers.tools.builtin import build_registry
 

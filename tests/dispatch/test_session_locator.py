@@ -13,7 +13,17 @@ from tests.support.sandboxd.fake_hosts import build_report
 from tests.support.stack.waiting import SOON_S
 from toolcrew.contract.calls import ToolCall, ToolResult
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from toolcrew.contract.names import host_key, hosts_key, location_key, run_key, tenant_sessions_key, tombstone_key
+from toolcrew.contract.names import (
+    host_key,
+    hosts_key,
+    location_key,
+    open_sessions_key,
+    run_key,
+    session_facts_key,
+    tenant_open_sessions_key,
+    tenant_sessions_key,
+    tombstone_key,
+)
 from toolcrew.contract.session_locations import LOCATION_MARGIN_S, LocationState, seal_checkpoint, seal_start
 from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
 from toolcrew.contract.signing import SigningKeys
@@ -24,14 +34,7 @@ from toolcrew.orchestrator.dispatch.transport import CallLost
 from toolcrew.store.call_messages import NotSent
 from toolcrew.store.run_log import close_unused_sessions, run_sessions_key, session_purpose
 from toolcrew.store.session_list import SessionList
-from toolcrew.store.sessions import (
-    STARTS_BYTES,
-    SessionAddress,
-    SessionStore,
-    open_sessions_key,
-    session_facts_key,
-    tenant_open_sessions_key,
-)
+from toolcrew.store.sessions import STARTS_BYTES, SessionAddress, SessionStore
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -124,9 +127,7 @@ async def test_a_call_gets_the_configuration_of_its_tool_and_no_other(client: "r
         assert await program.call_fields("other", "s1", quote) == {}
 
 
-async def test_only_a_tool_outside_of_the_sandbox_gets_the_folder_of_the_session(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_only_a_tool_outside_of_the_sandbox_gets_the_folder_of_the_session(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, EMPTY_SESSION)
     inside, outside = build_spec("bash_tool"), build_spec("quote", pool="tools")

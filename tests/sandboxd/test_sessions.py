@@ -439,3 +439,14 @@ async def test_states_of_existing_containers_are_counted(host: FakeHost) -> None
     await lose(host.sessions, "t")
     assert count_states(host.sessions.all(), 0) == {"busy": 0, "idle": 1, "paused": 0, "lost": 1, "warm": 0}
     assert [row["state"] for row in host.sessions.describe()] == ["ready", "lost"]
+
+
+async def test_a_changed_lifetime_is_in_the_record_and_begins_again(sessions: Sessions) -> None:
+    session = await sessions.open("acme:s1", SessionParameters(PLAN, 60))
+    session.used_at -= 1000
+    sessions.set_ttl("acme:s1", 900)
+    assert (session.ttl_s, session.record().ttl_s) == (900, 900)
+    assert session.idle_s() < 900
+    with pytest.raises(ToolFailure) as unknown:
+        sessions.set_ttl("acme:s2", 900)
+    assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND

@@ -24,7 +24,7 @@ class Host:
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **fields: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
-        self.harness.put_location(f"acme:{session}", **fields)
+        self.harness.put_location(f"acme:{session}", ttl_s=ttl_s, **fields)
         self.harness.redis.sadd(NAMES, session)
 
     def check_once(self) -> int:
@@ -55,6 +55,18 @@ def test_only_an_expired_session_loses_its_location(host: Host) -> None:
         "moving": True,
     }
     assert host.harness.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
+
+
+def test_the_lifetime_in_the_location_decides(host: Host) -> None:
+    """A client has changed it after the host was last asked for its sessions."""
+    host.add("shorter", idle_s=60.0, ttl_s=600.0)
+    host.add("longer", idle_s=60.0, ttl_s=60.0)
+    host.check_once()
+    for session, ttl_s in (("shorter", 60), ("longer", 600)):
+        host.harness.redis.hset(location_key(DEPLOYMENT, "acme", session), "ttl_s", ttl_s)
+    host.sandboxd.rows.clear()
+    assert host.check_once() == 1
+    assert (host.has_location("shorter"), host.has_location("longer")) == (False, True)
 
 
 def test_an_expiry_that_could_not_be_stored_is_stored_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

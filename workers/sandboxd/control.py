@@ -116,6 +116,9 @@ class ControlRequests:
             return {"deleted": await self._checkpoints.forget(tenant, checkpoint)}
         if verb == "save_files":
             return await self._save_files(header)
+        if verb == "ttl":
+            self._sessions.set_ttl(parse_text(header, "sandbox"), parse_spec({"ttl_s": header.get("ttl_s")}).ttl_s)
+            return {}
         if verb == "policy":
             return {"sessions": await self._update_policy(header)}
         if verb == "status":

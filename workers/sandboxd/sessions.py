@@ -225,6 +225,21 @@ class Sessions:
                 del self._sessions[entry.id]
             raise
 
+    def set_ttl(self, session: str, ttl_s: float) -> None:
+        """Let the session live for `ttl_s` seconds without a call from now on. Raises ToolFailure (SESSION_NOT_FOUND),
+        SandboxUnavailable.
+        """
+        entry = self._sessions.get(session)
+        if entry is None or entry.is_closing:
+            raise _build_not_found()
+        before = entry.ttl_s
+        entry.ttl_s, entry.used_at = ttl_s, time.monotonic()
+        try:
+            self.suspender.keep(entry)
+        except SandboxUnavailable:
+            entry.ttl_s = before
+            raise
+
     def all(self) -> list[HostSession]:
         return list(self._sessions.values())
 

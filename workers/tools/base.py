@@ -318,6 +318,10 @@ class ToolEnvironment:
         """Delete a checkpoint (SandboxClient.delete_checkpoint)."""
         return self._client().delete_checkpoint(self._name, checkpoint)
 
+    def set_ttl(self, ttl_s: float) -> None:
+        """Change the time to live of the session (SandboxClient.set_ttl)."""
+        self._client().set_ttl(self._name, ttl_s)
+
     def close_sandbox(self) -> bool:
         """Close the session's sandbox. Return False when there was no sandbox."""
         client = self._client()

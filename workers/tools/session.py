@@ -25,7 +25,7 @@ from toolcrew.contract.guest_protocol import (
 )
 from toolcrew.contract.own_programs import own_program
 from toolcrew.contract.session_locations import MAX_FORKS
-from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, SessionMove, SessionSpec
+from toolcrew.contract.session_spec import CHECKPOINT_PATTERN, HOST_FIELDS, MAX_TTL_S, SessionMove, SessionSpec
 from toolcrew.contract.specs import ToolSpec
 from toolcrew.workers.sandbox_client import ARCHIVE_TIMEOUT_S
 from toolcrew.workers.sandboxd.archives.imports import KINDS, build_import, check_import
@@ -71,6 +71,11 @@ def _checkpoint(_: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 def _fork(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     facts = environment.fork(arguments["children"], leave_jobs=arguments["leave_jobs"])
     return Outcome(metadata={**facts, **environment.host_facts()})
+
+
+def _set_ttl(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
+    environment.set_ttl(arguments["ttl_s"])
+    return Outcome()
 
 
 def _save_files(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
@@ -265,6 +270,17 @@ SESSION_VERBS = (
             timeout_s=60,
         ),
         _delete_checkpoint,
+    ),
+    WorkerTool(
+        _spec(
+            "set_ttl",
+            "Change the seconds without a call after which the session is closed.",
+            {"ttl_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TTL_S}},
+            ["ttl_s"],
+            idempotent=True,
+            timeout_s=60,
+        ),
+        _set_ttl,
     ),
     WorkerTool(_spec("end_jobs", "End all background jobs.", {}, [], idempotent=True, timeout_s=60), _end_jobs),
     WorkerTool(_spec("close", "Remove the session's sandbox.", {}, [], idempotent=True, timeout_s=60), _close),

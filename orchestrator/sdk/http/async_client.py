@@ -282,6 +282,10 @@ class AsyncSession:
 
         return await self._client.get(SessionView, self._path)
 
+    async def set_ttl(self, seconds: float) -> None:
+        """Let the session live for `seconds` without a call from now on, at most a day."""
+        await self._client.send(Ask("PATCH", self._path, repeats=True, body={"ttl_s": seconds}))
+
     async def run(
         self, command: str, *, timeout_s: float | None = None, on_output: OnOutput | None = None
     ) -> ToolResult:

@@ -277,6 +277,10 @@ class Session:
 
         return self._client.get(SessionView, self._path)
 
+    def set_ttl(self, seconds: float) -> None:
+        """Let the session live for `seconds` without a call from now on, at most a day."""
+        self._client.send(Ask("PATCH", self._path, repeats=True, body={"ttl_s": seconds}))
+
     def run(self, command: str, *, timeout_s: float | None = None, on_output: OnOutput | None = None) -> ToolResult:
         """Run a shell command with bash_tool. Folder and variables stay for the next command."""
         return self.call("bash_tool", {"command": command}, timeout_s=timeout_s, on_output=on_output)

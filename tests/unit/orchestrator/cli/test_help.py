@@ -54,7 +54,7 @@ def test_every_grouped_command_is_a_plural_noun_and_a_verb() -> None:
     names = [
         f"{name} {verb}" for name, group in groups.items() if isinstance(group, TyperGroup) for verb in group.commands
     ]
-    assert len(names) <= 54, names
+    assert len(names) <= 56, names
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_every_command_that_opens_a_session_has_all_of_its_options() -> None:
     for command in (root.commands["run"], root.commands["call"], sessions.commands["open"]):
         assert expected <= {parameter.name for parameter in command.params}
     accepted = set(inspect.signature(ToolClient.open_session).parameters)
-    assert expected == accepted - {"self", "tenant", "ttl_s"}
+    assert expected == accepted - {"self", "tenant", "ttl_s", "key"}
     options = {parameter.opts[0] for parameter in root.commands["call"].params if parameter.name in expected}
     assert set(OPTION_NAMES.replace(" and", ",").split(", ")) == options
 
