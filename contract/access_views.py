@@ -2,9 +2,10 @@
 
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from toolcrew.contract.clock import Instant
+from toolcrew.contract.specs import NO_NETWORK
 
 T = TypeVar("T")
 
@@ -41,7 +42,9 @@ class ToolView(BaseModel):
     """A tool that the workers publish.
 
     `state`: the state for the tenant of the request: enabled, disabled (by an operator), or forbidden (not allowed by
-    the tenant's policy). `off`: who disabled the tool; null: not disabled.
+    the tenant's policy). `off`: who disabled the tool; null: not disabled. `aliases`: other names of parameters.
+    `command_parameter`: the parameter with a shell command; `input_parameter`: the one with its standard input.
+    `network`: the network access of the sandbox, as the description states it.
     """
 
     name: str
@@ -56,3 +59,29 @@ class ToolView(BaseModel):
     dangerous: bool
     read_only: bool
     idempotent: bool
+    aliases: dict[str, str] = Field(default_factory=dict)
+    command_parameter: str | None = None
+    input_parameter: str | None = None
+    network: str = NO_NETWORK
+
+
+class SkillView(BaseModel):
+    """A skill. `source`: `system` (installed on the workers for all tenants) or `tenant` (installed for this tenant).
+
+    `tool`: whether the skill is a tool with its own name: yes, no, or "name taken" by a tool of the workers.
+    `hides_system`: the skill replaces the workers' skill of the same name. `digest`: sha256 of its files. `bytes`:
+    size of all files. `warnings`: problems that the author should fix.
+    """
+
+    name: str
+    source: str
+    tool: str
+    hides_system: bool
+    description: str
+    license: str | None
+    compatibility: str | None
+    digest: str
+    files: int
+    bytes: int
+    has_scripts: bool
+    warnings: list[str]

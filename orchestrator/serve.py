@@ -13,7 +13,7 @@ from toolcrew.contract.extras import explain_missing
 from toolcrew.contract.programs import program
 from toolcrew.contract.settings import child_environment, load_settings
 from toolcrew.contract.startup import importing_program
-from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.clients import open_tenant_client
 from toolcrew.orchestrator.cli.runner import Tenant, refuse_key, run_work
 from toolcrew.orchestrator.logs import configure_logging
 from toolcrew.orchestrator.runs.batch_service import BatchService
@@ -182,7 +182,7 @@ async def _over_stdio(tenant: str | None, session: str | None) -> None:
         from toolcrew.orchestrator.mcp.stdio import serve_stdio
     settings = load_settings()
     configure_logging(settings, "mcp")
-    async with open_client(tenant) as client:
+    async with open_tenant_client(tenant) as client:
         await serve_stdio(client, settings, session)
 
 

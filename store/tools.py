@@ -7,7 +7,7 @@ import difflib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import redis.asyncio
 from pydantic import ValidationError
@@ -42,6 +42,14 @@ from toolcrew.store.scripts import Script
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+S = TypeVar("S", bound=_Named)
 
 FRESH_S = 1.0
 CATALOG_TTL_S = 15
@@ -169,7 +177,7 @@ class RedisCatalog:
         log.error("tool_published_twice", tool=tool.name, served_by=tool.pool, hidden=hidden.pool)
 
 
-def find_skill(name: str, skills: Sequence[SkillSummary]) -> SkillSummary:
+def find_skill(name: str, skills: Sequence[S]) -> S:
     """Return the skill with that name. Raises ToolFailure(FILE_NOT_FOUND) with the nearest names: there is no such
     skill.
     """

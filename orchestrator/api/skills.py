@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel
 
-from toolcrew.contract.access_views import Page
+from toolcrew.contract.access_views import Page, SkillView
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.skills import SkillBroken
 from toolcrew.contract.specs import SkillSummary
@@ -19,28 +18,6 @@ from toolcrew.orchestrator.dispatch.tenant_catalog import Offer
 from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
 
 router = APIRouter(prefix="/v1/skills", tags=["skills"], responses=responses())
-
-
-class SkillView(BaseModel):
-    """A skill. `source`: `system` (installed on the workers for all tenants) or `tenant` (installed for this tenant).
-
-    `tool`: whether the skill is a tool with its own name: yes, no, or "name taken" by a tool of the workers.
-    `hides_system`: the skill replaces the workers' skill of the same name. `digest`: sha256 of its files. `bytes`:
-    size of all files. `warnings`: problems that the author should fix.
-    """
-
-    name: str
-    source: str
-    tool: str
-    hides_system: bool
-    description: str
-    license: str | None
-    compatibility: str | None
-    digest: str
-    files: int
-    bytes: int
-    has_scripts: bool
-    warnings: list[str]
 
 
 @router.get("")

@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 
 from toolcrew.contract.errors import ErrorCode
-from toolcrew.contract.session_views import By, UsageAmounts, UsagePeriod, UsageReport
+from toolcrew.contract.session_views import By, UsageReport
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.http.problems import ApiProblem
-from toolcrew.store.usage import DAY_S, show_amounts, sum_rows
+from toolcrew.store.usage import DAY_S
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 DEFAULT_DAYS = 30
@@ -38,14 +38,8 @@ async def get_usage(
             f"the API key belongs to tenant {caller.identity.tenant}: use the address of that tenant",
         )
     until = _seconds(end) if end is not None else time.time()
-    rows = await caller.client.usage(
-        _seconds(start) if start is not None else until - DEFAULT_DAYS * DAY_S, until, by=by, tenant=name
-    )
-    data = [UsagePeriod.model_validate(row.to_json()) for row in rows]
-    budgets = await caller.client.budgets(name)
-    return UsageReport(
-        tenant=name, by=by, data=data, total=UsageAmounts(**show_amounts(sum_rows(rows))), budgets=budgets
-    )
+    since = _seconds(start) if start is not None else until - DEFAULT_DAYS * DAY_S
+    return await caller.client.usage_report(since, until, by=by, tenant=name)
 
 
 def _seconds(at: datetime) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from toolcrew.contract.broker import BrokerSettings
+from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.orchestrator.operations.command_actor import find_actor
@@ -53,12 +54,28 @@ class Deployment:
         return SecretStore(self.redis, self.broker.deployment, self.signing_keys).acting_as(self.actor)
 
 
+def is_over_http() -> bool:
+    """Return whether commands use the HTTP API: TOOLCREW_URL is set, and TOOLCREW_REDIS_URL is not."""
+    settings = load_settings()
+    return settings.url is not None and settings.redis_url is None
+
+
+def refuse_over_http(what: str) -> None:
+    """Raise ConfigError if commands use the HTTP API. `what`: the command or option that needs the pool's Redis."""
+    if is_over_http():
+        raise ConfigError(
+            f"{what} needs the pool's Redis: set TOOLCREW_REDIS_URL. docs/commands.md lists the commands that need "
+            "only TOOLCREW_URL, and docs/http-api.md the requests that an operator's key may send"
+        )
+
+
 @asynccontextmanager
 async def open_deployment(needed: Role) -> AsyncIterator[Deployment]:
     """Connect to Redis; no worker is needed. `needed`: the lowest role that may run the command.
 
     Raises ConfigError, BrokerUnavailable, ToolFailure(UNAUTHENTICATED, PERMISSION_DENIED).
     """
+    refuse_over_http("this command")
     settings = load_settings()
     broker = settings.broker()
     client = open_redis(broker)

@@ -13,6 +13,7 @@ from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.settings import load_settings
 from toolcrew.orchestrator.approvals.approvers import call_lines, make_visible
+from toolcrew.orchestrator.cli.access import refuse_over_http
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, as_command, list_json
 from toolcrew.orchestrator.operations.views import view_approval
@@ -41,6 +42,7 @@ async def open_questions() -> AsyncIterator[tuple[ApprovalQueue, Actor]]:
     """Open the approval queue of the pool that TOOLCREW_REDIS_URL names, and find the actor of this command. No worker
     is needed. Raises ConfigError, BrokerUnavailable.
     """
+    refuse_over_http("this command")
     if load_settings().redis_url is None:
         raise ConfigError(
             "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool that holds the approval questions"

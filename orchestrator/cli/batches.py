@@ -43,7 +43,7 @@ from toolcrew.orchestrator.cli.batches_views import (
     batches_list,
     batches_show,
 )
-from toolcrew.orchestrator.cli.clients import open_client, open_pool_client
+from toolcrew.orchestrator.cli.clients import open_client, open_pool_client, open_running
 from toolcrew.orchestrator.cli.limit_options import with_limits
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
 from toolcrew.orchestrator.cli.session_options import Options
@@ -216,8 +216,8 @@ def resume(
 @as_command
 async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Cancel a batch: stop running items and start no others. `resume` continues it."""
-    async with open_pool_client(tenant) as client:
-        waiting = await client.batch_runs().batches.cancel(batch)
+    async with open_running("batches", tenant) as client:
+        waiting = await client.batch_views.cancel(batch)
     line = f"{batch} is being cancelled; {count(waiting, 'item')} had not started"
     return Output({"id": batch, "not_begun": waiting}, [line])
 
@@ -226,8 +226,8 @@ async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
 @as_command
 async def delete(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Delete an ended batch with its items and results from Redis."""
-    async with open_pool_client(tenant) as client:
-        await client.batch_runs().batches.delete(batch)
+    async with open_running("batches", tenant) as client:
+        await client.batch_views.delete(batch)
     return Output({"id": batch}, [f"{batch} is deleted"])
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,20 +12,19 @@ from rich.console import Console
 from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.plurals import count
 from toolcrew.contract.run_events import RunEvent
+from toolcrew.contract.run_views import BatchStatus
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
 from toolcrew.orchestrator.batches.event_files import read_batch_events
 from toolcrew.orchestrator.batches.live_progress import open_display
 from toolcrew.orchestrator.batches.report import build_report
-from toolcrew.orchestrator.batches.rows import build_row, build_row_line
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.batches.transfers import download_artifacts
-from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client
+from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client, open_running
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from toolcrew.orchestrator.runs.batch_status import build_status
-from toolcrew.orchestrator.runs.client_batches import ClientBatches, RowPaths
-from toolcrew.store.batches import BatchRecord
+from toolcrew.orchestrator.runs.client_batches import RowPaths
+from toolcrew.store.batches import RowLocation
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
 Errors = Annotated[
@@ -44,11 +43,12 @@ async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Outp
 
     A tenant's key lists only its own batches.
     """
-    async with open_pool_client(tenant) as client:
-        queue, found = client.batch_runs().queue, list[dict[str, Any]]()
-        for name in await find_tenants(client, tenant):
-            for batch, record in (await queue.batches.list_batches(name)).batches.items():
-                found.append({"tenant": name, **_describe(batch, record, await queue.batches.counts(name, batch))})
+    async with open_running("batches", tenant) as client:
+        found = [
+            {"tenant": name, **_describe(status)}
+            for name in await find_tenants(client, tenant)
+            for status in await client.batch_views.list(name)
+        ]
     found.sort(key=lambda status: str(status["created_at"]), reverse=True)
     rows = [
         {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
@@ -57,10 +57,9 @@ async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Outp
     return list_output(list_json("batches", found), rows, _COLUMNS, empty="no batch was submitted in the last 30 days")
 
 
-def _describe(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
+def _describe(status: BatchStatus, rows: RowLocation | None = None) -> dict[str, Any]:
     """Return the status of a batch, and where its rows are."""
-    rows = record.rows.model_dump() if record.rows is not None else None
-    return {**build_status(batch, record, counts).model_dump(mode="json"), "rows": rows}
+    return {**status.model_dump(mode="json"), "rows": rows.model_dump() if rows is not None else None}
 
 
 @as_command
@@ -87,12 +86,12 @@ async def batches_show(
             return open_display(displayed, Console(), as_json=as_json)
         return LogDisplay(displayed, sys.stdout, has_past=True)
 
-    async with open_pool_client(tenant) as client:
-        runs = client.batch_runs()
-        if logs or follow:
-            await runs.show(batch, open_log, follow=follow)
-            return None
-        fields = _describe(batch, await runs.batches.status(batch), await runs.queue.batches.counts(runs.tenant, batch))
+    if logs or follow:
+        async with open_pool_client(tenant) as pool_client:
+            await pool_client.batch_runs().show(batch, open_log, follow=follow)
+        return None
+    async with open_running("batches", tenant) as client:
+        fields = _describe(*await client.batch_views.get(batch))
     shown = {name: value for name, value in fields.items() if name != "request_counts"}
     shown["items"] = ", ".join(f"{count} {name}" for name, count in fields["request_counts"].items())
     shown["failed"] = ", ".join(f"{count} {kind}" for kind, count in fields["failed"].items())
@@ -139,15 +138,17 @@ async def batches_export(
         await _export_report(batch, page, events, tenant)
         if output is None and artifacts is None:
             return Output({"id": batch, "page": str(page)}, [str(page)])
+    if output is None and artifacts is None:
+        async with open_running("batches", tenant) as reader:
+            async for line in reader.batch_views.lines(batch):
+                typer.echo(line, nl=False)
+        return None
     stored = StoredFiles.of(load_settings()) if artifacts is not None else None
     async with open_pool_client(tenant) as client:
         runs = client.batch_runs()
         if artifacts is not None and stored is not None:
             async for outcome in runs.outcomes(batch):
                 await download_artifacts(outcome, stored, runs.tenant, artifacts)
-        if output is None and page is None:
-            await _print_rows(runs, batch)
-            return None
         written: dict[str, Any] = {"page": str(page)} if page is not None else {}
         if output is not None:
             with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
@@ -172,9 +173,3 @@ def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunE
         page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another path") from error
-
-
-async def _print_rows(runs: ClientBatches, batch: str) -> None:
-    await runs.batches.status(batch)
-    async for outcome in runs.outcomes(batch):
-        typer.echo(build_row_line(build_row(outcome)).decode(), nl=False)

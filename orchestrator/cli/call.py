@@ -12,7 +12,7 @@ from rich.console import Console
 from toolcrew.contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.session_spec import EMPTY_SESSION, SessionSpec
-from toolcrew.orchestrator.cli.clients import open_client, open_running, show_waiting
+from toolcrew.orchestrator.cli.clients import open_running, open_tenant_client, show_waiting
 from toolcrew.orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
 from toolcrew.orchestrator.cli.session_options import OPTION_NAMES, with_session_options
 from toolcrew.orchestrator.dispatch.request import Request
@@ -80,7 +80,7 @@ def call(
                 client = await opened.enter_async_context(open_running("sessions", tenant))
                 session = await client.session(session_id, tenant=tenant)
             else:
-                client = await opened.enter_async_context(open_client(tenant))
+                client = await opened.enter_async_context(open_tenant_client(tenant))
                 session = await opened.enter_async_context(await client.open_session_from(spec))
             with ExitStack() as stack:
                 on_output = stack.enter_context(LiveOutput(console)).show if is_live else None

@@ -46,7 +46,7 @@ async def calls_show(call_id: CallName, tenant: Tenant = None, as_json: Json = F
     Calls are stored for one day. Without --tenant, all tenants are searched; with a tenant's key, only that tenant.
     """
     async with open_running("calls", tenant) as client:
-        fields = (await client.call_history(call_id, tenant)).model_dump(mode="json")
+        fields = await client.call_fields(call_id, tenant)
     return Output(fields, [f"{name:<21}{value}" for name, value in _flatten(fields).items()])
 
 

@@ -8,6 +8,7 @@ import typer
 from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.settings import load_settings
+from toolcrew.orchestrator.cli.access import refuse_over_http
 from toolcrew.orchestrator.cli.clients import open_client
 from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from toolcrew.store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
@@ -40,6 +41,7 @@ async def changes_list(
     as_json: Json = False,
 ) -> Output:
     """List changes of tools, tenants, keys, approvals, hosts and calls, newest first. Needs an operator's key."""
+    refuse_over_http("this command")
     if load_settings().redis_url is None:
         raise ConfigError("TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read")
     actions, entries = _parse_actions(action or []), list[AuditEntry]()

@@ -7,6 +7,7 @@ import typer
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.clients import open_running
 from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 from toolcrew.orchestrator.operations.views import view_key
 from toolcrew.store.api_keys import ApiKeyRecord, Role
@@ -33,6 +34,15 @@ async def keys_list(
     return list_output(
         list_json("keys", rows), shown, ("id", "tenant", "role", "name", "tail", "created_at", "expires_at", "state")
     )
+
+
+@keys_app.command("show")
+@as_command
+async def keys_show(as_json: Json = False) -> Output:
+    """Show the key in TOOLCREW_API_KEY: its tenant, its role and its end."""
+    async with open_running("keys", None) as client:
+        fields = (await client.key()).model_dump(mode="json")
+    return Output(fields, [f"{name:<12}{value}" for name, value in fields.items() if value not in (None, "")])
 
 
 @keys_app.command("create")

@@ -9,6 +9,7 @@ from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.invalid_input import find_invalid
 from toolcrew.contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
 from toolcrew.orchestrator.cli.access import open_deployment
+from toolcrew.orchestrator.cli.clients import open_tenant_client
 from toolcrew.orchestrator.cli.runner import Json, Output, as_command, list_json, list_output
 
 models_app = typer.Typer(no_args_is_help=True)
@@ -28,17 +29,8 @@ async def models_list(
     as_json: Json = False,
 ) -> Output:
     """List the model endpoints, without their API keys. A tenant's key sees those that the tenant may use."""
-    async with open_deployment("tenant") as deployment:
-        actor = deployment.actor
-        is_tenant = actor.role == "tenant"
-        of_tenant = tenant or (actor.tenant if is_tenant else None)
-        if is_tenant and not actor.may_act_for(of_tenant):
-            raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED,
-                f"the API key belongs to tenant {actor.tenant}, not to {of_tenant}: omit --tenant",
-            )
-        policy = await deployment.tenants.policy(of_tenant) if of_tenant is not None else None
-        views = await deployment.models.views(of_tenant, policy, shows_addresses=not is_tenant)
+    async with open_tenant_client(tenant, needs_workers=False) as client:
+        views = await client.models(tenant)
     columns = ("name", "tenant", "model", "url", "secret", "prices", "requests", "fallback", "state")
     return list_output(
         list_json("models", [view.model_dump() for view in views]), [_row(view) for view in views], columns

@@ -15,9 +15,10 @@ from toolcrew.contract.run_spec import RunBody, RunLimits
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, MAX_TTL_S, SessionSpec
 from toolcrew.contract.session_views import Checkpoint
 from toolcrew.contract.settings import load_settings
+from toolcrew.orchestrator.cli.access import is_over_http
 from toolcrew.orchestrator.cli.approvals import asks_elsewhere
 from toolcrew.orchestrator.cli.batches_options import check_format
-from toolcrew.orchestrator.cli.clients import open_client, show_waiting
+from toolcrew.orchestrator.cli.clients import open_tenant_client, show_waiting
 from toolcrew.orchestrator.cli.limit_options import with_common_limits
 from toolcrew.orchestrator.cli.run_files import RunFiles
 from toolcrew.orchestrator.cli.runner import (
@@ -32,7 +33,7 @@ from toolcrew.orchestrator.cli.runner import (
 )
 from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.loop.limits import StopReason
-from toolcrew.orchestrator.sessions.session import Session
+from toolcrew.orchestrator.sdk.tenant_client import TenantSession
 from toolcrew.orchestrator.terminal.output import RunPrinter, escape_controls
 from toolcrew.store.run_records import DurableRun, RunEnd
 
@@ -49,7 +50,7 @@ class WorkspaceSaver:
         self._checkpoint: Checkpoint | None = None
         self.failure: ToolFailure | OperatorError | None = None
 
-    async def save(self, session: Session) -> None:
+    async def save(self, session: TenantSession) -> None:
         """Copy the workspace and take the checkpoint, as requested. Tries both, even if one fails."""
         for work in (self._save_checkpoint, self._save_copy):
             try:
@@ -57,11 +58,11 @@ class WorkspaceSaver:
             except (ToolFailure, OperatorError) as failure:
                 self.failure = failure
 
-    async def _save_checkpoint(self, session: Session) -> None:
+    async def _save_checkpoint(self, session: TenantSession) -> None:
         if self._wants_checkpoint:
             self._checkpoint = await session.checkpoint()
 
-    async def _save_copy(self, session: Session) -> None:
+    async def _save_copy(self, session: TenantSession) -> None:
         if self._folder is None:
             return
         try:
@@ -97,7 +98,7 @@ class WorkspaceSaver:
 def check_store() -> None:
     """Raise ConfigError if a checkpoint would be deleted together with the embedded stack of this command."""
     settings = load_settings()
-    if settings.redis_url is None and settings.workspace_store is None:
+    if settings.redis_url is None and settings.workspace_store is None and not is_over_http():
         raise ConfigError(
             "the checkpoint would be deleted with the embedded stack of this command: set TOOLCREW_WORKSPACE_STORE to "
             "a folder for it, or TOOLCREW_REDIS_URL to a pool"
@@ -177,22 +178,22 @@ def run(
     async def work() -> tuple[DurableRun, Sequence[dict[str, Any]]]:
         if checkpoint:
             check_store()
-        if keep_states and load_settings().redis_url is None:
+        if keep_states and load_settings().redis_url is None and not is_over_http():
             raise ConfigError(
                 "the states would be deleted with the embedded stack of this command: set TOOLCREW_REDIS_URL to a pool"
             )
         run_files.append(files := RunFiles(output))
         view.asks_elsewhere = asks_elsewhere()
         async with (
-            open_client(tenant) as client,
+            open_tenant_client(tenant) as client,
             await client.open_session_from(spec.model_copy(update={"ttl_s": ttl_s})) as session,
         ):
             try:
-                result = await client.runs.execute(body, session, on_event)
+                result = await client.run_views.execute(body, session.id, on_event)
             finally:
                 files.write(session.tenant)
             await saver.save(session)
-            return result, await client.runs.transcript(result.id) if as_json else ()
+            return result, await client.run_views.transcript(result.id) if as_json else ()
 
     try:
         with show_waiting():

@@ -7,18 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.clock import with_instants
 from toolcrew.contract.errors import ErrorCode, ToolFailure
-from toolcrew.contract.run_views import DurableRunState
+from toolcrew.contract.run_views import DurableRunState, RunView
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import find_tenants, open_running
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
-from toolcrew.orchestrator.operations.views import view_run
-from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+from toolcrew.orchestrator.sdk.tenant_client import TenantRuns
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
-from toolcrew.store.run_records import DurableRun, RunPage
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
@@ -44,12 +43,13 @@ async def runs_list(
         tenants = await find_tenants(client, tenant)
         if cursor is not None and len(tenants) > 1:
             raise typer.BadParameter("--cursor needs --tenant: only the list of one tenant has pages")
-        pages = [await client.runs.list(cursor=cursor, limit=limit, state=state, tenant=name) for name in tenants]
+        runs = client.run_views
+        pages = [await runs.list(cursor=cursor, limit=limit, state=state, tenant=name) for name in tenants]
     page = pages[0] if len(pages) == 1 else merge_pages(pages, limit)
-    views = [_view(run) for run in page.runs]
+    views = [run.model_dump(mode="json") for run in page.data]
     rows = [{**view, "created": view["created_at"], "instruction": _first_line(view["instruction"])} for view in views]
     notes = []
-    if page.next_cursor is None and len(page.runs) == limit:
+    if page.next_cursor is None and len(page.data) == limit:
         notes = ["there may be more runs: raise --limit, or choose a tenant with --tenant"]
     if page.next_cursor is not None:
         options = [*(("--state", state.value) if state is not None else ()), "--limit", str(limit)]
@@ -65,18 +65,18 @@ async def runs_list(
     )
 
 
-def merge_pages(pages: Sequence[RunPage], limit: int) -> RunPage:
+def merge_pages(pages: Sequence[Page[RunView]], limit: int) -> Page[RunView]:
     """Return the newest runs of several tenants as one page, which has no next one."""
-    runs = sorted((run for page in pages for run in page.runs), key=lambda run: -run.created_at)
-    return RunPage(runs=tuple(runs[:limit]))
+    runs = sorted((run for page in pages for run in page.data), key=lambda run: -run.created_at)
+    return Page(data=runs[:limit])
 
 
 @asynccontextmanager
-async def open_runs(tenant: str | None) -> AsyncIterator[ClientRuns]:
+async def open_runs(tenant: str | None) -> AsyncIterator[TenantRuns]:
     """Open the runs of the tenant. The error for a run that does not exist names the command that lists runs."""
     try:
         async with open_running("runs", tenant) as client:
-            yield client.runs
+            yield client.run_views
     except ToolFailure as failure:
         if failure.code is not ErrorCode.FILE_NOT_FOUND:
             raise
@@ -116,7 +116,7 @@ async def runs_show(
         found = await runs.get(run)
         messages = list(await runs.transcript(run)) if transcript else []
     lines = [*describe_run(found), *(json.dumps(message, ensure_ascii=False) for message in messages)]
-    return Output(_view(found) | ({"transcript": messages} if transcript else {}), lines)
+    return Output(found.model_dump(mode="json") | ({"transcript": messages} if transcript else {}), lines)
 
 
 @runs_app.command("fork")
@@ -134,7 +134,7 @@ async def runs_fork(
     """
     async with open_runs(tenant) as runs:
         forks = await runs.fork(run, step=step, n=count)
-    return Output(list_json("runs", [_view(fork) for fork in forks]), [fork.id for fork in forks])
+    return Output(list_json("runs", [fork.model_dump(mode="json") for fork in forks]), [fork.id for fork in forks])
 
 
 @runs_app.command("cancel")
@@ -144,17 +144,13 @@ async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False
     async with open_runs(tenant) as runs:
         record = await runs.cancel(run)
     state = record.state.value if record.state.is_final else "is being cancelled"
-    return Output(_view(record), [f"{record.id} {state}"])
+    return Output(record.model_dump(mode="json"), [f"{record.id} {state}"])
 
 
-def _view(run: DurableRun) -> dict[str, Any]:
-    return view_run(run).model_dump(mode="json")
-
-
-def describe_run(run: DurableRun) -> list[str]:
+def describe_run(run: RunView) -> list[str]:
     """Return the fields of the run and of its end that have a value, one per line."""
     lines = []
-    for name, value in _view(run).items():
+    for name, value in run.model_dump(mode="json").items():
         if value is None or value in ("", [], {}):
             continue
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

@@ -31,7 +31,7 @@ from toolcrew.orchestrator.cli.runner import (
 from toolcrew.orchestrator.cli.session_options import with_session_options
 from toolcrew.orchestrator.cli.session_ports import sessions_forward
 from toolcrew.orchestrator.cli.session_shell import sessions_processes, sessions_shell
-from toolcrew.orchestrator.sessions.session import Session
+from toolcrew.orchestrator.sdk.tenant_client import TenantSession
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.orchestrator.terminal.output import escape_controls
 
@@ -295,7 +295,7 @@ def _parse_remote(text: str) -> tuple[str, str] | None:
     return found[1], found[2]
 
 
-async def _copy_in(session: Session, source: Path, path: str) -> dict[str, Any]:
+async def _copy_in(session: TenantSession, source: Path, path: str) -> dict[str, Any]:
     name, content = await asyncio.to_thread(_read_source, source)
     is_folder_there = path.endswith("/") or await _is_folder(session, path)
     target = str(PurePosixPath(path) / name) if is_folder_there else path
@@ -306,7 +306,7 @@ async def _copy_in(session: Session, source: Path, path: str) -> dict[str, Any]:
     return {"path": f"{session.id}:{target}", "left_out": []}
 
 
-async def _copy_out(session: Session, path: str, target: Path) -> dict[str, Any]:
+async def _copy_out(session: TenantSession, path: str, target: Path) -> dict[str, Any]:
     target = await asyncio.to_thread(_find_target, target, PurePosixPath(path).name, path)
     left_out: list[str] = []
     if await _is_folder(session, path):
@@ -316,7 +316,7 @@ async def _copy_out(session: Session, path: str, target: Path) -> dict[str, Any]
     return {"path": str(target), "left_out": left_out}
 
 
-async def _is_folder(session: Session, path: str) -> bool:
+async def _is_folder(session: TenantSession, path: str) -> bool:
     return (await session.exec(["test", "-d", path])).returncode == 0
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from toolcrew.contract.access_views import SkillView
 from toolcrew.contract.clock import with_instants
 from toolcrew.contract.errors import ConfigError, ErrorCode, ToolFailure
 from toolcrew.contract.plurals import count
@@ -12,11 +13,12 @@ from toolcrew.contract.schema import find_nearest
 from toolcrew.contract.settings import check_environment
 from toolcrew.contract.skills import SkillBroken
 from toolcrew.contract.specs import SkillSummary
-from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.clients import open_client, open_tenant_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json, list_output
 from toolcrew.orchestrator.sdk.skill_folders import examine_skill
 from toolcrew.orchestrator.terminal.commands import build_command
 from toolcrew.store.skills import InstalledSkill
+from toolcrew.store.tools import find_skill
 
 skills_app = typer.Typer(no_args_is_help=True)
 Source = Annotated[Path, typer.Argument(help="The folder of the skill, or a .zip file of it.")]
@@ -33,10 +35,11 @@ async def skills_list(
 
     A tenant has the skills of the workers and the skills that were installed for it.
     """
-    async with open_client(tenant) as client:
-        offer = await client.offer()
-        skills = list(offer.skills) if name is None else [await client.skill(name)]
-    rows = [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in skills]
+    async with open_tenant_client(tenant) as client:
+        skills = await client.skill_views()
+    if name is not None:
+        skills = [find_skill(name, skills)]
+    rows = [skill.model_dump(mode="json") for skill in skills]
     if name is not None:
         return Output(list_json("skills", rows), _describe_skill(skills[0]))
     short = [
@@ -46,7 +49,7 @@ async def skills_list(
     return list_output(list_json("skills", rows), short, ("name", "source", "tool", "files", "scripts", "description"))
 
 
-def _describe_skill(skill: SkillSummary) -> list[str]:
+def _describe_skill(skill: SkillView) -> list[str]:
     details = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
     scripts = "with scripts" if skill.has_scripts else "without scripts"
     size = f"{count(skill.files, 'file')}, {count(skill.bytes, 'byte')}, {scripts}"
@@ -54,7 +57,7 @@ def _describe_skill(skill: SkillSummary) -> list[str]:
     return [skill.name, "", skill.description, "", size, *fields, *_warn(skill)]
 
 
-def _warn(skill: SkillSummary) -> list[str]:
+def _warn(skill: SkillSummary | SkillView) -> list[str]:
     return [f"warning: {warning}" for warning in skill.warnings]
 
 

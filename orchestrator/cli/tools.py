@@ -12,7 +12,8 @@ from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.registry import Switch, ToolState
 from toolcrew.contract.settings import load_settings
 from toolcrew.contract.tool_pages import render_tool
-from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.access import is_over_http
+from toolcrew.orchestrator.cli.clients import open_tenant_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command, list_json
 from toolcrew.orchestrator.functions.openai_tools import convert_to_openai_tool
 from toolcrew.orchestrator.models.weights import load_weights
@@ -38,7 +39,7 @@ async def tools_list(
 
     A model receives only the enabled tools.
     """
-    async with open_client(tenant) as client:
+    async with open_tenant_client(tenant) as client:
         states = await client.tool_states()
     rows = [state_json(state) for state in states]
     if tokens:
@@ -68,7 +69,7 @@ async def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -
 
     Operators also see for which tenants the tool is disabled.
     """
-    async with open_client(tenant) as client:
+    async with open_tenant_client(tenant) as client:
         others = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
         state = await client.tool_state(name)
     head, *rest = state_lines(state)
@@ -88,7 +89,7 @@ async def tools_disable(
 ) -> Output:
     """Disable a tool for every tenant or for one. Every process applies the change within 2 seconds."""
     _require_pool()
-    async with open_client() as client:
+    async with open_tenant_client() as client:
         return _describe_change(name, "disabled", tenant, await client.disable(name, reason=reason, tenant=tenant))
 
 
@@ -100,7 +101,7 @@ async def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = Fa
     Without --tenant, the tool stays disabled for tenants for which it was disabled separately.
     """
     _require_pool()
-    async with open_client() as client:
+    async with open_tenant_client() as client:
         return _describe_change(name, "enabled", tenant, await client.enable(name, tenant=tenant))
 
 
@@ -134,7 +135,7 @@ def _describe_switch(switch: Switch) -> str:
 
 def _require_pool() -> None:
     """Check that the pool outlives this command. Raises ConfigError if it does not."""
-    if load_settings().redis_url is None:
+    if load_settings().redis_url is None and not is_over_http():
         raise ConfigError(
             "TOOLCREW_REDIS_URL is not set, and a change in an embedded stack would end with this command: set it to "
             "a pool"

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from toolcrew.contract.session_views import By
-from toolcrew.orchestrator.cli.clients import open_client
+from toolcrew.orchestrator.cli.clients import open_tenant_client
 from toolcrew.orchestrator.cli.runner import Json, Output, Tenant, as_command
 from toolcrew.orchestrator.terminal.figures import format_cost, format_count, format_seconds
 from toolcrew.orchestrator.terminal.output import table_rows
-from toolcrew.store.usage import DAY_S, show_amounts, sum_rows
+from toolcrew.store.usage import DAY_S
 
 DEFAULT_DAYS = {"day": 30, "hour": 1}
 _TIME = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
@@ -38,17 +38,14 @@ async def tenants_usage(
     """Show what a tenant used, by day or by hour, and its budgets."""
     until = _seconds(end) if end is not None else time.time()
     since = _seconds(start) if start is not None else until - DEFAULT_DAYS[by] * DAY_S
-    async with open_client(tenant, needs_workers=False) as client:
-        used = await client.usage(since, until, by=by, tenant=tenant)
-        budgets = [budget.model_dump(mode="json") for budget in await client.budgets(tenant)]
-        name = tenant or client.tenant
-    data, total = [row.to_json() for row in used], show_amounts(sum_rows(used))
-    rows = [_row(period) for period in [*data, {"start": "total", **total}]]
+    async with open_tenant_client(tenant, needs_workers=False) as client:
+        report = (await client.usage_report(since, until, by=by, tenant=tenant)).model_dump(mode="json")
+    rows = [_row(period) for period in [*report["data"], {"start": "total", **report["total"]}]]
     lines = table_rows(rows, tuple(rows[0]))
-    if budgets:
-        shown = [_budget_row(budget) for budget in budgets]
+    if report["budgets"]:
+        shown = [_budget_row(budget) for budget in report["budgets"]]
         lines += ["", *table_rows(shown, tuple(shown[0]))]
-    return Output({"tenant": name, "by": by, "data": data, "total": total, "budgets": budgets}, lines)
+    return Output(report, lines)
 
 
 def _row(period: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from toolcrew.orchestrator.dispatch.dispatcher import add_used_aliases
 from toolcrew.orchestrator.dispatch.request import Request
 from toolcrew.orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
 from toolcrew.orchestrator.mcp.leases import SessionLeases
-from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.tenant_client import TenantClient
 
 OUTPUT_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -136,7 +136,7 @@ class McpCaller:
     decides, or with None the approver of `client`.
     """
 
-    client: ToolClient
+    client: TenantClient
     leases: SessionLeases
     principal: str
     asks_client: bool
@@ -234,7 +234,7 @@ def _requested_session(ctx: Context, caller: McpCaller) -> str | None:
     return meta_session or caller.session
 
 
-async def _find(client: ToolClient, name: str) -> ToolSpec:
+async def _find(client: TenantClient, name: str) -> ToolSpec:
     """Return the tool as the caller's tenant may call it. Raises ToolFailure."""
     callable_now = {spec.name: spec for spec in await client.tools()}
     if (spec := callable_now.get(name)) is not None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from toolcrew.orchestrator.http.session_cache import SessionCache
 from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.tenant_client import TenantClient, TenantSession
 from toolcrew.orchestrator.sessions.session import Session
 
 NEW = "new"
@@ -16,13 +17,13 @@ NEW = "new"
 class SessionLeases(Protocol):
     """Provides sessions for the calls of one caller. All methods raise like `ToolClient.session` and `open_session`."""
 
-    def lease(self, session_id: str | None) -> AbstractAsyncContextManager[tuple[Session, str | None]]:
+    def lease(self, session_id: str | None) -> AbstractAsyncContextManager[tuple[TenantSession, str | None]]:
         """Context manager that provides the session for one call, and the id of the session if it stays open after the
         call. `session_id`: an id, NEW, or None if the request names no session.
         """
         ...
 
-    async def attached(self, session_id: str | None) -> Session | None:
+    async def attached(self, session_id: str | None) -> TenantSession | None:
         """Return the session with that id if the session is already open; None if a new session must be opened."""
         ...
 
@@ -75,16 +76,16 @@ class ConnectionLeases:
     closed with the connection.
     """
 
-    def __init__(self, client: ToolClient, first: str | None = None) -> None:
+    def __init__(self, client: TenantClient, first: str | None = None) -> None:
         """Create the sessions. `first`: the id of an open session, which stays open; None: a new session is opened."""
         self._client = client
         self._first = first
-        self._own: Session | None = None
-        self._opened = list[Session]()
+        self._own: TenantSession | None = None
+        self._opened = list[TenantSession]()
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def lease(self, session_id: str | None) -> AsyncIterator[tuple[Session, str | None]]:
+    async def lease(self, session_id: str | None) -> AsyncIterator[tuple[TenantSession, str | None]]:
         if session_id == NEW:
             session = await self._open()
         elif session_id is not None:
@@ -94,7 +95,7 @@ class ConnectionLeases:
                 self._own = session = self._own or await self._begin()
         yield session, session.id
 
-    async def attached(self, session_id: str | None) -> Session | None:
+    async def attached(self, session_id: str | None) -> TenantSession | None:
         if session_id in (None, NEW):
             return self._own or (await self._client.session(self._first) if self._first is not None else None)
         return await self._client.session(session_id)
@@ -109,10 +110,10 @@ class ConnectionLeases:
             for session in self._opened:
                 stack.push_async_callback(session.close)
 
-    async def _begin(self) -> Session:
+    async def _begin(self) -> TenantSession:
         return await self._client.session(self._first) if self._first is not None else await self._open()
 
-    async def _open(self) -> Session:
+    async def _open(self) -> TenantSession:
         session = await self._client.open_session()
         self._opened.append(session)
         return session

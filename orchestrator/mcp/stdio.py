@@ -19,7 +19,7 @@ from toolcrew.contract.settings import OrchestratorSettings
 from toolcrew.orchestrator.mcp.calls import McpCaller
 from toolcrew.orchestrator.mcp.leases import ConnectionLeases
 from toolcrew.orchestrator.mcp.server import build_server
-from toolcrew.orchestrator.sdk.client import ToolClient
+from toolcrew.orchestrator.sdk.tenant_client import TenantClient
 from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -33,7 +33,7 @@ _UNREADABLE = (
 )
 
 
-async def serve_stdio(client: ToolClient, settings: OrchestratorSettings, session: str | None) -> None:
+async def serve_stdio(client: TenantClient, settings: OrchestratorSettings, session: str | None) -> None:
     """Serve until the client closes stdin. `session`: an open session for all calls that name none."""
     if session is not None:
         # Checked now, so that a wrong id is reported at the start and not with the first call.

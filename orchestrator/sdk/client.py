@@ -5,7 +5,7 @@ client.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,9 +41,12 @@ from toolcrew.store.audit import Actor, Audit, local_actor
 from toolcrew.store.call_reader import CallLife, CallPage
 from toolcrew.store.stored_bytes import StoredBytes
 from toolcrew.store.tools import build_switch, find_skill
-from toolcrew.store.usage import UsageRow, UsageStore, show_amounts
+from toolcrew.store.usage import UsageRow, UsageStore, show_amounts, sum_rows
 
 if TYPE_CHECKING:
+    from toolcrew.contract.access_views import KeyView, SkillView
+    from toolcrew.contract.model_endpoints import EndpointView
+    from toolcrew.contract.session_views import UsageReport
     from toolcrew.orchestrator.dialects.model import Model
     from toolcrew.orchestrator.loop.agent import RunResult
     from toolcrew.orchestrator.loop.limits import ReActOptions
@@ -51,10 +54,12 @@ if TYPE_CHECKING:
     from toolcrew.orchestrator.operations.local_stack import StackInfo
     from toolcrew.orchestrator.runs.agent_builder import AgentBuilder
     from toolcrew.orchestrator.runs.client_batches import ClientBatches
+    from toolcrew.orchestrator.sdk.batch_views import BatchViews
     from toolcrew.orchestrator.sdk.call_control import KilledCall
-    from toolcrew.orchestrator.sdk.client_runs import ClientRuns
+    from toolcrew.orchestrator.sdk.client_runs import ClientRuns, ViewedRuns
     from toolcrew.orchestrator.sdk.session_tools import Names, SessionTools
     from toolcrew.orchestrator.sdk.skill_installer import SkillInstaller
+    from toolcrew.orchestrator.sdk.tenant_client import TenantSession
     from toolcrew.orchestrator.traces.recorder import Traces
     from toolcrew.store.session_list import SessionPage
 
@@ -285,6 +290,20 @@ class ToolClient:
         """Return the budgets of the tenant's policy with the used amounts. Raises ToolFailure(UNKNOWN_TENANT)."""
         return await self._tenants.budgets(await self._as_tenant(tenant))
 
+    async def usage_report(self, start: float, end: float, *, by: By = "day", tenant: str | None = None) -> UsageReport:
+        """Return what `usage` and `budgets` return, with the sum. Raises the same errors."""
+        from toolcrew.contract.session_views import UsageAmounts, UsagePeriod, UsageReport
+
+        owner = tenant or self.tenant
+        rows = await self.usage(start, end, by=by, tenant=owner)
+        return UsageReport(
+            tenant=owner,
+            by=by,
+            data=[UsagePeriod.model_validate(row.to_json()) for row in rows],
+            total=UsageAmounts(**show_amounts(sum_rows(rows))),
+            budgets=await self.budgets(owner),
+        )
+
     async def session_usage(self, session: str, *, tenant: str | None = None) -> dict[str, float | int]:
         """Return what a session used until its last call, or a few seconds ago (store/usage.py: show_amounts). The
         amounts are kept for a day after its last use.
@@ -298,6 +317,10 @@ class ToolClient:
         Raises ToolFailure(INVALID_ARGUMENTS) for an unknown call, or when several tenants have a call of that id.
         """
         return await self._pool.calls.find(call, await self._scope(tenant))
+
+    async def call_fields(self, call: str, tenant: str | None = None) -> dict[str, Any]:
+        """Return what `call_history` returns, as the HTTP API shows it."""
+        return (await self.call_history(call, tenant)).model_dump(mode="json")
 
     async def list_calls(self, tenant: str | None = None, limit: int = 100, position: str | None = None) -> CallPage:
         """Return the calls that wait, run, or ended recently. `tenant` None: all tenants, or with a tenant's key only
@@ -328,7 +351,7 @@ class ToolClient:
         )
 
     async def tools(
-        self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None
+        self, names: Iterable[str] | Literal["all"] = "all", *, session: TenantSession | None = None
     ) -> list[ToolSpec]:
         """Return the tools that a model of the client's tenant may call. Disabled tools are not included.
         `session`: describe the tools with the network and the largest limit of that session.
@@ -462,6 +485,52 @@ class ToolClient:
         runs = DurableRuns.on(self._pool, self._settings)
         own = OwnRuns(self._settings, self._pool, self._builder, self.traces, runs)
         return ClientRuns(runs, own, self._as_tenant, self.actor)
+
+    @property
+    def run_views(self) -> ViewedRuns:
+        """Return the durable runs of the client's tenant as the HTTP API shows them."""
+        from toolcrew.orchestrator.sdk.client_runs import ViewedRuns
+
+        return ViewedRuns(self.runs)
+
+    @property
+    def batch_views(self) -> BatchViews:
+        """Return the stored batches of the client's tenant, as commands show them."""
+        from toolcrew.orchestrator.sdk.batch_views import BatchViews
+
+        return BatchViews(self.batch_runs())
+
+    async def key(self) -> KeyView:
+        """Return the API key of this client, without its text. Raises ConfigError without a key."""
+        from toolcrew.orchestrator.operations.views import view_key
+
+        if self._credential is None:
+            raise ConfigError("this client uses no API key: set TOOLCREW_API_KEY")
+        key_id = (await self._credential.check(self.tenant)).key_id
+        found = await ApiKeys(self._pool.redis, self._settings.deployment, self._pool.keys).find(key_id)
+        if found is None:
+            raise ToolFailure(ErrorCode.UNAUTHENTICATED, "the API key was revoked: use another key")
+        return view_key(key_id, found)
+
+    async def models(self, tenant: str | None = None) -> Sequence[EndpointView]:
+        """Return the model endpoints that the tenant's runs may use, without addresses. For an operator: those of all
+        tenants, or of `tenant`, with addresses.
+        """
+        from toolcrew.store.model_endpoints import ModelEndpoints
+
+        endpoints = ModelEndpoints(self._pool.redis, self._settings.deployment, self._pool.keys)
+        owner, is_tenant = await self._scope(tenant), (await self.actor()).role == "tenant"
+        policy = await self._tenants.policy(owner) if owner is not None else None
+        return await endpoints.views(owner, policy, shows_addresses=not is_tenant)
+
+    async def skill_views(self) -> Sequence[SkillView]:
+        """Return what `offer` returns, as the HTTP API shows it."""
+        from toolcrew.contract.access_views import SkillView
+
+        offer = await self.offer()
+        return [
+            SkillView.model_validate({**skill.model_dump(), **offer.describe(skill.name)}) for skill in offer.skills
+        ]
 
     async def _as_tenant(self, tenant: str | None) -> str:
         """Return the tenant of an operation. Raises ToolFailure when the client's key is not valid for that tenant."""

@@ -3,13 +3,14 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from toolcrew.contract.access_views import Page
 from toolcrew.contract.run_events import OnEvent
 from toolcrew.contract.run_spec import ItemEnvironment, RunBody
-from toolcrew.contract.run_views import DurableRunState
+from toolcrew.contract.run_views import DurableRunState, RunView
 from toolcrew.contract.webhooks import Webhook
+from toolcrew.orchestrator.operations.views import view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns
 from toolcrew.orchestrator.runs.own_run import OwnRuns
-from toolcrew.orchestrator.sessions.session import Session
 from toolcrew.store.audit import Actor
 from toolcrew.store.run_records import DurableRun, RunPage
 
@@ -59,13 +60,13 @@ class ClientRuns:
             webhook=webhook,
         )
 
-    async def execute(self, body: RunBody, session: Session, on_event: OnEvent) -> DurableRun:
+    async def execute(self, body: RunBody, session: str, on_event: OnEvent) -> DurableRun:
         """Start a run in an open session and execute it in this process. Return the run after its end.
 
         If this process dies, an orchestrator of the pool continues the run. A cancellation of this method cancels the
         run. `on_event` receives every event of the run.
         """
-        return await self._own.execute(await self._tenant(None), body, session.id, on_event)
+        return await self._own.execute(await self._tenant(None), body, session, on_event)
 
     async def fork(self, run: str, *, step: int, n: int = 1, idempotency_key: str | None = None) -> list[DurableRun]:
         """Queue `n` runs that share the first `step` steps of a run with `keep_states`, and continue from the state of
@@ -105,3 +106,37 @@ class ClientRuns:
         """Yield the run's stored events, each as (id, JSON)."""
         async for entry in self._runs.stored_events(await self._tenant(None), run, after):
             yield entry
+
+
+class ViewedRuns:
+    """The runs of a client as the HTTP API shows them (sdk/tenant_client.py: TenantRuns)."""
+
+    def __init__(self, runs: ClientRuns) -> None:
+        self._runs = runs
+
+    async def list(
+        self, *, cursor: str | None, limit: int, state: DurableRunState | None, tenant: str
+    ) -> Page[RunView]:
+        page = await self._runs.list(cursor=cursor, limit=limit, state=state, tenant=tenant)
+        return Page(data=[view_run(run) for run in page.runs], next_cursor=page.next_cursor)
+
+    async def execute(self, body: RunBody, session: str, on_event: OnEvent) -> DurableRun:
+        return await self._runs.execute(body, session, on_event)
+
+    async def get(self, run: str) -> RunView:
+        return view_run(await self._runs.get(run))
+
+    async def fork(self, run: str, *, step: int, n: int = 1) -> Sequence[RunView]:
+        return [view_run(fork) for fork in await self._runs.fork(run, step=step, n=n)]
+
+    async def cancel(self, run: str) -> RunView:
+        return view_run(await self._runs.cancel(run))
+
+    async def transcript(self, run: str) -> Sequence[dict[str, Any]]:
+        return await self._runs.transcript(run)
+
+    def follow(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        return self._runs.follow(run, after)
+
+    def stored_events(self, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
+        return self._runs.stored_events(run, after)

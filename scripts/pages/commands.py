@@ -31,6 +31,21 @@ Listings take `--json` and print `{{"runs": [...], "next_cursor": null}}`, with 
 | 129, 143 | the same by SIGHUP, SIGTERM |
 
 Where a command differs it says so below.
+
+## Which commands need only an address and a key?
+
+Set `TOOLCREW_URL` and `TOOLCREW_API_KEY` to use the [HTTP API](api.md). If `TOOLCREW_REDIS_URL` is set too, commands use Redis. Without both, `call`, `run`, `tools`, `skills` and `models` start an embedded stack.
+
+| commands | with `TOOLCREW_URL` |
+|---|---|
+| `call`, `run` | yes; `--workspace` takes a folder; `run` is executed by the orchestrators of the service |
+| `sessions` | yes; `exec --live` prints at the end |
+| `calls`, `runs`, `tools list` and `show`, `skills list`, `models list`, `tenants usage`, `keys show` | yes; `runs show --events` after the end of the run only |
+| `batches list`, `show`, `cancel`, `delete`, and `export` to stdout | yes; without `--logs`, `--follow` and files |
+| `serve mcp` over stdio | yes; calls that need approval ask the client, not the queue |
+| `tools enable` and `disable` | yes, with an operator's key |
+| `batches submit`, `resume` and `rollouts`, `skills install` and `remove`, `approvals`, `secrets` | no; use `toolcrew.Client` |
+| `tenants`, `keys`, `hosts`, `models set`, `config`, `doctor`, `serve`, `up` and the rest | no: they are for operators. An operator's key can send many of the same requests ([HTTP API](http-api.md)) |
 """
 
 

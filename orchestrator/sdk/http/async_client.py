@@ -63,9 +63,12 @@ class AsyncClient:
     without a second effect is sent again after a lost connection, and every request while the service asks to wait.
     """
 
-    def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
-        """Create the client. Nothing is sent yet. Raises ConfigError when the address or the key is missing."""
-        options = build_options(url, api_key)
+    def __init__(self, url: str | None = None, api_key: str | None = None, *, tenant: str | None = None) -> None:
+        """Create the client. Nothing is sent yet. `tenant`: the tenant to act for, with an operator's key; None: the
+        tenant of the key. Raises ConfigError when the address or the key is missing.
+        """
+        self._tenant = tenant
+        options = build_options(url, api_key, tenant)
         self.url = str(options["base_url"])
         self.headers: Mapping[str, str] = options["headers"]
         self._http = httpx.AsyncClient(**options, transport=httpx.AsyncHTTPTransport(socket_options=keepalive()))
@@ -105,7 +108,7 @@ class AsyncClient:
         """Return what the tenant used by hour or day in UTC, and its budgets. `start` None: 30 days before `end`."""
         from toolcrew.contract.session_views import UsageReport
 
-        tenant = (await self.key()).tenant
+        tenant = self._tenant or (await self.key()).tenant
         times = {"from": start and start.isoformat(), "to": end and end.isoformat()}
         return await self.get(UsageReport, f"/v1/tenants/{segment(tenant)}/usage", {**times, "by": by})
 

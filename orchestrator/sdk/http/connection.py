@@ -64,9 +64,9 @@ _ERRORS: Final[Mapping[ErrorCode, type[OperatorError]]] = {
 }
 
 
-def build_options(url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Return the options of an httpx client. `url` and `api_key` None: TOOLCREW_URL and TOOLCREW_API_KEY. Raises
-    ConfigError.
+def build_options(url: str | None, api_key: str | None, tenant: str | None = None) -> dict[str, Any]:
+    """Return the options of an httpx client. `url` and `api_key` None: TOOLCREW_URL and TOOLCREW_API_KEY. `tenant` is
+    sent with every request. Raises ConfigError.
     """
     if not url or not api_key:
         from toolcrew.contract.settings import ClientSettings, read_environment
@@ -83,6 +83,7 @@ def build_options(url: str | None, api_key: str | None) -> dict[str, Any]:
         raise ConfigError("the API key contains a character that no key has: copy the whole key, without spaces")
     return {
         "base_url": url,
+        "params": {"tenant": tenant} if tenant is not None else {},
         "headers": {"Authorization": f"Bearer {api_key}"},
         "timeout": httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None),
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),

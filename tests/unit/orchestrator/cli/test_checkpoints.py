@@ -29,7 +29,7 @@ def test_a_checkpoint_without_a_permanent_store_is_refused(name: str, monkeypatc
 class FailingSession:
     """Returns the scripted result, or raises the scripted exception."""
 
-    tenant = "default"
+    id, tenant = "s1", "default"
 
     def __init__(self, checkpoint: Any, export: Any) -> None:
         self._answers = {"checkpoint": checkpoint, "export": export}
@@ -83,7 +83,7 @@ def test_a_run_with_a_failed_checkpoint_prints_its_answer_and_fails(monkeypatch:
     async def open_client(_: str | None = None) -> AsyncIterator[Any]:
         yield FakeClient(result)
 
-    monkeypatch.setattr("toolcrew.orchestrator.cli.run.open_client", open_client)
+    monkeypatch.setattr("toolcrew.orchestrator.cli.run.open_tenant_client", open_client)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     text_result = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
     assert (text_result.exit_code, text_result.stdout, "100 checkpoints" in text_result.stderr) == (1, "42\n", True)
@@ -96,7 +96,7 @@ class FakeClient:
 
     def __init__(self, result: DurableRun) -> None:
         self._result = result
-        self.runs = self
+        self.run_views = self
 
     async def open_session_from(self, *_: object, **__: object) -> Any:
         session = FailingSession(FULL, [])
