@@ -40,6 +40,7 @@ def complete_accounts(read: Callable[[str], bytes | None]) -> AccountFiles:
     passwd, group = read("/etc/passwd"), read("/etc/group")
     return AccountFiles(
         passwd=None if passwd is None else complete_passwd(passwd),
+        root_passwd=None if passwd is None else _complete(passwd, _build_entries()),
         group=None if group is None else complete_group(group),
     )
 
@@ -63,15 +64,18 @@ def complete_passwd(text: bytes) -> bytes | None:
     """Return /etc/passwd with an entry for root and for the user of the sandbox, whose home is HOME. None: the text has
     them.
     """
-    entries = ((0, b"root", "root:/root"), (UID, _NAME, f"sandbox:{HOME}"))
     moved = b"\n".join(map(_move_home, text.split(b"\n")))
-    completed = _complete(moved, [(uid, name, f":x:{uid}:{uid}:{rest}:{_SHELL}") for uid, name, rest in entries])
-    return completed or (moved if moved != text else None)
+    return _complete(moved, _build_entries()) or (moved if moved != text else None)
+
+
+def _build_entries() -> list[tuple[int, bytes, str]]:
+    entries = ((0, b"root", "root:/root"), (UID, _NAME, f"sandbox:{HOME}"))
+    return [(uid, name, f":x:{uid}:{uid}:{rest}:{_SHELL}") for uid, name, rest in entries]
 
 
 def _move_home(line: bytes) -> bytes:
-    """Return an entry of the sandbox's user with its home. The home that an image names is read-only in a sandbox, and
-    some programs, such as Java and ssh, read it here and not in $HOME.
+    """Return an entry of the sandbox's user with its home. The home that an image names is read-only without root
+    inside, and some programs, such as Java and ssh, read it here and not in $HOME.
     """
     fields = line.split(b":")
     if len(fields) != _PASSWD_FIELDS or fields[2] != b"%d" % UID:

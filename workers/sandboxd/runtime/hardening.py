@@ -122,17 +122,21 @@ _OWN_MEMORY: Final = WorkspaceMount()
 
 @dataclass(frozen=True)
 class AccountFiles:
-    """Files of the user database that replace those of an image (accounts.py). None: the image's own file is used."""
+    """Files of the user database that replace those of an image (accounts.py). None: the image's own file is used.
+    `root_passwd`: of sandboxes with root inside, in which users keep the homes that the image names.
+    """
 
     passwd: bytes | None = None
     group: bytes | None = None
+    root_passwd: bytes | None = None
 
     def __bool__(self) -> bool:
         return self.passwd is not None or self.group is not None
 
-    def items(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name in /etc and the content of each file."""
-        for name, content in (("passwd", self.passwd), ("group", self.group)):
+    def items(self, *, is_root: bool = False) -> Iterator[tuple[str, bytes]]:
+        """Yield the name in /etc and the content of each file. `is_root`: for a sandbox with root inside."""
+        passwd = self.root_passwd if is_root else self.passwd
+        for name, content in (("passwd", passwd), ("group", self.group)):
             if content is not None:
                 yield name, content
 

@@ -680,7 +680,7 @@ def _write_own_files(place: Path, spec: SandboxSpec, base: int) -> Path:
     that they have in the image: the skeleton would replace these. Return the folder as a layer. `base`: the host id of
     the sandbox's root user.
     """
-    files = dict(spec.image_facts.accounts.items())
+    files = dict(spec.image_facts.accounts.items(is_root=spec.is_root))
     if spec.hostname != DEFAULT_HOSTNAME:
         files |= {name: text.encode() for name, text in host_files(spec.hostname).items()}
     layer = place / "own"

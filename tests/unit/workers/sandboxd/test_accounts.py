@@ -92,6 +92,15 @@ def test_files_that_the_image_does_not_have_are_made() -> None:
     assert fields(read(ImageFiles(passwd=(tarfile.REGTYPE, ROOT))).passwd, 0)[0][6] == b"/bin/sh"
 
 
+def test_root_inside_keeps_the_homes_of_the_image() -> None:
+    own = ROOT + b"user:x:1000:1000::/home/user:/bin/bash\n"
+    accounts = read(ImageFiles(passwd=(tarfile.REGTYPE, own)))
+    assert fields(accounts.passwd, 1000)[0][5] == b"/home/sandbox"
+    assert "passwd" not in dict(accounts.items(is_root=True))
+    missing = dict(read(ImageFiles(passwd=(tarfile.REGTYPE, ROOT))).items(is_root=True))
+    assert fields(missing["passwd"], 1000)[0][5] == b"/home/sandbox"
+
+
 def test_links_and_large_files_of_an_image_stay_as_they_are() -> None:
     for kind in (tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE):
         assert read(ImageFiles(passwd=(kind, b""))).passwd is None
