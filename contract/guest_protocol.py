@@ -428,7 +428,7 @@ class GuestReply(Generic[A]):
 
 # --- The check of an answer -------------------------------------------------------------------------------------------
 
-_CODES = {
+GUEST_CODES = {
     **{
         code.value: code
         for code in (
@@ -492,7 +492,7 @@ def parse_error(answer: FailedAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
         for name, metadata_name in _FIGURES.items()
         if _is_count(answer.error.get(name))
     }
-    return _CODES.get(code, ErrorCode.INTERNAL), _clean(message), figures
+    return GUEST_CODES.get(code, ErrorCode.INTERNAL), _clean(message), figures
 
 
 def _is_count(value: object) -> bool:

@@ -30,6 +30,7 @@ class NewProcess(Record):
     `argv`: the program and its arguments. `env`: variables in addition to those of the session. `cwd` null: /workspace.
     `user` null: the user of the sandbox. `pty`: run in a terminal of this size. `stdin`: the process has an input; a
     terminal always has one. `tag`: a name of your choice. `timeout_s`: the process is killed after so many seconds.
+    `pace`: the process waits for its first reader, for at most 10 s, once it has written 128 KiB.
     """
 
     argv: tuple[str, ...] = Field(min_length=1, max_length=4096)
@@ -40,6 +41,7 @@ class NewProcess(Record):
     stdin: bool = False
     tag: Name | None = None
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
+    pace: bool = False
 
 
 class ProcessEnd(Record):

@@ -161,12 +161,17 @@ class _Callers(SecurityBase):
         identity = await identify(app_state, request.scope)
         _refuse_unknown_parameters(request)
         credential = Credential(app_state.parts.keys, read_bearer_key(request.scope))
-        selected = tenant or identity.tenant
-        if not identity.may_act_for(selected):
-            raise ApiProblem(
-                ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {identity.tenant}: omit `tenant`"
-            )
-        return Caller(app_state, identity, selected, credential)
+        return select_tenant(app_state, identity, credential, tenant)
+
+
+def select_tenant(app_state: ApiState, identity: Identity, credential: Credential, tenant: str | None) -> Caller:
+    """Return the caller of a request for a tenant; None: the tenant of the key. Raises ApiProblem when the key may not
+    act for the tenant.
+    """
+    selected = tenant or identity.tenant
+    if not identity.may_act_for(selected):
+        raise ApiProblem(ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {identity.tenant}: omit `tenant`")
+    return Caller(app_state, identity, selected, credential)
 
 
 def _refuse_unknown_parameters(request: Request) -> None:

@@ -14,6 +14,7 @@ from toolcrew.orchestrator.api.shares import (
     ConcurrencyLimit,
     FairQueue,
     OpenEventStreams,
+    SandboxStreams,
 )
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
 from toolcrew.orchestrator.http.app_state import AppState
@@ -61,6 +62,7 @@ class ApiState(AppState):
         self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.event_streams = OpenEventStreams()
         self.previews: PreviewSite | None = None
+        self.sandbox_streams = SandboxStreams()
         self.files = ConcurrencyLimit(FILES_PER_KEY)
         self.pages = ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 
 from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.contract.file_ids import MAX_WORKSPACE_BYTES
+from toolcrew.contract.process_views import MAX_POSITION
 from toolcrew.orchestrator.api import (
     approvals,
     audit,
@@ -23,11 +24,14 @@ from toolcrew.orchestrator.api import (
     models,
     own_key,
     pages,
+    ports,
     pressure,
     previews,
     problem_handlers,
+    processes,
     runs,
     secrets,
+    session_files,
     sessions,
     skills,
     tenants,
@@ -39,7 +43,7 @@ from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.exact_json import ExactJson
 from toolcrew.orchestrator.api.idempotency import Idempotency
 from toolcrew.orchestrator.http.app_state import ConnectedWork
-from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, STREAMED_BYTES, BodyLimit, BodyLimits
+from toolcrew.orchestrator.http.body_limits import LOGIN_BYTES, RELAYED_BYTES, STREAMED_BYTES, BodyLimit, BodyLimits
 from toolcrew.orchestrator.http.problems import Problem
 
 VERSION = "v1"
@@ -81,7 +85,7 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
     app.router.routes += _build_routes()
     app.add_middleware(Idempotency, app_state=app_state)
     limits = (
-        BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
+        BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_POSITION, held_bytes=RELAYED_BYTES),
         BodyLimit("PUT", "/v1/sessions/[^/]+/archive", MAX_BLOB_BYTES),
         BodyLimit("POST", "/v1/skills", SKILL_BYTES),
         BodyLimit("POST", "/v1/batches", BATCH_BYTES),
@@ -100,6 +104,9 @@ _ROUTES = (
     runs,
     sessions,
     previews,
+    processes,
+    session_files,
+    ports,
     calls,
     call_lives,
     tools,

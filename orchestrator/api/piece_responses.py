@@ -20,12 +20,14 @@ WRITE_WITHIN_S = 30.0
 """Seconds after which a client that accepts no data is disconnected."""
 
 
-class _ClientLost(Exception):
-    """The client has disconnected, accepts no data, or less than the lowest rate."""
+class ResponseCut(Exception):
+    """The rest of a response cannot be sent: the client has disconnected, accepts no data or less than the lowest rate,
+    or the source of the content has failed. The connection is closed, so that the client notices a missing part.
+    """
 
 
 class PieceResponse(Response):
-    """Sends pieces until they end, or until the client disconnects or is too slow.
+    """Sends pieces until they end or fail, or until the client disconnects or is too slow.
 
     `least_bytes_per_s`: the lowest average rate of the client after its first WRITE_WITHIN_S seconds. Only the time
     that a piece waits for the client counts, not the time until there is a piece.
@@ -39,9 +41,10 @@ class PieceResponse(Response):
         headers: Mapping[str, str],
         resources: AsyncExitStack,
         media_type: str | None = None,
+        status: int = 200,
     ) -> None:
-        """`resources`: closed at the end in every case, even if no piece was read."""
-        super().__init__(headers=headers, media_type=media_type)
+        """`resources`: closed at the end in every case, even if no piece was read. `pieces` may raise ResponseCut."""
+        super().__init__(headers=headers, media_type=media_type, status_code=status)
         # The response of the base class has no body, and its length is not the length of the pieces.
         if "content-length" not in {name.lower() for name in headers}:
             del self.headers["content-length"]
@@ -62,7 +65,7 @@ class PieceResponse(Response):
                 await asyncio.gather(sending, leaving, return_exceptions=True)
                 if (close := getattr(self._pieces, "aclose", None)) is not None:
                     await close()
-            with suppress(asyncio.CancelledError, _ClientLost):
+            with suppress(asyncio.CancelledError, ResponseCut):
                 sending.result()
 
     async def _send(self, send: Send) -> None:
@@ -80,7 +83,7 @@ class PieceResponse(Response):
             async with asyncio.timeout(credit_s):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except (TimeoutError, OSError, ClientDisconnect):
-            raise _ClientLost from None
+            raise ResponseCut from None
         self._waited_s += loop.time() - began_at
         self._sent_bytes += len(piece)
 

@@ -1,8 +1,7 @@
-"""Sessions over HTTP: open, read, list and close sessions, and read and write their files."""
+"""Sessions over HTTP: open, read, list and close sessions, run programs, and read and write folders as archives."""
 
 from contextlib import AsyncExitStack
 from typing import Annotated
-from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +11,7 @@ from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.access_views import Page
 from toolcrew.contract.calls import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, ExecResult, pick_fields
 from toolcrew.contract.errors import ErrorCode, ToolFailure
+from toolcrew.contract.process_views import MAX_PATH_BYTES
 from toolcrew.contract.session_locations import MAX_FORKS
 from toolcrew.contract.session_spec import DEFAULT_TTL_S, SessionOptions, SessionSpec, TtlS
 from toolcrew.contract.session_views import (
@@ -22,7 +22,6 @@ from toolcrew.contract.session_views import (
     OpenSession,
     SessionView,
     UsageAmounts,
-    WrittenFile,
 )
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey, find_call_id
@@ -35,17 +34,10 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses
 
 SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
 SessionId = Annotated[str, Path(pattern=SESSION_ID)]
-FilePath = Annotated[
-    str,
-    Path(
-        description="A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`."
-    ),
-]
 FolderPath = Annotated[str, Query(description="An absolute path of the sandbox, or a path below /workspace.")]
 WORKSPACE = "/workspace"
-_CLIENT_LEFT = 499
+CLIENT_LEFT = 499
 """Status for logs of a response that no client receives."""
-MAX_PATH_BYTES = 4096
 _BYTES = {
     "required": True,
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
@@ -185,36 +177,13 @@ async def exec_program(
         try:
             result, memory = await while_connected(request.receive, stack.enter_async_context(held))
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
         data = await in_tenant_thread(caller.tenant, _dump_exec, result)
         return FileAnswer(split_pieces(data), memory, {"Content-Type": "application/json"}, stack.pop_all())
 
 
 def _dump_exec(result: ExecResult) -> bytes:
     return ExecView(**dict(result)).model_dump_json().encode()
-
-
-@router.get(
-    "/{session_id}/files/{path:path}",
-    response_class=Response,
-    responses={**responses(404), 200: {"description": "The file", "content": {"application/octet-stream": {}}}},
-)
-async def read_session_file(session_id: SessionId, path: FilePath, caller: AnyCaller) -> Response:
-    """Return the content of a file."""
-    name = quote(path.rsplit("/", 1)[-1].encode("utf-8", "replace"), safe="")
-    # A browser must never display a file of a sandbox as a page of this site, because the file could contain scripts.
-    headers = {
-        "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-store",
-    }
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
-        session = await _with_path(caller, session_id, path)
-        pieces, memory = await stack.enter_async_context(session.hold_file(path))
-        # The response takes over the file slot of the key and the memory. They are released when the client has
-        # received the file, not when this function returns.
-        return FileAnswer(pieces, memory, headers, stack.pop_all())
 
 
 @router.get(
@@ -240,20 +209,6 @@ async def write_session_archive(
     async with caller.app_state.files.enter(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         await session.import_archive(await request.body(), path)
-
-
-@router.put(
-    "/{session_id}/files/{path:path}",
-    responses=responses(404),
-    openapi_extra={"requestBody": _BYTES},
-)
-async def write_session_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
-    """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
-    async with caller.app_state.files.enter(caller.identity.key_id):
-        session = await _with_path(caller, session_id, path)
-        data = await request.body()
-        await session.write_file(path, data)
-        return WrittenFile(path=path, bytes=len(data))
 
 
 async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:

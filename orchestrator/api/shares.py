@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from toolcrew.orchestrator.api.sse import ServerEvent
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
@@ -18,6 +18,10 @@ reads all waiting calls.
 PAGES_PER_KEY = 2
 """Limit of long pages of a key that are rendered at the same time."""
 RETRY_AFTER_S = 5
+SANDBOX_STREAMS = 1000
+"""Limit of the streams of sandboxes that a process relays, for all tenants together. Each may take 0.5 MiB."""
+TENANT_SANDBOX_STREAMS = 250
+KEY_SANDBOX_STREAMS = 100
 
 
 class OpenEventStreams:
@@ -56,6 +60,46 @@ class EventStreams:
         self._open[self._key] -= 1
         if not self._open[self._key]:
             del self._open[self._key]
+
+
+class SandboxStreams:
+    """Counts the streams of sandboxes that this process relays: WebSockets, and transfers of files and output."""
+
+    def __init__(self) -> None:
+        self._open = Counter[tuple[str, str]]()
+
+    @contextmanager
+    def count(self, tenant: str, key: str) -> Iterator[None]:
+        """Count one more stream while the block runs. Raises ApiProblem when there are too many."""
+        limits = {
+            ("process", ""): SANDBOX_STREAMS,
+            ("tenant", tenant): TENANT_SANDBOX_STREAMS,
+            ("key", key): KEY_SANDBOX_STREAMS,
+        }
+        for owner, limit in limits.items():
+            if self._open[owner] >= limit:
+                raise _too_many_streams(owner[0], limit)
+        self._open.update(limits.keys())
+        try:
+            yield
+        finally:
+            self._open.subtract(limits.keys())
+            self._open = +self._open
+
+
+def _too_many_streams(owner: str, limit: int) -> ApiProblem:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    if owner == "process":
+        return ApiProblem(
+            ApiCode.NOT_READY,
+            f"this service relays {limit} streams, its limit: try again in a moment, or use another replica",
+            headers=headers,
+        )
+    return ApiProblem(
+        ApiCode.TOO_MANY_REQUESTS,
+        f"this {owner} has {limit} streams of sandboxes open in this service, the limit of a {owner}: close one first",
+        headers=headers,
+    )
 
 
 class _CountedEvents(AsyncIterator[ServerEvent]):

@@ -72,6 +72,7 @@ _STATUS: Mapping[ErrorCode, int] = {
     ErrorCode.RESULT_EXPIRED: 410,
     ErrorCode.FILE_TOO_LARGE: 413,
     ErrorCode.NO_SPACE: 413,
+    ErrorCode.OFFSET_OUT_OF_RANGE: 416,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUOTA_EXCEEDED: 429,
     ErrorCode.BUDGET_EXCEEDED: 429,

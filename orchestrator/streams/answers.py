@@ -11,6 +11,7 @@ from toolcrew.contract.errors import (
     StreamLost,
     ToolFailure,
 )
+from toolcrew.contract.guest_protocol import GUEST_CODES
 from toolcrew.contract.json_limits import has_more_values, is_deeper
 
 _MAX_DEPTH, _MAX_VALUES = 16, 10_000
@@ -33,8 +34,9 @@ def parse_answer(payload: bytes) -> dict[str, Any]:
 def _build_error(error: object) -> ToolFailure | OperatorError:
     fields = error if isinstance(error, dict) else {}
     message = str(fields.get("message", "failed"))[:_MAX_MESSAGE_CHARS]
+    name = str(fields.get("code"))
     try:
-        code = ErrorCode(str(fields.get("code")))
+        code = GUEST_CODES.get(name) or ErrorCode(name)
     except ValueError:
         code = ErrorCode.INTERNAL
     if code is ErrorCode.HOST_LOST:

@@ -125,7 +125,9 @@ class Streams:
             return stream
 
         await self._record("stream.open", target, opening)
-        stream = await self._attempt(target, permission, send, is_repeatable=opening["what"] != "process")
+        # A sandbox starts one process for a key.
+        is_repeatable = opening["what"] != "process" or opening.get("key") is not None
+        stream = await self._attempt(target, permission, send, is_repeatable=is_repeatable)
         self._watch(_OpenStream(target, permission, opening, stream))
         return stream
 

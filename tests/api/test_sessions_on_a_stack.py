@@ -12,7 +12,6 @@ import pytest
 from tests.support.stack.api_stack import ApiStack, read_events
 from tests.support.stack.stack import commands_in
 from tests.support.stack.waiting import SOON_S, wait_until_async
-from toolcrew.contract.calls import MAX_BLOB_BYTES
 from toolcrew.orchestrator.api.idempotency import MAX_ANSWER_BYTES
 
 pytestmark = pytest.mark.stack
@@ -260,12 +259,8 @@ async def test_a_file_path_outside_the_allowed_folders_is_refused(
         assert (answer.status_code, answer.json()["code"]) == (403, "PATH_NOT_ALLOWED"), answer.text
 
 
-async def test_missing_and_too_large_files_are_reported(client: httpx.AsyncClient, session: str) -> None:
-    path = f"/v1/sessions/{session}/files"
-    assert (await client.get(f"{path}/nothing-here")).json()["code"] == "FILE_NOT_FOUND"
-    large = await client.put(f"{path}/large", content=bytes(MAX_BLOB_BYTES + 1))
-    assert (large.status_code, large.json()["code"]) == (413, "BODY_TOO_LARGE")
-    assert (await client.get(f"{path}/large")).status_code == 404
+async def test_a_missing_file_is_reported(client: httpx.AsyncClient, session: str) -> None:
+    assert (await client.get(f"/v1/sessions/{session}/files/nothing-here")).json()["code"] == "FILE_NOT_FOUND"
 
 
 async def test_a_session_of_another_tenant_looks_like_an_unknown_session(api_stack: ApiStack, session: str) -> None:

@@ -5,7 +5,7 @@ logged in with.
 import hmac
 from dataclasses import dataclass
 
-from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.settings import OrchestratorSettings
@@ -54,7 +54,7 @@ def logins_of(app_state: ApiState) -> LoginStore:
     return LoginStore(parts.pool.redis, app_state.settings.deployment, parts.pool.keys)
 
 
-async def find_login(request: Request, app_state: ApiState) -> Login:
+async def find_login(request: HTTPConnection, app_state: ApiState) -> Login:
     """Return the login of the request's cookie. Raises NotLoggedIn, BrokerUnavailable."""
     token, keys = request.cookies.get(cookie_name(app_state.settings), ""), app_state.parts.keys
     key_id = await logins_of(app_state).find(token)

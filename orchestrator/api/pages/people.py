@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Form, Query, Request, Response
+from starlette.requests import HTTPConnection
 
 from toolcrew.concurrency.tenant_threads import in_tenant_thread
 from toolcrew.contract.errors import ErrorCode
@@ -130,8 +131,8 @@ async def _check_sender(
     return person
 
 
-def check_origin(request: Request, settings: OrchestratorSettings) -> None:
-    """Raise ApiProblem for a form that another site sent through the browser, or that names no origin.
+def check_origin(request: HTTPConnection, settings: OrchestratorSettings) -> None:
+    """Raise ApiProblem for a form or a WebSocket of another site in the browser, or one that names no origin.
 
     The check uses the headers Sec-Fetch-Site and Origin, which scripts of another site cannot set.
     """

@@ -11,7 +11,7 @@ import select
 import time
 
 from guest.commands.exec_request import read_argv
-from guest.failures import INVALID_ARGUMENTS, RequestFailure
+from guest.failures import FILE_NOT_FOUND, INVALID_ARGUMENTS, RequestFailure
 from guest.fields import check_fields, optional, read_flag, read_text, read_timeout, read_variables, read_whole
 from guest.processes import KillReport, kill_below, reap
 from guest.streams.frames import MAX_DATA_BYTES
@@ -45,6 +45,11 @@ _MAX_NAME_CHARS = 128
 _NUMBERS_PER_PID = 1000
 _LEAVE_S = 0.3
 _LEAVE_PAUSE_S = 0.005
+
+
+_START_FIELDS = (
+    "what", "argv", "env", "cwd", "user", "pty", "stdin", "tag", "key", "timeout_s", "pace", "writer",
+)  # fmt: skip
 
 
 class ProcessService(StreamService):
@@ -120,9 +125,13 @@ class ProcessService(StreamService):
         return [process for process in self._processes.values() if process.is_running]
 
     def _start(self, context: StreamContext, fields: dict[str, Any]) -> ProcessReader:
-        check_fields(fields, "what", "argv", "env", "cwd", "user", "pty", "stdin", "tag", "timeout_s", "pace", "writer")
+        check_fields(fields, *_START_FIELDS)
         start = self._read_start(fields)
         writer, has_pace = _read_name(fields, "writer"), fields.get("pace") is None or read_flag(fields, "pace")
+        for known in self._processes.values():
+            if start.key is not None and known.start.key == start.key:
+                # The client has sent its request again, because it does not know whether the first one arrived.
+                return ProcessReader(known, context, 0, has_pace, writer)
         if len(self._running) >= MAX_RUNNING:
             raise RequestFailure(INVALID_ARGUMENTS, f"{MAX_RUNNING} processes run, the limit: end one of them first")
         argv, env, further = build_start(
@@ -145,6 +154,7 @@ class ProcessService(StreamService):
         cwd = optional(read_text)(fields, "cwd") or os.fsdecode(self._paths.workspace)
         start = ProcessStart(read_argv(fields, "argv"), cwd, size, read_flag(fields, "stdin"), timeout_s)
         start.tag = _read_name(fields, "tag")
+        start.key = _read_name(fields, "key")
         start.user_name = optional(read_text)(fields, "user")
         start.user = choose_user(start.user_name)
         return start
@@ -217,11 +227,11 @@ class ProcessService(StreamService):
             named = [process for process in self._processes.values() if process.start.tag == tag]
             if named:
                 return max(named, key=lambda process: (process.is_running, process.number))
-            raise RequestFailure(INVALID_ARGUMENTS, f"no process has the tag {tag!a}: list the processes")
+            raise RequestFailure(FILE_NOT_FOUND, f"no process has the tag {tag!a}: list the processes")
         number = read_whole(fields, "process", 0, None)
         if number not in self._processes:
             raise RequestFailure(
-                INVALID_ARGUMENTS, f"no process {number}: it never was, ended over {KEEP_S:g} s ago, or was lost"
+                FILE_NOT_FOUND, f"no process {number}: it never was, ended over {KEEP_S:g} s ago, or was lost"
             )
         return self._processes[number]
 

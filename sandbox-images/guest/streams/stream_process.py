@@ -47,7 +47,7 @@ _KILL_PACE_S = 0.005
 class ProcessStart:
     """What a client asks for: a program, and how it runs. `size`: columns and rows of its terminal, or None."""
 
-    __slots__ = ("argv", "cwd", "has_input", "size", "tag", "timeout_s", "user", "user_name")
+    __slots__ = ("argv", "cwd", "has_input", "key", "size", "tag", "timeout_s", "user", "user_name")
 
     def __init__(
         self, argv: list[str], cwd: str, size: tuple[int, int] | None, has_input: bool, timeout_s: float | None
@@ -58,6 +58,7 @@ class ProcessStart:
         self.has_input = has_input
         self.timeout_s = timeout_s
         self.tag: str | None = None
+        self.key: str | None = None
         self.user_name: str | None = None
         self.user: User | None = None
 
