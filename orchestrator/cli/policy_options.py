@@ -38,7 +38,7 @@ def _find_options(record: type[Record], path: tuple[str, ...] = ()) -> Iterator[
 _FIELDS = {option: (path, field) for option, path, field in _find_options(TenantPolicy)}
 OPTIONS = {option: path for option, (path, _) in _FIELDS.items()}
 """Option -> the field of the policy that it sets."""
-_UNSET = {"tools": "all", "models": "all", "rate": "no limit", "secret": "all"}
+_UNSET = {"tools": "all", "models": "all", "rate": "no limit", "secret": "all", "streams": "allow, by rules"}
 """Option -> text that is shown if the policy does not set the option. An option that is not listed here has the value
 of the tenant class then.
 """

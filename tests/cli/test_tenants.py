@@ -71,7 +71,7 @@ ALL_OPTIONS = (
         "--cpu-s-per-day",
         "5.5",
     ],
-    *["--cpu-s-per-month", "6", "--stored-bytes-per-day", "7", "--stored-bytes-per-month", "8"],
+    *["--cpu-s-per-month", "6", "--stored-bytes-per-day", "7", "--stored-bytes-per-month", "8", "--streams", "refuse"],
 )
 POLICY = TenantPolicy(
     tools=("read_tool", "grep_*", "bash_tool"),
@@ -89,6 +89,7 @@ POLICY = TenantPolicy(
         CommandRule(action="ask", argv_prefix=("rm", "-r f")),
         CommandRule(action="allow"),
     ),
+    streams="refuse",
     sandbox=SandboxPolicy(
         tenant_class="gpu",
         images=("a:1", "b:2"),
