@@ -2,7 +2,7 @@
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 from toolcrew.contract.stream_tickets import PROCESS, READ_FILES, WRITE_FILES
-from toolcrew.contract.tenancy import BASH_TOOL, TenantPolicy
+from toolcrew.contract.tenancy import VERB_TOOLS, TenantPolicy
 from toolcrew.store.tenants import TenantSource
 
 _VERBS = {PROCESS: "session.exec", READ_FILES: "session.read_file", WRITE_FILES: "session.write_file"}
@@ -35,11 +35,12 @@ def _check_policy(policy: TenantPolicy, tenant: str, permission: str) -> None:
         rule.action == "deny" and rule.is_about(verb) and not rule.argv_prefix for rule in policy.commands
     ):
         raise _deny(f"{verb} is not allowed for tenant {tenant}")
-    has_rules = any(rule.action != "allow" and rule.is_about(BASH_TOOL) for rule in policy.commands)
+    # A rule for the verb is also about its tool, but a rule with the name of the verb is not about the tool.
+    has_rules = any(rule.action != "allow" and rule.is_about(verb) for rule in policy.commands)
     if permission == PROCESS and has_rules and policy.streams is None:
         raise _deny(
-            f"the policy of tenant {tenant} has rules for the commands of {BASH_TOOL}, which cannot be checked in a "
-            "stream"
+            f"the policy of tenant {tenant} has rules for the commands of {VERB_TOOLS[verb]}, which cannot be checked "
+            "in a stream"
         )
 
 

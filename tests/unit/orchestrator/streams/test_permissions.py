@@ -52,6 +52,14 @@ CASES: dict[str, tuple[TenantPolicy, set[str]]] = {
     "no streams": (TenantPolicy(streams="refuse"), set()),
     "a rule that asks": (TenantPolicy(commands=(ASK,)), {READ_FILES, WRITE_FILES, PORT}),
     "a rule that denies a command of all tools": (TenantPolicy(commands=(DENY_RM,)), {READ_FILES, WRITE_FILES, PORT}),
+    "a rule for a command of the verb": (
+        TenantPolicy(commands=(CommandRule(action="deny", tool="session.exec", argv_prefix=("rm",)),)),
+        {READ_FILES, WRITE_FILES, PORT},
+    ),
+    "a rule that asks about all verbs": (
+        TenantPolicy(commands=(CommandRule(action="ask", tool="session.*"),)),
+        {READ_FILES, WRITE_FILES, PORT},
+    ),
     "a rule that allows": (TenantPolicy(commands=(CommandRule(action="allow"),)), {*ALL}),
     "rules and streams": (TenantPolicy(commands=(ASK,), streams="allow"), {*ALL}),
     "no bash": (TenantPolicy(commands=(DENY_BASH,), streams="allow"), {READ_FILES, WRITE_FILES, PORT}),
