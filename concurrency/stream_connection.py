@@ -31,7 +31,7 @@ class StreamConnection(asyncio.BufferedProtocol):
         self.on_frames: Callable[[Sequence[StreamFrame]], None] | None = None
         self.on_lost: Callable[[str], None] = _ignore_reason
         self.on_sent: Callable[[int], None] = _ignore_size
-        self._decoder = StreamDecoder()
+        self._decoder = StreamDecoder(has_epochs=outbox.has_epochs)
         self._holds: set[str] = set()
         self._is_writable = True
         self._is_flushing = False
@@ -52,7 +52,7 @@ class StreamConnection(asyncio.BufferedProtocol):
 
     def begin_frames(self, on_frames: Callable[[Sequence[StreamFrame]], None], rest: bytes = b"") -> None:
         """Read frames from now on. `rest`: bytes of frames that were already received."""
-        self._decoder = StreamDecoder()
+        self._decoder = StreamDecoder(has_epochs=self.outbox.has_epochs)
         self.on_frames = on_frames
         if rest:
             self.receive(rest)

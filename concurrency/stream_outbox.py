@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from toolcrew.contract.stream_protocol import FrameKind, StreamFrame
+from toolcrew.contract.stream_protocol import HEADER, FrameKind, StreamFrame
 
 QUICK_BYTES = 4096
 QUICK_S = 0.1
@@ -59,9 +59,15 @@ class _StreamQueue:
 
 
 class StreamOutbox:
-    """Frames that wait on one connection. `totals`: counts that include the memory of this outbox."""
+    """Frames that wait on one connection. `totals`: counts that include the memory of this outbox. `has_epochs`: the
+    connection is the channel of a sandbox.
+    """
 
-    def __init__(self, *totals: MemoryCount, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *totals: MemoryCount, has_epochs: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.has_epochs = has_epochs
+        self._sent_frames = 0
         self._counts = (MemoryCount(), *totals)
         self._clock = clock
         self._first: deque[bytes] = deque()
@@ -125,7 +131,7 @@ class StreamOutbox:
     def _put_first(self, frame: StreamFrame) -> None:
         if frame.kind in _ORDERED:
             self._queues.pop(frame.stream, None)
-        data = frame.encode()
+        data = self._encode(frame)
         self._first.append(data)
         self._add(len(data) + FRAME_COST)
 
@@ -168,7 +174,18 @@ class StreamOutbox:
             self._line_up(stream, queue)
         elif frame.kind is not FrameKind.DATA:
             del self._queues[stream]
-        return frame.encode()
+        return self._encode(frame)
+
+    def _encode(self, frame: StreamFrame) -> bytes:
+        # A client must not make other connections than its sandbox's channel carry many tiny frames.
+        data = frame.encode() if self.has_epochs else frame.encode_whole()
+        self._sent_frames += (len(data) - len(frame.payload)) // HEADER.size
+        return data
+
+    def count_sent(self) -> int:
+        """Return how many frames were taken since the last time. DATA that was cut counts as several frames."""
+        count, self._sent_frames = self._sent_frames, 0
+        return count
 
     def _add(self, memory: int) -> None:
         for count in self._counts:

@@ -84,26 +84,43 @@ class StreamFrame:
     flags: int = 0
 
     def encode(self) -> bytes:
-        """Return the bytes of the frame. DATA that contains the header of EPOCH becomes several frames."""
-        encoded, offset, rest = b"", self.offset, self.payload
-        while True:
-            data = HEADER.pack(len(rest), self.kind, self.flags, 0, self.stream, offset) + rest
-            at = data.find(EPOCH_HEADER[:_CUT_BYTES], 1) if self.kind is FrameKind.DATA else -1
-            size = max(1, at + _CUT_BYTES - 1 - HEADER.size)
-            if at < 0 or size >= len(rest):
-                return encoded + data
-            encoded += StreamFrame(self.kind, self.stream, offset, rest[:size], self.flags & ~LAST).encode()
-            offset, rest = offset + size, rest[size:]
+        """Return the bytes of the frame for a channel. DATA with the header of EPOCH becomes several frames."""
+        if self.kind is not FrameKind.DATA:
+            return self.encode_whole()
+        # Without copies of the rest, so that hostile data takes time in proportion to its length.
+        parts: list[bytes] = []
+        at = 0
+        while (size := self._find_cut(at)) < len(self.payload) - at:
+            parts += [self._pack(size, self.flags & ~LAST, at), self.payload[at : at + size]]
+            at += size
+        return b"".join([*parts, self._pack(len(self.payload) - at, self.flags, at), self.payload[at:]])
+
+    def encode_whole(self) -> bytes:
+        """Return the bytes of the frame for a connection without EPOCH."""
+        return self._pack(len(self.payload), self.flags, 0) + self.payload
+
+    def _pack(self, size: int, flags: int, at: int) -> bytes:
+        return HEADER.pack(size, self.kind, flags, 0, self.stream, self.offset + at)
+
+    def _find_cut(self, at: int) -> int:
+        """Return how many bytes of the payload, from an index on, the next frame may have."""
+        rest = len(self.payload) - at
+        head = self._pack(rest, self.flags, at) + self.payload[at : at + _CUT_BYTES - 1]
+        found = head.find(EPOCH_HEADER[:_CUT_BYTES], 1)
+        if found < 0 and (inside := self.payload.find(EPOCH_HEADER[:_CUT_BYTES], at)) >= 0:
+            found = inside - at + HEADER.size
+        return max(1, found + _CUT_BYTES - 1 - HEADER.size) if found >= 0 else rest
 
 
 class StreamDecoder:
     """Collects bytes into frames. Holds at most one unfinished frame.
 
-    The header of EPOCH is found at any place. What precedes it and is not a whole frame is dropped: its sender has
-    ended.
+    `has_epochs`: the header of EPOCH is found at any place. What precedes it and is not a whole frame is dropped: its
+    sender has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_epochs: bool = True) -> None:
+        self._has_epochs = has_epochs
         # The last bytes of the frames before, and from the index `_at` on, the begin of the next frame.
         self._buffer = bytearray()
         self._at = 0
@@ -118,7 +135,7 @@ class StreamDecoder:
         search_from = max(0, len(self._buffer) - HEADER.size + 1)
         self._buffer += data
         frames: list[StreamFrame] = []
-        while (at := self._buffer.find(EPOCH_HEADER, search_from)) >= 0:
+        while self._has_epochs and (at := self._buffer.find(EPOCH_HEADER, search_from)) >= 0:
             self._take_frames(at, frames)
             self._at = at
             search_from = at + 1

@@ -58,7 +58,7 @@ class GatewayConnection:
         self._lost = False
         self._heard_at = asyncio.get_running_loop().time()
         self._timer: asyncio.TimerHandle | None = None
-        self.connection = StreamConnection(StreamOutbox())
+        self.connection = StreamConnection(StreamOutbox(has_epochs=False))
         self.connection.on_bytes = self._read_line
         self.connection.on_lost = self._lose
 

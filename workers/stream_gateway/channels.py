@@ -17,7 +17,7 @@ from toolcrew.concurrency.stream_outbox import MemoryCount, StreamOutbox
 from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from toolcrew.contract.stream_protocol import EPOCH_BYTES, HEADER, FrameKind, StreamFrame
-from toolcrew.workers.stream_gateway.limits import StreamUsage, TokenBucket
+from toolcrew.workers.stream_gateway.limits import StreamUsage
 from toolcrew.workers.stream_gateway.relays import RelayState, StreamRelay, StreamViolation
 
 log = structlog.get_logger(__name__)
@@ -87,10 +87,10 @@ class SessionChannel:
         self._epoch = b""
         self._epochs = 0
         self._epoch_done: asyncio.Future[None] | None = None
-        self._frames = TokenBucket(usage.limits.frames_per_s, 2 * usage.limits.frames_per_s, usage.clock)
-        tenant = session.partition(":")[0]
+        self._tenant_rates = usage.tenant_rates(session.partition(":")[0])
         own_bytes = usage.bytes_bucket(usage.limits.session_bytes_per_s)
-        self._buckets = (own_bytes, usage.tenant_bytes(tenant), usage.host_bytes)
+        self._frame_buckets = (usage.frames_bucket(usage.limits.frames_per_s), self._tenant_rates.frames)
+        self._byte_buckets = (own_bytes, self._tenant_rates.bytes, usage.host_bytes)
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -224,7 +224,7 @@ class SessionChannel:
 
     def _take_frames(self, frames: Sequence[StreamFrame]) -> None:
         self._count_received(sum(HEADER.size + len(frame.payload) for frame in frames))
-        self._pause(self._frames.take(len(frames)))
+        self._count_frames(len(frames))
         try:
             for frame in frames:
                 self._take(frame)
@@ -288,10 +288,14 @@ class SessionChannel:
     def _count_sent(self, size: int) -> None:
         self._bytes_in += size
         self._count(size)
+        self._count_frames(self.connection.outbox.count_sent())
 
     def _count(self, size: int) -> None:
         self._traffic.set()
-        self._pause(max(bucket.take(size) for bucket in self._buckets))
+        self._pause(max(bucket.take(size) for bucket in self._byte_buckets))
+
+    def _count_frames(self, count: int) -> None:
+        self._pause(max(bucket.take(count) for bucket in self._frame_buckets))
 
     def _pause(self, pause_s: float) -> None:
         """Neither read nor send for a while, because a rate was exceeded."""

@@ -11,7 +11,7 @@ import structlog
 
 from toolcrew.concurrency.stream_connection import StreamConnection
 from toolcrew.concurrency.stream_outbox import StreamOutbox
-from toolcrew.contract.errors import OperatorError, StreamLost, ToolFailure
+from toolcrew.contract.errors import OperatorError, SandboxUnavailable, StreamLost, ToolFailure
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.stream_gateways import (
     MAX_LINE_BYTES,
@@ -68,7 +68,7 @@ class ClientConnection:
         self._relays: dict[int, StreamRelay] = {}
         self._owners: dict[int, tuple[str, str]] = {}
         self._last_number = 0
-        self.connection = StreamConnection(StreamOutbox())
+        self.connection = StreamConnection(StreamOutbox(has_epochs=False))
         self.connection.on_open = self._greet
         self.connection.on_bytes = self._read_proof
         self.connection.on_lost = lambda reason: self._lose(reason, on_end)
@@ -104,12 +104,25 @@ class ClientConnection:
     def send(self, frame: StreamFrame) -> None:
         """Send a frame when its turn comes."""
         self.connection.send(frame)
-        if self.connection.memory > self._usage.limits.client_memory:
-            self.connection.end("the client does not read")
+        self._limit_memory()
 
     def memory_of(self, stream: int) -> int:
         """Return the memory of the data that waits for one stream."""
         return self.connection.outbox.memory_of(stream)
+
+    def _limit_memory(self) -> None:
+        """End the streams with the most waiting bytes while the client reads too slowly. Streams of other tenants share
+        the connection, so it ends only if that is not enough.
+        """
+        while self.connection.memory > self._usage.limits.client_memory:
+            largest = max(self._relays.values(), key=lambda relay: self.memory_of(relay.client_number), default=None)
+            if largest is None or not self.memory_of(largest.client_number):
+                self.connection.end("the client does not read")
+                return
+            tenant, session = self._owners[largest.client_number]
+            log.warning("stream_ended", tenant=tenant, session=session, reason="the client does not read")
+            self.connection.outbox.forget(largest.client_number)
+            largest.leave(SandboxUnavailable("the stream was read too slowly, so it was ended: attach again"))
 
     def remove(self, relay: StreamRelay) -> None:
         """Forget a stream that has ended."""
@@ -143,8 +156,7 @@ class ClientConnection:
         try:
             request = self._gate.admit(frame)
             tenant, session = request.ticket.tenant, request.ticket.session
-            channel = self._channels.find(f"{tenant}:{session}", request.ticket.fence)
-            self._usage.open(tenant, session)
+            channel = self._find_channel(tenant, session, request.ticket.fence)
         except (ToolFailure, OperatorError) as error:
             self.send(build_failure(frame.kind, frame.stream, error))
             return
@@ -153,6 +165,16 @@ class ClientConnection:
         relay = StreamRelay(self, channel, frame.stream, number, first)
         self._relays[frame.stream], self._owners[frame.stream] = relay, (tenant, session)
         channel.add(relay)
+
+    def _find_channel(self, tenant: str, session: str, fence: int) -> SessionChannel:
+        """Count a stream, and return the channel of its session. Raises ToolFailure."""
+        # Count first: a channel that opens for a refused stream would never be idle, and so stay open.
+        self._usage.open(tenant, session)
+        try:
+            return self._channels.find(f"{tenant}:{session}", fence)
+        except ToolFailure:
+            self._usage.close(tenant, session)
+            raise
 
     def _lose(self, reason: str, on_end: Callable[["ClientConnection"], None]) -> None:
         log.info("stream_client_left", reason=reason, streams=len(self._relays))

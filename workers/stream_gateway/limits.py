@@ -4,6 +4,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from toolcrew.contract.errors import ErrorCode, ToolFailure
 
@@ -54,13 +55,22 @@ class StreamLimits:
     tenant_bytes_per_s: float = 128 * MIB
     host_bytes_per_s: float = 512 * MIB
     frames_per_s: float = 4000.0
-    """Frames of one sandbox. Above this rate, the gateway reads more slowly."""
+    """Frames of one sandbox, both directions. Above this rate, the gateway reads and sends more slowly."""
+    tenant_frames_per_s: float = 12_000.0
     client_memory: int = 64 * MIB
     """Memory of the frames that wait for one client. A client that reads so slowly loses its connection."""
     channel_memory: int = 24 * MIB
     """Memory of the frames that wait for one sandbox. The channel of a sandbox that reads so slowly ends."""
     channels_memory: int = 256 * MIB
     """Memory of the frames that wait for all sandboxes. Beyond it, the channel with the most frames ends."""
+
+
+@dataclass(frozen=True)
+class TenantRates:
+    """The rates of one tenant at a gateway."""
+
+    bytes: TokenBucket
+    frames: TokenBucket
 
 
 @dataclass
@@ -76,16 +86,27 @@ class StreamUsage:
     def __post_init__(self) -> None:
         limits = self.limits
         self.host_bytes = self.bytes_bucket(limits.host_bytes_per_s)
-        self._tenant_bytes: dict[str, TokenBucket] = {}
+        self._tenant_rates: WeakValueDictionary[str, TenantRates] = WeakValueDictionary()
         self._opens: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
 
     def bytes_bucket(self, per_s: float) -> TokenBucket:
         """Return a limit of bytes with a burst of a quarter of a second."""
         return TokenBucket(per_s, per_s / 4, self.clock)
 
-    def tenant_bytes(self, tenant: str) -> TokenBucket:
-        """Return the limit of a tenant with open channels, which all of its channels share."""
-        return self._tenant_bytes.setdefault(tenant, self.bytes_bucket(self.limits.tenant_bytes_per_s))
+    def frames_bucket(self, per_s: float) -> TokenBucket:
+        """Return a limit of frames with a burst of two seconds."""
+        return TokenBucket(per_s, 2 * per_s, self.clock)
+
+    def tenant_rates(self, tenant: str) -> TenantRates:
+        """Return the rates that all channels of a tenant share. They last as long as a channel has them."""
+        rates = self._tenant_rates.get(tenant)
+        if rates is None:
+            limits = self.limits
+            rates = TenantRates(
+                self.bytes_bucket(limits.tenant_bytes_per_s), self.frames_bucket(limits.tenant_frames_per_s)
+            )
+            self._tenant_rates[tenant] = rates
+        return rates
 
     def open(self, tenant: str, session: str) -> None:
         """Count a stream. Raises ToolFailure: RATE_LIMITED, QUOTA_EXCEEDED."""
@@ -116,7 +137,6 @@ class StreamUsage:
             del self.sessions[tenant, session]
         if not self.tenants[tenant]:
             del self.tenants[tenant]
-            self._tenant_bytes.pop(tenant, None)
 
     def _opens_of(self, key: tuple[str, str]) -> TokenBucket:
         bucket = self._opens.pop(key, None) or TokenBucket(self.limits.opens_per_s, self.limits.opens_burst, self.clock)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolcrew.concurrency.stream_outbox import MemoryCount, StreamOutbox
-from toolcrew.contract.stream_protocol import STDERR, FrameKind, StreamDecoder, StreamFrame
+from toolcrew.contract.stream_protocol import EPOCH_HEADER, STDERR, FrameKind, StreamDecoder, StreamFrame
 
 
 class Clock:
@@ -120,3 +120,11 @@ def collect(encoded: bytes, received: dict[int, bytes]) -> None:
         if frame.kind is FrameKind.DATA:
             assert frame.offset == len(received[frame.stream])
             received[frame.stream] += frame.payload
+
+
+def test_data_is_cut_for_channels_only() -> None:
+    channel, client = StreamOutbox(), StreamOutbox(has_epochs=False)
+    for outbox in (channel, client):
+        outbox.put(data(1, EPOCH_HEADER * 100))
+        assert outbox.take(1 << 20).endswith(EPOCH_HEADER[-8:])
+    assert (channel.count_sent(), client.count_sent(), channel.count_sent()) == (101, 1, 0)

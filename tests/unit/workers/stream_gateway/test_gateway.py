@@ -196,6 +196,7 @@ async def test_an_old_fence_is_refused() -> None:
         old = ErrorCode.SESSION_NOT_FOUND
         assert dict(zip(range(6), results, strict=True)) == {0: old, 1: None, 2: old, 3: old, 4: None, 5: old}
         assert harness.sandboxd.opens == {"t:s": 2}
+        assert harness.server.usage.total == 2
 
 
 async def test_a_client_without_the_secret_is_not_served() -> None:
