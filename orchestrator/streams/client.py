@@ -43,7 +43,7 @@ from toolcrew.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-RETRY_S = 12.0
+RETRY_S = 20.0
 """Seconds for which the opening of a stream is repeated while a gateway or a session moves."""
 CHECK_EVERY_S = 4.0
 """Seconds between two checks of the tenants with open streams."""
