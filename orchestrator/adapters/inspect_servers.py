@@ -19,8 +19,23 @@ _POLL_S = 0.1
 _PARENT, _, _LEAF = SANDBOX_TOOLS_DIR.rpartition("/")
 _WRITABLE_PARENT = "/tmp"
 BROWSER_REQUEST = [LEGACY_SANDBOX_CLI, "exec"]
-START_BROWSER = [*BROWSER_REQUEST, '{"jsonrpc": "2.0", "method": "no_method", "id": 1}']
-"""Command that starts the server of the web browser. Each request starts it if necessary; this one does no more."""
+START_BROWSER = [
+    "/bin/sh",
+    "-c",
+    """folder=$(mktemp -d) || exit
+cat >"$folder/sitecustomize.py" <<'END' || exit
+import os
+umask = os.umask
+os.umask = lambda mask: umask(0o022 if mask == 0o111 else mask)
+END
+PYTHONPATH=$folder exec inspect-tool-support exec '{"jsonrpc": "2.0", "method": "no_method", "id": 1}'
+""",
+]
+"""Command that starts the server of the web browser. Each request starts it if necessary; this one does no more.
+
+The server sets a umask of 0111, so that all users can connect to its socket. Its browser then makes folders which it
+cannot enter, unless it may override the rights of files. In a sandbox all requests come from one user.
+"""
 
 
 def is_server_start(cmd: list[str]) -> bool:
