@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Write what is generated: the pages of docs/ (settings, commands, errors, HTTP API, tools, metrics, log events,
-programs) and the synchronous client of the HTTP API.
+programs), the synchronous client of the HTTP API, and, where npm is installed, the TypeScript client.
 
     .venv/bin/python scripts/reference.py [--check]
 
@@ -8,6 +8,7 @@ With --check the script writes nothing. It exits with status 1 if a page is out 
 missing, and prints a line for each.
 """
 
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts import typescript_client  # noqa: E402
 from scripts.pages import (  # noqa: E402
     commands,
     errors,
@@ -40,6 +42,8 @@ def main(arguments: list[str]) -> int:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
             problems.append(f"{path.relative_to(ROOT)} is out of date: run .venv/bin/python scripts/reference.py")
+    if "--check" not in arguments and shutil.which("npm"):
+        typescript_client.main([])
     problems += log_events.find_problems()
     for problem in problems:
         print(problem, file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import { client } from './client.gen.js';
 import type { Client, Options as Options2, TDataShape } from './client/index.js';
-import type { AddKeyData, AddKeyErrors, AddKeyResponses, AddTenantData, AddTenantErrors, AddTenantResponses, AnswerApprovalData, AnswerApprovalErrors, AnswerApprovalResponses, BatchResultsData, BatchResultsErrors, BatchResultsResponses, CallToolData, CallToolErrors, CallToolResponses, CancelBatchData, CancelBatchErrors, CancelBatchResponses, CancelRunData, CancelRunErrors, CancelRunResponses, ChangeToolData, ChangeToolErrors, ChangeToolResponses, CheckpointSessionData, CheckpointSessionErrors, CheckpointSessionResponses, CloseSessionData, CloseSessionErrors, CloseSessionResponses, DeleteBatchData, DeleteBatchErrors, DeleteBatchResponses, DeleteFileData, DeleteFileErrors, DeleteFileResponses, DownloadFileData, DownloadFileErrors, DownloadFileResponses, DrainHostData, DrainHostErrors, DrainHostResponses, ExecProgramData, ExecProgramErrors, ExecProgramResponses, ExposePortData, ExposePortErrors, ExposePortResponses, FollowRunData, FollowRunErrors, FollowRunResponses, ForkRunData, ForkRunErrors, ForkRunResponses, ForkSessionData, ForkSessionErrors, ForkSessionResponses, GetApprovalData, GetApprovalErrors, GetApprovalResponses, GetBatchData, GetBatchErrors, GetBatchResponses, GetCallData, GetCallErrors, GetCallResponses, GetFileData, GetFileErrors, GetFileResponses, GetOwnKeyData, GetOwnKeyErrors, GetOwnKeyResponses, GetRunData, GetRunErrors, GetRunResponses, GetSessionData, GetSessionErrors, GetSessionResponses, GetSkillData, GetSkillErrors, GetSkillResponses, GetTenantData, GetTenantErrors, GetTenantResponses, GetToolData, GetToolErrors, GetToolResponses, GetUsageData, GetUsageErrors, GetUsageResponses, HealthzData, HealthzErrors, HealthzResponses, InstallSkillData, InstallSkillErrors, InstallSkillResponses, KillCallData, KillCallErrors, KillCallResponses, ListApprovalsData, ListApprovalsErrors, ListApprovalsResponses, ListBatchesData, ListBatchesErrors, ListBatchesResponses, ListCallsData, ListCallsErrors, ListCallsResponses, ListFilesData, ListFilesErrors, ListFilesResponses, ListHostsData, ListHostsErrors, ListHostsResponses, ListKeysData, ListKeysErrors, ListKeysResponses, ListModelsData, ListModelsErrors, ListModelsResponses, ListRunsData, ListRunsErrors, ListRunsResponses, ListSecretsData, ListSecretsErrors, ListSecretsResponses, ListSessionsData, ListSessionsErrors, ListSessionsResponses, ListSkillsData, ListSkillsErrors, ListSkillsResponses, ListTenantsData, ListTenantsErrors, ListTenantsResponses, ListToolsData, ListToolsErrors, ListToolsResponses, MetricsData, MetricsErrors, MetricsResponses, OpenSessionData, OpenSessionErrors, OpenSessionResponses, PauseTenantData, PauseTenantErrors, PauseTenantResponses, ReadAuditData, ReadAuditErrors, ReadAuditResponses, ReadSessionArchiveData, ReadSessionArchiveErrors, ReadSessionArchiveResponses, ReadSessionFileData, ReadSessionFileErrors, ReadSessionFileResponses, ReadTranscriptData, ReadTranscriptErrors, ReadTranscriptResponses, ReadyzData, ReadyzErrors, ReadyzResponses, RemoveModelData, RemoveModelErrors, RemoveModelResponses, RemoveSkillData, RemoveSkillErrors, RemoveSkillResponses, RemoveTenantData, RemoveTenantErrors, RemoveTenantModelData, RemoveTenantModelErrors, RemoveTenantModelResponses, RemoveTenantResponses, ResumeTenantData, ResumeTenantErrors, ResumeTenantResponses, RetryBatchData, RetryBatchErrors, RetryBatchResponses, RevokeKeyData, RevokeKeyErrors, RevokeKeyResponses, RevokeSecretData, RevokeSecretErrors, RevokeSecretResponses, SetModelData, SetModelErrors, SetModelResponses, SetSecretData, SetSecretErrors, SetSecretResponses, SetTenantData, SetTenantErrors, SetTenantModelData, SetTenantModelErrors, SetTenantModelResponses, SetTenantResponses, ShowPressureData, ShowPressureErrors, ShowPressureResponses, StartRunData, StartRunErrors, StartRunResponses, SubmitBatchData, SubmitBatchErrors, SubmitBatchResponses, UploadFileData, UploadFileErrors, UploadFileResponses, WriteSessionArchiveData, WriteSessionArchiveErrors, WriteSessionArchiveResponses, WriteSessionFileData, WriteSessionFileErrors, WriteSessionFileResponses } from './types.gen.js';
+import type { AddKeyData, AddKeyErrors, AddKeyResponses, AddTenantData, AddTenantErrors, AddTenantResponses, AnswerApprovalData, AnswerApprovalErrors, AnswerApprovalResponses, BatchResultsData, BatchResultsErrors, BatchResultsResponses, CallToolData, CallToolErrors, CallToolResponses, CancelBatchData, CancelBatchErrors, CancelBatchResponses, CancelRunData, CancelRunErrors, CancelRunResponses, ChangeSessionData, ChangeSessionErrors, ChangeSessionResponses, ChangeToolData, ChangeToolErrors, ChangeToolResponses, CheckpointSessionData, CheckpointSessionErrors, CheckpointSessionResponses, CloseInputData, CloseInputErrors, CloseInputResponses, CloseSessionData, CloseSessionErrors, CloseSessionResponses, DeleteBatchData, DeleteBatchErrors, DeleteBatchResponses, DeleteFileData, DeleteFileErrors, DeleteFileResponses, DownloadFileData, DownloadFileErrors, DownloadFileResponses, DrainHostData, DrainHostErrors, DrainHostResponses, ExecProgramData, ExecProgramErrors, ExecProgramResponses, ExposePortData, ExposePortErrors, ExposePortResponses, FollowRunData, FollowRunErrors, FollowRunResponses, ForkRunData, ForkRunErrors, ForkRunResponses, ForkSessionData, ForkSessionErrors, ForkSessionResponses, GetApprovalData, GetApprovalErrors, GetApprovalResponses, GetBatchData, GetBatchErrors, GetBatchResponses, GetCallData, GetCallErrors, GetCallResponses, GetEntryData, GetEntryErrors, GetEntryResponses, GetFileData, GetFileErrors, GetFileResponses, GetOwnKeyData, GetOwnKeyErrors, GetOwnKeyResponses, GetProcessData, GetProcessErrors, GetProcessResponses, GetRunData, GetRunErrors, GetRunResponses, GetSessionData, GetSessionErrors, GetSessionResponses, GetSkillData, GetSkillErrors, GetSkillResponses, GetTenantData, GetTenantErrors, GetTenantResponses, GetToolData, GetToolErrors, GetToolResponses, GetUsageData, GetUsageErrors, GetUsageResponses, HealthzData, HealthzErrors, HealthzResponses, InstallSkillData, InstallSkillErrors, InstallSkillResponses, KillCallData, KillCallErrors, KillCallResponses, ListApprovalsData, ListApprovalsErrors, ListApprovalsResponses, ListBatchesData, ListBatchesErrors, ListBatchesResponses, ListCallsData, ListCallsErrors, ListCallsResponses, ListEntriesData, ListEntriesErrors, ListEntriesResponses, ListFilesData, ListFilesErrors, ListFilesResponses, ListHostsData, ListHostsErrors, ListHostsResponses, ListKeysData, ListKeysErrors, ListKeysResponses, ListModelsData, ListModelsErrors, ListModelsResponses, ListProcessesData, ListProcessesErrors, ListProcessesResponses, ListRunsData, ListRunsErrors, ListRunsResponses, ListSecretsData, ListSecretsErrors, ListSecretsResponses, ListSessionsData, ListSessionsErrors, ListSessionsResponses, ListSkillsData, ListSkillsErrors, ListSkillsResponses, ListTenantsData, ListTenantsErrors, ListTenantsResponses, ListToolsData, ListToolsErrors, ListToolsResponses, MakeFolderData, MakeFolderErrors, MakeFolderResponses, MetricsData, MetricsErrors, MetricsResponses, MoveFileData, MoveFileErrors, MoveFileResponses, OpenSessionData, OpenSessionErrors, OpenSessionResponses, PauseTenantData, PauseTenantErrors, PauseTenantResponses, ReadAuditData, ReadAuditErrors, ReadAuditResponses, ReadOutputData, ReadOutputErrors, ReadOutputResponses, ReadSessionArchiveData, ReadSessionArchiveErrors, ReadSessionArchiveResponses, ReadSessionFileData, ReadSessionFileErrors, ReadSessionFileResponses, ReadTranscriptData, ReadTranscriptErrors, ReadTranscriptResponses, ReadyzData, ReadyzErrors, ReadyzResponses, RemoveModelData, RemoveModelErrors, RemoveModelResponses, RemoveSessionFileData, RemoveSessionFileErrors, RemoveSessionFileResponses, RemoveSkillData, RemoveSkillErrors, RemoveSkillResponses, RemoveTenantData, RemoveTenantErrors, RemoveTenantModelData, RemoveTenantModelErrors, RemoveTenantModelResponses, RemoveTenantResponses, ResizeProcessData, ResizeProcessErrors, ResizeProcessResponses, ResumeTenantData, ResumeTenantErrors, ResumeTenantResponses, RetryBatchData, RetryBatchErrors, RetryBatchResponses, RevokeKeyData, RevokeKeyErrors, RevokeKeyResponses, RevokeSecretData, RevokeSecretErrors, RevokeSecretResponses, SetMetadataData, SetMetadataErrors, SetMetadataResponses, SetModelData, SetModelErrors, SetModelResponses, SetSecretData, SetSecretErrors, SetSecretResponses, SetTenantData, SetTenantErrors, SetTenantModelData, SetTenantModelErrors, SetTenantModelResponses, SetTenantResponses, ShowPressureData, ShowPressureErrors, ShowPressureResponses, SignalProcessData, SignalProcessErrors, SignalProcessResponses, StartProcessData, StartProcessErrors, StartProcessResponses, StartRunData, StartRunErrors, StartRunResponses, SubmitBatchData, SubmitBatchErrors, SubmitBatchResponses, UploadFileData, UploadFileErrors, UploadFileResponses, WaitForProcessData, WaitForProcessErrors, WaitForProcessResponses, WriteInputData, WriteInputErrors, WriteInputResponses, WriteSessionArchiveData, WriteSessionArchiveErrors, WriteSessionArchiveResponses, WriteSessionFileData, WriteSessionFileErrors, WriteSessionFileResponses } from './types.gen.js';
 
 export type Options<TData extends TDataShape = TDataShape, ThrowOnError extends boolean = boolean, TResponse = unknown> = Options2<TData, ThrowOnError, TResponse> & {
     /**
@@ -188,6 +188,21 @@ export const getSession = <ThrowOnError extends boolean = false>(options: Option
 });
 
 /**
+ * Change Session
+ *
+ * Change how long a session lives without a call. The time begins again with this request.
+ */
+export const changeSession = <ThrowOnError extends boolean = false>(options: Options<ChangeSessionData, ThrowOnError>) => (options.client ?? client).patch<ChangeSessionResponses, ChangeSessionErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
  * Checkpoint Session
  *
  * Store a checkpoint of the session's files and shell. New sessions can start from the checkpoint.
@@ -232,33 +247,6 @@ export const execProgram = <ThrowOnError extends boolean = false>(options: Optio
 });
 
 /**
- * Read Session File
- *
- * Return the content of a file.
- */
-export const readSessionFile = <ThrowOnError extends boolean = false>(options: Options<ReadSessionFileData, ThrowOnError>) => (options.client ?? client).get<ReadSessionFileResponses, ReadSessionFileErrors, ThrowOnError>({
-    security: [{ scheme: 'bearer', type: 'http' }],
-    url: '/v1/sessions/{session_id}/files/{path}',
-    ...options
-});
-
-/**
- * Write Session File
- *
- * Write a whole file atomically. Missing folders are created. The limit is 64 MiB.
- */
-export const writeSessionFile = <ThrowOnError extends boolean = false>(options: Options<WriteSessionFileData, ThrowOnError>) => (options.client ?? client).put<WriteSessionFileResponses, WriteSessionFileErrors, ThrowOnError>({
-    bodySerializer: null,
-    security: [{ scheme: 'bearer', type: 'http' }],
-    url: '/v1/sessions/{session_id}/files/{path}',
-    ...options,
-    headers: {
-        'Content-Type': 'application/octet-stream',
-        ...options.headers
-    }
-});
-
-/**
  * Read Session Archive
  *
  * Return a folder of the sandbox as a tar archive, at most 64 MiB. Programs of the session made its content.
@@ -294,6 +282,232 @@ export const writeSessionArchive = <ThrowOnError extends boolean = false>(option
 export const exposePort = <ThrowOnError extends boolean = false>(options: Options<ExposePortData, ThrowOnError>) => (options.client ?? client).post<ExposePortResponses, ExposePortErrors, ThrowOnError>({
     security: [{ scheme: 'bearer', type: 'http' }],
     url: '/v1/sessions/{session_id}/ports/{port}',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * List Processes
+ *
+ * List the processes that run, and those that ended in the last 300 seconds.
+ */
+export const listProcesses = <ThrowOnError extends boolean = false>(options: Options<ListProcessesData, ThrowOnError>) => (options.client ?? client).get<ListProcessesResponses, ListProcessesErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes',
+    ...options
+});
+
+/**
+ * Start Process
+ *
+ * Start a process, which goes on until it ends by itself, by a signal, at its `timeout_s` or with the session. Its
+ * last 1 MiB of output are kept.
+ */
+export const startProcess = <ThrowOnError extends boolean = false>(options: Options<StartProcessData, ThrowOnError>) => (options.client ?? client).post<StartProcessResponses, StartProcessErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Get Process
+ *
+ * Return a process.
+ */
+export const getProcess = <ThrowOnError extends boolean = false>(options: Options<GetProcessData, ThrowOnError>) => (options.client ?? client).get<GetProcessResponses, GetProcessErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}',
+    ...options
+});
+
+/**
+ * Signal Process
+ *
+ * Send a signal. With SIGKILL (9) the response follows the end of the process.
+ */
+export const signalProcess = <ThrowOnError extends boolean = false>(options: Options<SignalProcessData, ThrowOnError>) => (options.client ?? client).post<SignalProcessResponses, SignalProcessErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/signal',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Resize Process
+ *
+ * Change the size of a process's terminal.
+ */
+export const resizeProcess = <ThrowOnError extends boolean = false>(options: Options<ResizeProcessData, ThrowOnError>) => (options.client ?? client).post<ResizeProcessResponses, ResizeProcessErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/resize',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Write Input
+ *
+ * Write to the input of a process. A request that is sent again writes nothing twice, because of its offset.
+ */
+export const writeInput = <ThrowOnError extends boolean = false>(options: Options<WriteInputData, ThrowOnError>) => (options.client ?? client).post<WriteInputResponses, WriteInputErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/input',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Close Input
+ *
+ * Close the input of a process.
+ */
+export const closeInput = <ThrowOnError extends boolean = false>(options: Options<CloseInputData, ThrowOnError>) => (options.client ?? client).post<CloseInputResponses, CloseInputErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/close_stdin',
+    ...options
+});
+
+/**
+ * Wait For Process
+ *
+ * Wait until a process ends, for at most `timeout_s` seconds.
+ */
+export const waitForProcess = <ThrowOnError extends boolean = false>(options: Options<WaitForProcessData, ThrowOnError>) => (options.client ?? client).get<WaitForProcessResponses, WaitForProcessErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/wait',
+    ...options
+});
+
+/**
+ * Read Output
+ *
+ * Return the kept output of a process up to now, from a position on: standard output and standard error in the
+ * order in which they were written. The header `Output-From` is the position of the first byte, which is higher than
+ * `from` if older output is not kept any more.
+ */
+export const readOutput = <ThrowOnError extends boolean = false>(options: Options<ReadOutputData, ThrowOnError>) => (options.client ?? client).get<ReadOutputResponses, ReadOutputErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/processes/{process}/output',
+    ...options
+});
+
+/**
+ * Remove Session File
+ *
+ * Remove a file, or a folder with everything in it. A path without a file is no error.
+ */
+export const removeSessionFile = <ThrowOnError extends boolean = false>(options: Options<RemoveSessionFileData, ThrowOnError>) => (options.client ?? client).delete<RemoveSessionFileResponses, RemoveSessionFileErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/files/{path}',
+    ...options
+});
+
+/**
+ * Read Session File
+ *
+ * Return the content of a file, or with the header `Range` a part of it. The file may have any size.
+ */
+export const readSessionFile = <ThrowOnError extends boolean = false>(options: Options<ReadSessionFileData, ThrowOnError>) => (options.client ?? client).get<ReadSessionFileResponses, ReadSessionFileErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/files/{path}',
+    ...options
+});
+
+/**
+ * Write Session File
+ *
+ * Write a file of any size. Missing folders are created.
+ *
+ * Without `offset` and without the header `Content-Range` the body replaces the whole file atomically, once it has
+ * arrived completely. With one of them the body is written into the file, so that an upload can be continued.
+ */
+export const writeSessionFile = <ThrowOnError extends boolean = false>(options: Options<WriteSessionFileData, ThrowOnError>) => (options.client ?? client).put<WriteSessionFileResponses, WriteSessionFileErrors, ThrowOnError>({
+    bodySerializer: null,
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/files/{path}',
+    ...options,
+    headers: {
+        'Content-Type': 'application/octet-stream',
+        ...options.headers
+    }
+});
+
+/**
+ * Get Entry
+ *
+ * Return the size, the owner, the permissions and the metadata of a file, a folder or a link.
+ */
+export const getEntry = <ThrowOnError extends boolean = false>(options: Options<GetEntryData, ThrowOnError>) => (options.client ?? client).get<GetEntryResponses, GetEntryErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/entry',
+    ...options
+});
+
+/**
+ * List Entries
+ *
+ * List the entries of a folder, one line of JSON for each. A list that is cut off has no end of its last chunk.
+ */
+export const listEntries = <ThrowOnError extends boolean = false>(options: Options<ListEntriesData, ThrowOnError>) => (options.client ?? client).get<ListEntriesResponses, ListEntriesErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/entries',
+    ...options
+});
+
+/**
+ * Make Folder
+ *
+ * Create a folder and its parents. An existing folder is no error.
+ */
+export const makeFolder = <ThrowOnError extends boolean = false>(options: Options<MakeFolderData, ThrowOnError>) => (options.client ?? client).post<MakeFolderResponses, MakeFolderErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/folders',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Move File
+ *
+ * Move or rename a file or a folder. A file at the target is replaced.
+ */
+export const moveFile = <ThrowOnError extends boolean = false>(options: Options<MoveFileData, ThrowOnError>) => (options.client ?? client).post<MoveFileResponses, MoveFileErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/moves',
+    ...options,
+    headers: {
+        'Content-Type': 'application/json',
+        ...options.headers
+    }
+});
+
+/**
+ * Set Metadata
+ *
+ * Replace the metadata of a file or a folder.
+ */
+export const setMetadata = <ThrowOnError extends boolean = false>(options: Options<SetMetadataData, ThrowOnError>) => (options.client ?? client).put<SetMetadataResponses, SetMetadataErrors, ThrowOnError>({
+    security: [{ scheme: 'bearer', type: 'http' }],
+    url: '/v1/sessions/{session_id}/metadata',
     ...options,
     headers: {
         'Content-Type': 'application/json',

@@ -611,6 +611,64 @@ export type Failure = {
 export type FailureKind = 'model' | 'tool' | 'infrastructure' | 'input' | 'cancelled' | 'grader';
 
 /**
+ * FileEntry
+ *
+ * A file, a folder or a link of a sandbox. `target`: where a link points to. Times are in ISO 8601.
+ */
+export type FileEntry = {
+    /**
+     * Name
+     */
+    name: string;
+    /**
+     * Path
+     */
+    path: string;
+    /**
+     * Type
+     */
+    type: 'file' | 'directory' | 'symlink' | 'other';
+    /**
+     * Size
+     */
+    size: number;
+    /**
+     * Mode
+     */
+    mode: number;
+    /**
+     * Owner
+     */
+    owner: string;
+    /**
+     * Group
+     */
+    group: string;
+    /**
+     * Uid
+     */
+    uid: number;
+    /**
+     * Gid
+     */
+    gid: number;
+    /**
+     * Modified At
+     */
+    modified_at: string;
+    /**
+     * Target
+     */
+    target?: string | null;
+    /**
+     * Metadata
+     */
+    metadata?: {
+        [key: string]: string;
+    };
+};
+
+/**
  * ForkPoint
  *
  * The point of a run at which another run was forked from it. `step`: number of steps that both runs share.
@@ -806,6 +864,18 @@ export type HostsPressure = {
      * Wanted
      */
     wanted: number;
+};
+
+/**
+ * InputState
+ *
+ * The next position of a writer's input.
+ */
+export type InputState = {
+    /**
+     * Input Offset
+     */
+    input_offset: number;
 };
 
 export type JsonValue = unknown;
@@ -1011,6 +1081,19 @@ export type ListedCall = {
 };
 
 /**
+ * MadeFolder
+ *
+ * A folder. `created`: false if it existed before.
+ */
+export type MadeFolder = {
+    entry: FileEntry;
+    /**
+     * Created
+     */
+    created: boolean;
+};
+
+/**
  * ModelEndpoint
  *
  * A model at an OpenAI-compatible server.
@@ -1158,6 +1241,22 @@ export type NewExec = {
 };
 
 /**
+ * NewFolder
+ *
+ * A folder to create, with its parents. `mode`: permissions, such as 493 (0o755).
+ */
+export type NewFolder = {
+    /**
+     * Path
+     */
+    path: string;
+    /**
+     * Mode
+     */
+    mode?: number | null;
+};
+
+/**
  * NewForks
  *
  * A fork. `n`: number of new sessions. `leave_jobs`: background jobs continue in the original session only. Without
@@ -1172,6 +1271,27 @@ export type NewForks = {
      * Leave Jobs
      */
     leave_jobs?: boolean;
+};
+
+/**
+ * NewInput
+ *
+ * Input of a process, in base64. `writer`: the name of the client. `offset`: the position of the first byte in the
+ * writer's input. Bytes that the process already has are not written again.
+ */
+export type NewInput = {
+    /**
+     * Data
+     */
+    data: string;
+    /**
+     * Writer
+     */
+    writer: string;
+    /**
+     * Offset
+     */
+    offset?: number;
 };
 
 /**
@@ -1195,6 +1315,40 @@ export type NewKeyRequest = {
 };
 
 /**
+ * NewMetadata
+ *
+ * Metadata of a file: replaces the present metadata.
+ */
+export type NewMetadata = {
+    /**
+     * Path
+     */
+    path: string;
+    /**
+     * Metadata
+     */
+    metadata: {
+        [key: string]: string;
+    };
+};
+
+/**
+ * NewMove
+ *
+ * A file or folder to move or rename.
+ */
+export type NewMove = {
+    /**
+     * Source
+     */
+    source: string;
+    /**
+     * Target
+     */
+    target: string;
+};
+
+/**
  * NewPreview
  *
  * An address of a port. `ttl_s`: seconds for which the address is valid.
@@ -1204,6 +1358,54 @@ export type NewPreview = {
      * Ttl S
      */
     ttl_s?: number;
+};
+
+/**
+ * NewProcess
+ *
+ * A process to start, without a shell. It goes on when no client is connected.
+ *
+ * `argv`: the program and its arguments. `env`: variables in addition to those of the session. `cwd` null: /workspace.
+ * `user` null: the user of the sandbox. `pty`: run in a terminal of this size. `stdin`: the process has an input; a
+ * terminal always has one. `tag`: a name of your choice. `timeout_s`: the process is killed after so many seconds.
+ * `pace`: the process waits for its first reader, for at most 10 s, once it has written 128 KiB.
+ */
+export type NewProcess = {
+    /**
+     * Argv
+     */
+    argv: Array<string>;
+    /**
+     * Env
+     */
+    env?: {
+        [key: string]: string;
+    };
+    /**
+     * Cwd
+     */
+    cwd?: string | null;
+    /**
+     * User
+     */
+    user?: string | null;
+    pty?: TerminalSize | null;
+    /**
+     * Stdin
+     */
+    stdin?: boolean;
+    /**
+     * Tag
+     */
+    tag?: string | null;
+    /**
+     * Timeout S
+     */
+    timeout_s?: number | null;
+    /**
+     * Pace
+     */
+    pace?: boolean;
 };
 
 /**
@@ -1502,6 +1704,22 @@ export type NewSession = {
 };
 
 /**
+ * NewSignal
+ *
+ * A signal. `tree`: send it to the whole process group too.
+ */
+export type NewSignal = {
+    /**
+     * Signal
+     */
+    signal: number;
+    /**
+     * Tree
+     */
+    tree?: boolean;
+};
+
+/**
  * NewTenant
  *
  * A new tenant with its policy. Missing fields of the policy get their default values.
@@ -1685,6 +1903,20 @@ export type PageOpenSession = {
 };
 
 /**
+ * Page[ProcessView]
+ */
+export type PageProcessView = {
+    /**
+     * Data
+     */
+    data: Array<ProcessView>;
+    /**
+     * Next Cursor
+     */
+    next_cursor?: string | null;
+};
+
+/**
  * Page[RunView]
  */
 export type PageRunView = {
@@ -1815,6 +2047,90 @@ export type PreviewView = {
      * Expires At
      */
     expires_at: number;
+};
+
+/**
+ * ProcessEnd
+ *
+ * The end of a process. One of `exit_code` and `signal` is null. `oom`: the sandbox had no memory left.
+ * `timed_out`: the process was killed at its `timeout_s`. `lost_bytes`: output that the reader did not get.
+ */
+export type ProcessEnd = {
+    /**
+     * Exit Code
+     */
+    exit_code?: number | null;
+    /**
+     * Signal
+     */
+    signal?: number | null;
+    /**
+     * Oom
+     */
+    oom?: boolean;
+    /**
+     * Timed Out
+     */
+    timed_out?: boolean;
+    /**
+     * Lost Bytes
+     */
+    lost_bytes?: number;
+};
+
+/**
+ * ProcessState
+ *
+ * The answer to a wait. `end` null: the process still runs.
+ */
+export type ProcessState = {
+    /**
+     * Running
+     */
+    running: boolean;
+    end?: ProcessEnd | null;
+};
+
+/**
+ * ProcessView
+ *
+ * A process. `output_bytes`: the position of the end of its output. `end` null: the process runs.
+ */
+export type ProcessView = {
+    /**
+     * Process
+     */
+    process: number;
+    /**
+     * Pid
+     */
+    pid: number;
+    /**
+     * Argv
+     */
+    argv: Array<string>;
+    /**
+     * Cwd
+     */
+    cwd: string;
+    /**
+     * Tag
+     */
+    tag: string | null;
+    pty: TerminalSize | null;
+    /**
+     * User
+     */
+    user: string | null;
+    /**
+     * Started At
+     */
+    started_at: string;
+    /**
+     * Output Bytes
+     */
+    output_bytes: number;
+    end?: ProcessEnd | null;
 };
 
 /**
@@ -2171,6 +2487,18 @@ export type SecretView = {
 };
 
 /**
+ * SessionChange
+ *
+ * A change of a session. `ttl_s`: seconds without a call after which the session expires.
+ */
+export type SessionChange = {
+    /**
+     * Ttl S
+     */
+    ttl_s: number;
+};
+
+/**
  * SessionView
  *
  * An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
@@ -2340,6 +2668,22 @@ export type Spill = {
      * Lines
      */
     lines?: number | null;
+};
+
+/**
+ * StartedProcess
+ *
+ * A process that runs. `process`: its number in the session. `pid`: its number in the sandbox.
+ */
+export type StartedProcess = {
+    /**
+     * Process
+     */
+    process: number;
+    /**
+     * Pid
+     */
+    pid: number;
 };
 
 /**
@@ -2529,6 +2873,22 @@ export type TenantView = {
 };
 
 /**
+ * TerminalSize
+ *
+ * Size of a terminal, in characters.
+ */
+export type TerminalSize = {
+    /**
+     * Cols
+     */
+    cols: number;
+    /**
+     * Rows
+     */
+    rows: number;
+};
+
+/**
  * ToolChange
  *
  * A change of a tool's state. `tenant`: the only tenant that the change affects; null: all tenants.
@@ -2605,7 +2965,9 @@ export type ToolResult = {
  * A tool that the workers publish.
  *
  * `state`: the state for the tenant of the request: enabled, disabled (by an operator), or forbidden (not allowed by
- * the tenant's policy). `off`: who disabled the tool; null: not disabled.
+ * the tenant's policy). `off`: who disabled the tool; null: not disabled. `aliases`: other names of parameters.
+ * `command_parameter`: the parameter with a shell command; `input_parameter`: the one with its standard input.
+ * `network`: the network access of the sandbox, as the description states it.
  */
 export type ToolView = {
     /**
@@ -2655,6 +3017,24 @@ export type ToolView = {
      * Idempotent
      */
     idempotent: boolean;
+    /**
+     * Aliases
+     */
+    aliases?: {
+        [key: string]: string;
+    };
+    /**
+     * Command Parameter
+     */
+    command_parameter?: string | null;
+    /**
+     * Input Parameter
+     */
+    input_parameter?: string | null;
+    /**
+     * Network
+     */
+    network?: string;
 };
 
 /**
@@ -3982,6 +4362,79 @@ export type GetSessionResponses = {
 
 export type GetSessionResponse = GetSessionResponses[keyof GetSessionResponses];
 
+export type ChangeSessionData = {
+    body: SessionChange;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}';
+};
+
+export type ChangeSessionErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ChangeSessionError = ChangeSessionErrors[keyof ChangeSessionErrors];
+
+export type ChangeSessionResponses = {
+    /**
+     * Successful Response
+     */
+    200: SessionView;
+};
+
+export type ChangeSessionResponse = ChangeSessionResponses[keyof ChangeSessionResponses];
+
 export type CheckpointSessionData = {
     body?: never;
     path: {
@@ -4212,164 +4665,6 @@ export type ExecProgramResponses = {
 };
 
 export type ExecProgramResponse = ExecProgramResponses[keyof ExecProgramResponses];
-
-export type ReadSessionFileData = {
-    body?: never;
-    path: {
-        /**
-         * Session Id
-         */
-        session_id: string;
-        /**
-         * Path
-         *
-         * A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`.
-         */
-        path: string;
-    };
-    query?: {
-        /**
-         * Tenant
-         *
-         * The tenant, for operators' keys. Default: the tenant of the key.
-         */
-        tenant?: string | null;
-    };
-    url: '/v1/sessions/{session_id}/files/{path}';
-};
-
-export type ReadSessionFileErrors = {
-    /**
-     * Bad Request
-     */
-    400: Problem;
-    /**
-     * Unauthorized
-     */
-    401: Problem;
-    /**
-     * Forbidden
-     */
-    403: Problem;
-    /**
-     * Not Found
-     */
-    404: Problem;
-    /**
-     * Request Timeout
-     */
-    408: Problem;
-    /**
-     * Request Entity Too Large
-     */
-    413: Problem;
-    /**
-     * Unprocessable Entity
-     */
-    422: Problem;
-    /**
-     * Too Many Requests
-     */
-    429: Problem;
-    /**
-     * Internal Server Error
-     */
-    500: Problem;
-    /**
-     * Service Unavailable
-     */
-    503: Problem;
-};
-
-export type ReadSessionFileError = ReadSessionFileErrors[keyof ReadSessionFileErrors];
-
-export type ReadSessionFileResponses = {
-    /**
-     * The file
-     */
-    200: Blob | File;
-};
-
-export type ReadSessionFileResponse = ReadSessionFileResponses[keyof ReadSessionFileResponses];
-
-export type WriteSessionFileData = {
-    body: Blob | File;
-    path: {
-        /**
-         * Session Id
-         */
-        session_id: string;
-        /**
-         * Path
-         *
-         * A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`.
-         */
-        path: string;
-    };
-    query?: {
-        /**
-         * Tenant
-         *
-         * The tenant, for operators' keys. Default: the tenant of the key.
-         */
-        tenant?: string | null;
-    };
-    url: '/v1/sessions/{session_id}/files/{path}';
-};
-
-export type WriteSessionFileErrors = {
-    /**
-     * Bad Request
-     */
-    400: Problem;
-    /**
-     * Unauthorized
-     */
-    401: Problem;
-    /**
-     * Forbidden
-     */
-    403: Problem;
-    /**
-     * Not Found
-     */
-    404: Problem;
-    /**
-     * Request Timeout
-     */
-    408: Problem;
-    /**
-     * Request Entity Too Large
-     */
-    413: Problem;
-    /**
-     * Unprocessable Entity
-     */
-    422: Problem;
-    /**
-     * Too Many Requests
-     */
-    429: Problem;
-    /**
-     * Internal Server Error
-     */
-    500: Problem;
-    /**
-     * Service Unavailable
-     */
-    503: Problem;
-};
-
-export type WriteSessionFileError = WriteSessionFileErrors[keyof WriteSessionFileErrors];
-
-export type WriteSessionFileResponses = {
-    /**
-     * Successful Response
-     */
-    200: WrittenFile;
-};
-
-export type WriteSessionFileResponse = WriteSessionFileResponses[keyof WriteSessionFileResponses];
 
 export type ReadSessionArchiveData = {
     body?: never;
@@ -4605,6 +4900,1343 @@ export type ExposePortResponses = {
 };
 
 export type ExposePortResponse = ExposePortResponses[keyof ExposePortResponses];
+
+export type ListProcessesData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes';
+};
+
+export type ListProcessesErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ListProcessesError = ListProcessesErrors[keyof ListProcessesErrors];
+
+export type ListProcessesResponses = {
+    /**
+     * Successful Response
+     */
+    200: PageProcessView;
+};
+
+export type ListProcessesResponse = ListProcessesResponses[keyof ListProcessesResponses];
+
+export type StartProcessData = {
+    body: NewProcess;
+    headers?: {
+        /**
+         * Idempotency-Key
+         *
+         * A key of your choice. Requests with the same key are executed once.
+         */
+        'idempotency-key'?: string | null;
+    };
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes';
+};
+
+export type StartProcessErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type StartProcessError = StartProcessErrors[keyof StartProcessErrors];
+
+export type StartProcessResponses = {
+    /**
+     * Successful Response
+     */
+    201: StartedProcess;
+};
+
+export type StartProcessResponse = StartProcessResponses[keyof StartProcessResponses];
+
+export type GetProcessData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}';
+};
+
+export type GetProcessErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type GetProcessError = GetProcessErrors[keyof GetProcessErrors];
+
+export type GetProcessResponses = {
+    /**
+     * Successful Response
+     */
+    200: ProcessView;
+};
+
+export type GetProcessResponse = GetProcessResponses[keyof GetProcessResponses];
+
+export type SignalProcessData = {
+    body: NewSignal;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/signal';
+};
+
+export type SignalProcessErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type SignalProcessError = SignalProcessErrors[keyof SignalProcessErrors];
+
+export type SignalProcessResponses = {
+    /**
+     * Successful Response
+     */
+    204: void;
+};
+
+export type SignalProcessResponse = SignalProcessResponses[keyof SignalProcessResponses];
+
+export type ResizeProcessData = {
+    body: TerminalSize;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/resize';
+};
+
+export type ResizeProcessErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ResizeProcessError = ResizeProcessErrors[keyof ResizeProcessErrors];
+
+export type ResizeProcessResponses = {
+    /**
+     * Successful Response
+     */
+    204: void;
+};
+
+export type ResizeProcessResponse = ResizeProcessResponses[keyof ResizeProcessResponses];
+
+export type WriteInputData = {
+    body: NewInput;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/input';
+};
+
+export type WriteInputErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type WriteInputError = WriteInputErrors[keyof WriteInputErrors];
+
+export type WriteInputResponses = {
+    /**
+     * Successful Response
+     */
+    200: InputState;
+};
+
+export type WriteInputResponse = WriteInputResponses[keyof WriteInputResponses];
+
+export type CloseInputData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/close_stdin';
+};
+
+export type CloseInputErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type CloseInputError = CloseInputErrors[keyof CloseInputErrors];
+
+export type CloseInputResponses = {
+    /**
+     * Successful Response
+     */
+    204: void;
+};
+
+export type CloseInputResponse = CloseInputResponses[keyof CloseInputResponses];
+
+export type WaitForProcessData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * Timeout S
+         *
+         * Seconds to wait for the end of the process.
+         */
+        timeout_s?: number;
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/wait';
+};
+
+export type WaitForProcessErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type WaitForProcessError = WaitForProcessErrors[keyof WaitForProcessErrors];
+
+export type WaitForProcessResponses = {
+    /**
+     * Successful Response
+     */
+    200: ProcessState;
+};
+
+export type WaitForProcessResponse = WaitForProcessResponses[keyof WaitForProcessResponses];
+
+export type ReadOutputData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Process
+         */
+        process: number;
+    };
+    query?: {
+        /**
+         * From
+         *
+         * The position of the first byte to return.
+         */
+        from?: number;
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/processes/{process}/output';
+};
+
+export type ReadOutputErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ReadOutputError = ReadOutputErrors[keyof ReadOutputErrors];
+
+export type ReadOutputResponses = {
+    /**
+     * The output
+     */
+    200: Blob | File;
+};
+
+export type ReadOutputResponse = ReadOutputResponses[keyof ReadOutputResponses];
+
+export type RemoveSessionFileData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Path
+         *
+         * A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`.
+         */
+        path: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/files/{path}';
+};
+
+export type RemoveSessionFileErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type RemoveSessionFileError = RemoveSessionFileErrors[keyof RemoveSessionFileErrors];
+
+export type RemoveSessionFileResponses = {
+    /**
+     * Successful Response
+     */
+    204: void;
+};
+
+export type RemoveSessionFileResponse = RemoveSessionFileResponses[keyof RemoveSessionFileResponses];
+
+export type ReadSessionFileData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Path
+         *
+         * A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`.
+         */
+        path: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/files/{path}';
+};
+
+export type ReadSessionFileErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Requested Range Not Satisfiable
+     */
+    416: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ReadSessionFileError = ReadSessionFileErrors[keyof ReadSessionFileErrors];
+
+export type ReadSessionFileResponses = {
+    /**
+     * The file
+     */
+    200: Blob | File;
+    /**
+     * The part of the file that the header Range asks for
+     */
+    206: Blob | File;
+};
+
+export type ReadSessionFileResponse = ReadSessionFileResponses[keyof ReadSessionFileResponses];
+
+export type WriteSessionFileData = {
+    body: Blob | File;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+        /**
+         * Path
+         *
+         * A path below /workspace, or an absolute path of the sandbox with its slash: `/files//etc/hosts`.
+         */
+        path: string;
+    };
+    query?: {
+        /**
+         * Offset
+         *
+         * Write into the file from this position on, to continue an upload.
+         */
+        offset?: number | null;
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/files/{path}';
+};
+
+export type WriteSessionFileErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type WriteSessionFileError = WriteSessionFileErrors[keyof WriteSessionFileErrors];
+
+export type WriteSessionFileResponses = {
+    /**
+     * Successful Response
+     */
+    200: WrittenFile;
+};
+
+export type WriteSessionFileResponse = WriteSessionFileResponses[keyof WriteSessionFileResponses];
+
+export type GetEntryData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query: {
+        /**
+         * Path
+         *
+         * An absolute path of the sandbox, or a path below /workspace.
+         */
+        path: string;
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/entry';
+};
+
+export type GetEntryErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type GetEntryError = GetEntryErrors[keyof GetEntryErrors];
+
+export type GetEntryResponses = {
+    /**
+     * Successful Response
+     */
+    200: FileEntry;
+};
+
+export type GetEntryResponse = GetEntryResponses[keyof GetEntryResponses];
+
+export type ListEntriesData = {
+    body?: never;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Path
+         *
+         * An absolute path of the sandbox, or a path below /workspace.
+         */
+        path?: string;
+        /**
+         * Depth
+         *
+         * 1: the entries of the folder itself.
+         */
+        depth?: number;
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/entries';
+};
+
+export type ListEntriesErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type ListEntriesError = ListEntriesErrors[keyof ListEntriesErrors];
+
+export type ListEntriesResponses = {
+    /**
+     * One FileEntry per line
+     */
+    200: unknown;
+};
+
+export type MakeFolderData = {
+    body: NewFolder;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/folders';
+};
+
+export type MakeFolderErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type MakeFolderError = MakeFolderErrors[keyof MakeFolderErrors];
+
+export type MakeFolderResponses = {
+    /**
+     * Successful Response
+     */
+    201: MadeFolder;
+};
+
+export type MakeFolderResponse = MakeFolderResponses[keyof MakeFolderResponses];
+
+export type MoveFileData = {
+    body: NewMove;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/moves';
+};
+
+export type MoveFileErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type MoveFileError = MoveFileErrors[keyof MoveFileErrors];
+
+export type MoveFileResponses = {
+    /**
+     * Successful Response
+     */
+    201: FileEntry;
+};
+
+export type MoveFileResponse = MoveFileResponses[keyof MoveFileResponses];
+
+export type SetMetadataData = {
+    body: NewMetadata;
+    path: {
+        /**
+         * Session Id
+         */
+        session_id: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/sessions/{session_id}/metadata';
+};
+
+export type SetMetadataErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type SetMetadataError = SetMetadataErrors[keyof SetMetadataErrors];
+
+export type SetMetadataResponses = {
+    /**
+     * Successful Response
+     */
+    200: FileEntry;
+};
+
+export type SetMetadataResponse = SetMetadataResponses[keyof SetMetadataResponses];
 
 export type CallToolData = {
     body: NewCall;
