@@ -16,7 +16,17 @@ import pytest
 
 from tests.support.stack.api_stack import ApiStack
 from tests.support.stack.waiting import SOON_S, wait_until, wait_until_async
-from toolcrew import ApiUnavailable, AsyncClient, BatchOptions, Client, ErrorCode, ItemEnvironment, RunBody, ToolFailure
+from toolcrew import (
+    ApiUnavailable,
+    AsyncClient,
+    BatchOptions,
+    Client,
+    ErrorCode,
+    ItemEnvironment,
+    RunBody,
+    ToolFailure,
+)
+from toolcrew.contract.errors import ConfigError
 from toolcrew.contract.run_spec import RunLimits
 from toolcrew.contract.session_spec import SandboxOptions
 
@@ -217,3 +227,31 @@ def test_the_program_of_the_readme_needs_a_url_and_a_key(api_stack: ApiStack, tm
     )
     assert done.stderr == ""
     assert done.stdout == "42\n\nsum.py\nLinux\nTrue\nHello.\n"
+
+
+def test_a_batch_uploads_the_files_of_its_lines(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.txt").write_text("in the folder")
+    lines = [{"id": name, "instruction": "[item carries]", "workspace": "project"} for name in ("one", "two")]
+    batch = client.batches.submit(lines, files={"project": tmp_path})
+    assert client.batches.wait(batch.id).request_counts.completed == 2
+    rows = list(client.batches.results(batch.id))
+    assert len([row for row in rows if "in the folder" in str(row)]) == 2, rows
+    with pytest.raises(ConfigError):
+        client.batches.submit(lines, files={"other": tmp_path})
+
+
+def test_a_client_lists_and_kills_calls_and_deletes_checkpoints(client: Client) -> None:
+    with client.sessions.open() as session:
+        assert session.call("bash_tool", {"command": "true"}, call_id=f"done-{session.id}").success
+        assert client.calls.get(f"done-{session.id}")["state"] == "done"
+        assert f"done-{session.id}" in [call["id"] for call in client.calls.list()]
+        assert client.calls.kill(f"done-{session.id}")["already_ended"]
+        checkpoint = session.checkpoint()
+    client.delete_checkpoint(checkpoint)
+    with pytest.raises(ToolFailure) as missing:
+        client.delete_checkpoint(checkpoint)
+    assert missing.value.code is ErrorCode.FILE_NOT_FOUND
+    assert [model.name for model in client.models()] == []
+    assert list(client.approvals.list()) == []
+    assert isinstance([skill.name for skill in client.skills.list()], list)

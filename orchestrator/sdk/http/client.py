@@ -30,6 +30,7 @@ from toolcrew.orchestrator.sdk.http.connection import (
     parse,
     parse_object,
     pause_after,
+    replace_workspaces,
     run_fields,
     segment,
     with_key,
@@ -39,7 +40,8 @@ from toolcrew.orchestrator.sdk.http.ports import Ports
 from toolcrew.orchestrator.sdk.http.processes import Processes
 
 if TYPE_CHECKING:
-    from toolcrew.contract.access_views import KeyView, Page, ToolView
+    from toolcrew.contract.access_views import KeyView, Page, SkillView, ToolView
+    from toolcrew.contract.model_endpoints import EndpointView
     from toolcrew.contract.run_spec import ItemEnvironment, RunBody
     from toolcrew.contract.run_views import BatchOptions, BatchStatus, DurableRunState, RunView, SubmittedBatch
     from toolcrew.contract.session_spec import SandboxOptions
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from toolcrew.contract.webhooks import Webhook
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 OnOutput = Callable[[str, str], object]
 """Gets a stream's name and a piece of its text."""
 
@@ -76,6 +79,9 @@ class Client:
         self.batches = Batches(self)
         self.files = Files(self)
         """Uploads, which runs and batches take as their first files, and artifacts."""
+        self.calls = Calls(self)
+        self.skills = Skills(self)
+        self.approvals = Approvals(self)
 
     def close(self) -> None:
         """Close the connections. Sessions and runs stay open."""
@@ -101,6 +107,18 @@ class Client:
 
         return [tool for tool in self.pages(Page[ToolView], "/v1/tools")]
 
+    def models(self) -> "list[EndpointView]":
+        """Return the model endpoints that the tenant's runs may use."""
+        from toolcrew.contract.access_views import Page
+        from toolcrew.contract.model_endpoints import EndpointView
+
+        return [model for model in self.pages(Page[EndpointView], "/v1/models")]
+
+    def delete_checkpoint(self, checkpoint: "Checkpoint | str") -> None:
+        """Delete a checkpoint, given as object or id. Raises ToolFailure(FILE_NOT_FOUND)."""
+        name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
+        self.send(Ask("DELETE", f"/v1/checkpoints/{segment(name)}", wait_s=OPEN_S))
+
     def usage(self, start: datetime | None = None, end: datetime | None = None, *, by: "By" = "day") -> "UsageReport":
         """Return what the tenant used by hour or day in UTC, and its budgets. `start` None: 30 days before `end`."""
         from toolcrew.contract.session_views import UsageReport
@@ -113,7 +131,7 @@ class Client:
         """Return the record at an address of the API."""
         return parse(kind, self.send(Ask("GET", path, repeats=True, params=params)))
 
-    def pages(self, kind: "type[Page[M]]", path: str, params: Mapping[str, Any] | None = None) -> Generator[M]:
+    def pages(self, kind: "type[Page[T]]", path: str, params: Mapping[str, Any] | None = None) -> Generator[T]:
         """Yield the items of a list from all its pages."""
         cursor: str | None = None
         while True:
@@ -503,15 +521,23 @@ class Batches:
         lines: Iterable[Mapping[str, Any]] | Path | str,
         options: "BatchOptions | None" = None,
         *,
+        files: Mapping[str, bytes | Path | str] | None = None,
         webhook_secret: str | None = None,
         idempotency_key: str | None = None,
     ) -> "SubmittedBatch":
         """Queue a run for every line. `lines`: objects with at least `instruction`, or a JSONL file. The same
         `idempotency_key`, or the same id in `options`, makes one batch.
+
+        `files`: name -> an archive, as bytes or as a local path, or a local folder. Each is uploaded once, and replaces
+        its name in the field `workspace` of the lines. Uploads have new ids, so a second submission with the same
+        `idempotency_key` uses the ids of the first one instead.
         """
         from toolcrew.contract.run_views import SubmittedBatch
 
         content = _read_lines(lines)
+        if files:
+            uploads = {name: (self._client.files.upload(data)).id for name, data in files.items()}
+            content = replace_workspaces(content, uploads)
         headers = {"Content-Type": "application/jsonl"} | ({"Webhook-Secret": webhook_secret} if webhook_secret else {})
         params = options.model_dump(mode="json", exclude_defaults=True) if options is not None else {}
         ask = Ask("POST", "/v1/batches", params=params, content=content, headers=headers, wait_s=OPEN_S)
@@ -560,6 +586,80 @@ class Batches:
             time.sleep(RECONNECT_S)
 
 
+class Calls:
+    """Calls of the tenant by their ids, no matter which program makes them."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def get(self, call: str) -> dict[str, Any]:
+        """Return where a call waits or runs, since when, and its outcome. Calls are kept for a day."""
+        return parse_object(self._client.send(Ask("GET", f"/v1/calls/{segment(call)}", repeats=True)))
+
+    def list(self) -> Generator[dict[str, Any]]:
+        """Yield the calls that wait, run, or ended recently."""
+        from toolcrew.contract.access_views import Page
+
+        return self._client.pages(Page[Any], "/v1/calls")
+
+    def kill(self, call: str, reason: str = "") -> dict[str, Any]:
+        """Kill a call that waits or runs, and return its state after the end. Its caller gets CANCELLED."""
+        ask = Ask("POST", f"/v1/calls/{segment(call)}/kill", body={"reason": reason}, wait_s=QUEUE_S)
+        return parse_object(self._client.send(with_key(ask)))
+
+
+class Skills:
+    """The skills of the tenant."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def list(self) -> "Generator[SkillView]":
+        """Yield the tenant's own skills and those of the workers."""
+        from toolcrew.contract.access_views import Page, SkillView
+
+        return self._client.pages(Page[SkillView], "/v1/skills")
+
+    def install(self, archive: bytes | Path | str, *, replace: bool = False) -> "SkillView":
+        """Install a skill: its folder as a .zip of at most 16 MiB, as bytes or as a local path."""
+        from toolcrew.contract.access_views import SkillView
+
+        content = archive if isinstance(archive, bytes) else Path(archive).read_bytes()
+        ask = Ask("POST", "/v1/skills", params={"replace": replace or None}, content=content, wait_s=OPEN_S)
+        return parse(SkillView, self._client.send(ask))
+
+    def remove(self, name: str) -> None:
+        """Remove a skill that was installed for the tenant."""
+        self._client.send(Ask("DELETE", f"/v1/skills/{segment(name)}"))
+
+
+class Approvals:
+    """The calls that wait for a decision."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def list(self) -> Generator[dict[str, Any]]:
+        """Yield the calls that wait, the first to expire first."""
+        from toolcrew.contract.access_views import Page
+
+        return self._client.pages(Page[Any], "/v1/approvals")
+
+    def decide(
+        self,
+        approval: str,
+        decision: Literal["allow", "modify", "reject"],
+        *,
+        digest: str,
+        reason: str = "",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Decide about a call, once. `digest`: as `list` shows it. `arguments`: of the decision `modify` only."""
+        body = {"decision": decision, "digest": digest, "reason": reason, "arguments": arguments}
+        ask = Ask("POST", f"/v1/approvals/{segment(approval)}", body=body)
+        return parse_object(self._client.send(with_key(ask)))
+
+
 class Files:
     """Stored files of the tenant."""
 
@@ -567,10 +667,12 @@ class Files:
         self._client = client
 
     def upload(self, data: bytes | Path | str) -> "StoredFile":
-        """Store an archive (tar, compressed tar, or zip) or a git bundle, as bytes or as a local path."""
+        """Store an archive (tar, compressed tar, or zip) or a git bundle, as bytes or as a local path, or a local
+        folder of at most 64 MiB.
+        """
         from toolcrew.contract.session_views import StoredFile
 
-        content = data if isinstance(data, bytes) else Path(data).read_bytes()
+        content = data if isinstance(data, bytes) else _read_upload(Path(data))
         return parse(StoredFile, self._client.send(Ask("POST", "/v1/files", content=content, wait_s=OPEN_S)))
 
     def list(self) -> "Generator[StoredFile]":
@@ -608,6 +710,14 @@ def _read_lines(lines: Iterable[Mapping[str, Any]] | Path | str) -> bytes:
     if isinstance(lines, Path | str):
         return Path(lines).read_bytes()
     return "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in lines).encode()
+
+
+def _read_upload(path: Path) -> bytes:
+    if not path.is_dir():
+        return path.read_bytes()
+    from toolcrew.archives.folders import pack_folder
+
+    return pack_folder(path)
 
 
 def _run_path(run: str) -> str:

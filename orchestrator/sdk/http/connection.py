@@ -225,6 +225,23 @@ def with_key(ask: Ask, key: str | None = None) -> Ask:
     return replace(ask, headers=headers, repeats=True)
 
 
+def replace_workspaces(lines: bytes, uploads: Mapping[str, str]) -> bytes:
+    """Return JSON lines whose `workspace` names the uploaded file instead of a key of `uploads`. Raises ConfigError for
+    a name that no line has.
+    """
+    used, out = set[str](), list[str]()
+    for line in lines.splitlines():
+        fields = json.loads(line) if line.strip() else None
+        name = fields.get("workspace") if isinstance(fields, dict) else None
+        if isinstance(fields, dict) and isinstance(name, str) and name in uploads:
+            used.add(name)
+            line = json.dumps({**fields, "workspace": uploads[name]}).encode()
+        out.append(line.decode())
+    if unused := sorted(uploads.keys() - used):
+        raise ConfigError(f"no line has the workspace {', '.join(unused)}: correct the names of `files`")
+    return "".join(f"{line}\n" for line in out).encode()
+
+
 def run_fields(body: "RunBody") -> dict[str, Any]:
     """Return the fields of a new run as the API reads them: with the limits among the other fields."""
     fields = body.model_dump(mode="json", exclude_defaults=True)

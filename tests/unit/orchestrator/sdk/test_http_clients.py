@@ -1,6 +1,7 @@
 """The clients of the HTTP API against a service that fails: what is sent again, what is not, and what users read."""
 
 import json
+import operator
 import socket
 import threading
 import tracemalloc
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolcrew import ApiUnavailable, Client, ErrorCode, ToolFailure
+from toolcrew import ApiUnavailable, Client, ErrorCode, ToolClient, ToolFailure
 from toolcrew.contract.errors import ConfigError, SandboxUnavailable, ToolcrewError
 from toolcrew.orchestrator.sdk.http import client as client_module
 from toolcrew.orchestrator.sdk.http.connection import MAX_EVENT_BYTES, EventReader
@@ -283,3 +284,32 @@ def test_the_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
             run = client.runs.get("run-1")
     assert run.created_at == 1_795_953_600.0
     assert service.requests[0][1]["Authorization"] == "Bearer tc_mine"
+
+
+HTTP_NAMES = {
+    "batch_runs": "batches",
+    "budgets": "usage",
+    "call_history": "calls.get",
+    "delete_checkpoint": "delete_checkpoint",
+    "kill_call": "calls.kill",
+    "list_calls": "calls.list",
+    "own_skills": "skills.install",
+    "runs": "runs.start",
+    "session": "sessions.get",
+    "sessions": "sessions.list",
+    "open_session": "sessions.open",
+    "skills": "skills.list",
+    "tools": "tools",
+    "usage": "usage",
+    "models": "models",
+    "key": "key",
+    "approvals": "approvals.list",
+}
+"""What a tenant uses of ToolClient -> where toolcrew.Client has it."""
+
+
+def test_what_a_tenant_may_use_exists_over_http() -> None:
+    with Client("http://127.0.0.1:1", "key") as client:
+        for direct, over_http in HTTP_NAMES.items():
+            assert hasattr(ToolClient, direct), direct
+            assert operator.attrgetter(over_http)(client) is not None
