@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from tests.conftest import RedisProcess
 from tests.support.api.api_harness import ApiHarness
 from tests.support.stack.waiting import SOON_S, wait_until_async
+from toolcrew import AsyncClient
 from toolcrew.orchestrator.api import processes, shares
 
 # Before the API starts, whatever the order of a test's arguments.
@@ -463,3 +464,11 @@ async def test_no_input_follows_its_end(api: ApiHarness, client: httpx.AsyncClie
         await viewer.write(3, b"more")
         assert await viewer.read_close_code() == 4400
     assert (await client.get(path)).json()["end"] is None
+
+
+async def test_the_python_client_reads_every_byte_of_a_fast_process(api: ApiHarness, session: str) -> None:
+    async with AsyncClient(api.url, api.keys["acme"]) as client:
+        handle = client.sessions.get(session.rpartition("/")[2])
+        async with await handle.processes.start(["head", "-c", "3000000", "/dev/zero"]) as process:
+            size = sum([len(piece.data) async for piece in process])
+            assert (size, process.lost_bytes, (await process.wait()).exit_code) == (3_000_000, 0, 0)
