@@ -6319,6 +6319,79 @@ export type CallToolResponses = {
 
 export type CallToolResponse = CallToolResponses[keyof CallToolResponses];
 
+export type DeleteCheckpointData = {
+    body?: never;
+    path: {
+        /**
+         * Checkpoint
+         */
+        checkpoint: string;
+    };
+    query?: {
+        /**
+         * Tenant
+         *
+         * The tenant, for operators' keys. Default: the tenant of the key.
+         */
+        tenant?: string | null;
+    };
+    url: '/v1/checkpoints/{checkpoint}';
+};
+
+export type DeleteCheckpointErrors = {
+    /**
+     * Bad Request
+     */
+    400: Problem;
+    /**
+     * Unauthorized
+     */
+    401: Problem;
+    /**
+     * Forbidden
+     */
+    403: Problem;
+    /**
+     * Not Found
+     */
+    404: Problem;
+    /**
+     * Request Timeout
+     */
+    408: Problem;
+    /**
+     * Request Entity Too Large
+     */
+    413: Problem;
+    /**
+     * Unprocessable Entity
+     */
+    422: Problem;
+    /**
+     * Too Many Requests
+     */
+    429: Problem;
+    /**
+     * Internal Server Error
+     */
+    500: Problem;
+    /**
+     * Service Unavailable
+     */
+    503: Problem;
+};
+
+export type DeleteCheckpointError = DeleteCheckpointErrors[keyof DeleteCheckpointErrors];
+
+export type DeleteCheckpointResponses = {
+    /**
+     * Successful Response
+     */
+    204: void;
+};
+
+export type DeleteCheckpointResponse = DeleteCheckpointResponses[keyof DeleteCheckpointResponses];
+
 export type ListCallsData = {
     body?: never;
     path?: never;
