@@ -150,17 +150,21 @@ class Listener:
     def __init__(self, server: StreamGatewayServer, certificate: GatewayCertificate) -> None:
         self._server = server
         self._context = certificate.context
-        self._places = asyncio.Semaphore(MAX_UNPROVED)
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], None] = {}
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until the task is cancelled."""
         try:
             while True:
-                await self._places.acquire()
                 task = asyncio.create_task(self._connect(await self._accept_one(listener)))
-                self._connecting.add(task)
-                task.add_done_callback(self._end_connecting)
+                self._connecting[task] = None
+                task.add_done_callback(lambda ended: self._connecting.pop(ended, None))
+                # The oldest one leaves, because connections that send nothing must not keep a real client waiting.
+                if len(self._connecting) > MAX_UNPROVED:
+                    oldest = next(iter(self._connecting))
+                    del self._connecting[oldest]
+                    oldest.cancel()
+                await asyncio.sleep(0)  # the task begins, so that it closes its socket when it is cancelled
         finally:
             await cancel_all(self._connecting)
 
@@ -182,10 +186,6 @@ class Listener:
             )
         except (OSError, TimeoutError) as error:
             log.debug("stream_client_refused", reason=str(error) or "no TLS handshake in time")
-
-    def _end_connecting(self, task: "asyncio.Task[None]") -> None:
-        self._connecting.discard(task)
-        self._places.release()
 
 
 def _listen(settings: StreamGatewaySettings) -> socket.socket:

@@ -22,7 +22,7 @@ HANDSHAKE_S = 5.0
 """Seconds that a client has for its proof."""
 MAX_CLIENTS = 256
 MAX_UNPROVED = 64
-"""Limit of the connections without a proof. Further ones are closed at once."""
+"""Limit of the connections without a proof. Above it, the oldest one ends."""
 FLUSH_S = 2.0
 """Seconds that clients have to read the end of their streams when the gateway ends."""
 
@@ -106,7 +106,9 @@ class StreamGatewayServer:
     def _start_client(self, client: ClientConnection, greet: Callable[[], None]) -> None:
         self._clients.add(client)
         self._no_clients.clear()
-        if len(self._unproved) >= MAX_UNPROVED or len(self._clients) > MAX_CLIENTS:
+        if len(self._unproved) >= MAX_UNPROVED:
+            next(iter(self._unproved)).connection.end("too many connections without a proof")
+        if len(self._clients) > MAX_CLIENTS:
             log.warning("stream_client_refused", clients=len(self._clients))
             client.connection.end("too many connections")
             return

@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+import ssl
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -10,7 +12,7 @@ from tests.support.streams.gateway_harness import open_gateway, read_all
 from toolcrew.contract.errors import ErrorCode, SandboxUnavailable, StreamLost, ToolFailure
 from toolcrew.contract.signing import SigningKeys
 from toolcrew.contract.stream_protocol import BULK_WINDOW_BYTES, EPOCH_HEADER, FrameKind, StreamFrame
-from toolcrew.workers.stream_gateway import channels
+from toolcrew.workers.stream_gateway import channels, daemon, gateway
 
 
 async def test_bytes_of_a_stream_arrive_once_and_in_order() -> None:
@@ -203,6 +205,27 @@ async def test_a_client_without_the_secret_is_not_served() -> None:
     async with open_gateway() as harness:
         with pytest.raises(SandboxUnavailable):
             await harness.connect(SigningKeys.of("another secret", deployment="tests"))
+
+
+async def test_connections_without_a_proof_keep_no_client_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (daemon, gateway):
+        monkeypatch.setattr(module, "MAX_UNPROVED", 4)
+        monkeypatch.setattr(module, "HANDSHAKE_S", 3600.0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    async with open_gateway() as harness, AsyncExitStack() as stack:
+        address = ("127.0.0.1", harness.gateway.port)
+        greeted = [await asyncio.open_connection(*address, ssl=context) for _ in range(6)]
+        for _, writer in greeted:
+            stack.callback(writer.transport.abort)
+        silent = [await asyncio.open_connection(*address) for _ in range(6)]
+        for _, writer in silent:
+            stack.callback(writer.transport.abort)
+        assert await silent[0][0].read() == b""
+        await greeted[0][0].readline()
+        assert await greeted[0][0].read() == b""
+        stream = await harness.open(await harness.connect(), "flood", "1000")
+        assert await read_all(stream) == pattern_at(0, 1000)
 
 
 async def test_a_client_refuses_a_certificate_that_was_not_published() -> None:
