@@ -204,11 +204,22 @@ async def _read_until(stream: Stream, count: int) -> AsyncIterator[bytes]:
 
 def _find_position(stream: Stream) -> int:
     """Return the position of a stream's first byte in the output of its process."""
-    return parse_fields(_Attached, {"from": stream.opened.get("from")}).position
+    return parse_fields(_AttachedAt, {"from": stream.opened.get("from")}).position
 
 
-class _Attached(Record):
+class _AttachedAt(Record):
     position: Position = Field(alias="from")
+
+
+class _Attached(_AttachedAt):
+    process: Position
+    pid: Position
+    pty: bool
+    lost_bytes: Position
+    input_offset: Position
+
+
+_ATTACHED: Final = ("process", "pid", "pty", "from", "lost_bytes", "input_offset")
 
 
 @router.websocket("/{process}/attach")
@@ -236,14 +247,15 @@ class _ProcessSocket:
         self._streams = streams
         self._stream = stream
         self._process = process
-        self._start = _find_position(stream)
-        self._input_start = parse_fields(InputState, {"input_offset": stream.opened.get("input_offset")}).input_offset
+        # The fields come from the sandbox, which may send others.
+        self._attached = parse_fields(_Attached, {name: stream.opened.get(name) for name in _ATTACHED})
+        self._start, self._input_start = self._attached.position, self._attached.input_offset
         self._input_position = self._acknowledged = self._input_start
         self._has_closed_input = False
 
     async def serve(self) -> None:
         """Relay until the process ends or the client leaves."""
-        await send_event(self._socket, "opened", **self._stream.opened)
+        await send_event(self._socket, "opened", **self._attached.model_dump(by_alias=True))
         await run_until_first_ends(self._socket, self._send_output(), self._take_messages())
 
     async def _send_output(self) -> None:

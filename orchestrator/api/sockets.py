@@ -7,7 +7,7 @@ site that a browser shows cannot open one, because its Origin is another.
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from toolcrew.concurrency.tasks import cancel_all
 from toolcrew.contract.calls import R, Record
-from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.invalid_input import describe_invalid
-from toolcrew.orchestrator.api.access import select_tenant
+from toolcrew.orchestrator.api.access import Caller, select_tenant
 from toolcrew.orchestrator.api.api_state import ApiState
 from toolcrew.orchestrator.api.pages.logins import NotLoggedIn, find_login
 from toolcrew.orchestrator.api.pages.people import check_origin
@@ -33,6 +33,8 @@ from toolcrew.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 NORMAL, INTERNAL_ERROR = 1000, 1011
+KEY_CHECK_S = 5.0
+"""Seconds between two checks of the key of a WebSocket, which can be open for days."""
 _STATUSES_AS_CODES = frozenset({401, 403, 404, 409, 429, 503})
 """Statuses of problems whose close code is 4000 more."""
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -48,7 +50,10 @@ Options = TypeVar("Options", bound=SocketOptions)
 
 
 async def serve_socket(
-    socket: WebSocket, session_id: str, kind: type[Options], serve: Callable[[SessionStreams, Options], Awaitable[None]]
+    socket: WebSocket,
+    session_id: str,
+    kind: type[Options],
+    serve: Callable[[SessionStreams, Options], Coroutine[Any, Any, None]],
 ) -> None:
     """Serve a WebSocket of a session until it ends. `kind`: the record of its query parameters. A problem is sent as
     an event, and then the connection is closed with its code.
@@ -59,7 +64,8 @@ async def serve_socket(
             app_state, identity, credential = await _authenticate(socket)
             options = parse_options(kind, _read_query(socket))
             caller = select_tenant(app_state, identity, credential, options.tenant)
-            await serve(await use_streams(caller, _check_session_id(session_id)), options)
+            streams = await use_streams(caller, _check_session_id(session_id))
+            await run_until_first_ends(socket, serve(streams, options), _check_key(caller))
         except (ApiProblem, ToolFailure, OperatorError) as error:
             await _close_with(socket, response_to(error, socket.url.path))
         except WebSocketDisconnect:
@@ -103,6 +109,14 @@ async def _wait_for_loss(socket: WebSocket) -> None:
     lost: asyncio.Event = socket.scope["state"][LOST]
     await lost.wait()
     raise WebSocketDisconnect
+
+
+async def _check_key(caller: Caller) -> None:
+    """Check the key now and then. Raises ToolFailure when it was revoked."""
+    while True:
+        await asyncio.sleep(KEY_CHECK_S)
+        with suppress(BrokerUnavailable):  # an unavailable Redis does not end the connection of a valid key
+            await caller.credential.check(caller.tenant)
 
 
 async def _authenticate(socket: WebSocket) -> tuple[ApiState, Identity, Credential]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import h11
 
-from toolcrew.contract.errors import OperatorError, ToolFailure
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.orchestrator.previews.messages import (
     RefusedMessage,
     RequestHead,
@@ -90,7 +90,9 @@ class ClientConnection:
         except RefusedMessage as refused:
             await self._refuse(refused.status, str(refused))
         except (ToolFailure, OperatorError) as error:
-            await self._refuse(502, f"the port cannot be reached [{error.code}]: {error}")
+            # Anybody may read this. Only the sandbox's answer has no names and reasons of the operator.
+            reason = f": {error}" if error.code is ErrorCode.NETWORK_ERROR else ""
+            await self._refuse(502, f"the port cannot be reached [{error.code.value}]{reason}")
         return False
 
     # --- One request

@@ -16,9 +16,11 @@ from websockets.exceptions import ConnectionClosed
 
 from tests.conftest import RedisProcess
 from tests.support.api.api_harness import ApiHarness
+from tests.support.api.local_streams import LocalStreams
 from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew import AsyncClient
-from toolcrew.orchestrator.api import processes, shares
+from toolcrew.orchestrator.api import processes, shares, sockets
+from toolcrew.orchestrator.streams import Stream
 
 # Before the API starts, whatever the order of a test's arguments.
 pytestmark = pytest.mark.usefixtures("local_streams")
@@ -317,6 +319,39 @@ async def test_a_message_above_64_kib_ends_the_connection(
         await viewer.socket.send(bytes(65_537))
         assert await viewer.read_close_code() == 1009
     assert (await client.get(path)).json()["end"] is None
+
+
+async def test_a_revoked_key_ends_its_connections(
+    api: ApiHarness, client: httpx.AsyncClient, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "KEY_CHECK_S", 0.01)
+    path = await start(client, session, "cat", stdin=True)
+    made = (await api["admin"].post("/v1/tenants/acme/keys", json={"name": "short-lived"})).json()
+    async with attached(api, f"{path}/attach", {"Authorization": f"Bearer {made['key']}"}) as viewer:
+        await viewer.read_event("opened")
+        assert (await api["admin"].delete(f"/v1/tenants/acme/keys/{made['id']}")).status_code == 204
+        assert await viewer.read_close_code() == 4401
+
+
+async def test_fields_that_a_sandbox_adds_reach_no_client(
+    api: ApiHarness,
+    client: httpx.AsyncClient,
+    session: str,
+    local_streams: LocalStreams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = await start(client, session, "cat", stdin=True)
+    open_stream = local_streams.open
+
+    async def open_hostile(*arguments: Any, **options: Any) -> Stream:
+        stream = await open_stream(*arguments, **options)
+        stream.opened |= {"event": "end", "socket": None, "number": float("nan")}
+        return stream
+
+    monkeypatch.setattr(local_streams, "open", open_hostile)
+    async with attached(api, f"{path}/attach") as viewer:
+        opened = await viewer.read_event("opened")
+    assert opened.keys() == {"event", "process", "pid", "pty", "from", "lost_bytes", "input_offset"}
 
 
 async def test_who_may_attach(api: ApiHarness, client: httpx.AsyncClient, session: str) -> None:

@@ -189,7 +189,8 @@ async def test_pages_of_other_origins_cannot_use_the_cookie(previews: Previews) 
 
 
 async def test_a_closed_session_and_a_closed_port_are_bad_gateways(previews: Previews) -> None:
-    assert (await previews.get(8000, preview=CLOSED)).status_code == 502
+    refused = await previews.get(8000, preview=CLOSED)
+    assert (refused.status_code, refused.text.strip()) == (502, "the port cannot be reached [SESSION_NOT_FOUND]")
 
 
 async def test_a_large_body_passes_in_both_directions_in_constant_memory(previews: Previews) -> None:
