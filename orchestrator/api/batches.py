@@ -26,10 +26,10 @@ from toolcrew.contract.webhooks import Webhook
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
-from toolcrew.orchestrator.api.piece_responses import PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from toolcrew.orchestrator.batches.rows import build_row, build_row_line
+from toolcrew.orchestrator.http.piece_responses import PieceResponse
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.runs.batch_status import build_status
 from toolcrew.orchestrator.runs.client_batches import ClientBatches

@@ -10,9 +10,9 @@ from toolcrew.contract.access_views import Page
 from toolcrew.contract.session_views import StoredFile
 from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, encode_cursor
-from toolcrew.orchestrator.api.piece_responses import CONTENT, PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.batches.stored_files import StoredFiles
+from toolcrew.orchestrator.http.piece_responses import CONTENT, PieceResponse
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=responses())
 

@@ -29,7 +29,6 @@ from toolcrew.contract.process_views import (
 from toolcrew.contract.stream_protocol import WINDOW_BYTES
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey, find_call_id
-from toolcrew.orchestrator.api.piece_responses import CONTENT, PieceResponse, while_connected
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sandbox_streams import (
     SessionStreams,
@@ -46,6 +45,7 @@ from toolcrew.orchestrator.api.sockets import (
     send_event,
     serve_socket,
 )
+from toolcrew.orchestrator.http.piece_responses import CONTENT, PieceResponse, while_connected
 from toolcrew.orchestrator.streams import Stream
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/processes", tags=["processes"], responses=responses(404))

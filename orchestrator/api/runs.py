@@ -31,11 +31,11 @@ from toolcrew.orchestrator.api.access import AnyCaller, Caller
 from toolcrew.orchestrator.api.exact_json import dump_exactly
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
-from toolcrew.orchestrator.api.piece_responses import FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from toolcrew.orchestrator.batches.artifacts import MAX_PATTERNS
 from toolcrew.orchestrator.batches.lines import MAX_DEPTH
+from toolcrew.orchestrator.http.piece_responses import FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.http.problems import ApiCode, ApiProblem
 from toolcrew.orchestrator.operations.views import view_run
 from toolcrew.orchestrator.runs.durable_runs import DurableRuns

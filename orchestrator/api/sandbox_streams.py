@@ -12,7 +12,7 @@ from toolcrew.contract.calls import R
 from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
 from toolcrew.contract.stream_protocol import WINDOW_BYTES
 from toolcrew.orchestrator.api.access import Caller
-from toolcrew.orchestrator.api.piece_responses import ResponseCut
+from toolcrew.orchestrator.http.piece_responses import ResponseCut
 from toolcrew.orchestrator.streams import Stream, StreamPiece, StreamTarget
 from toolcrew.telemetry.logs import get_logger
 

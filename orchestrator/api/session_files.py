@@ -33,7 +33,6 @@ from toolcrew.orchestrator.api.byte_ranges import (
     find_range,
     parse_content_range,
 )
-from toolcrew.orchestrator.api.piece_responses import CONTENT, PieceResponse
 from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sandbox_streams import (
     SessionStreams,
@@ -48,6 +47,7 @@ from toolcrew.orchestrator.api.sessions import CLIENT_LEFT, WORKSPACE, SessionId
 from toolcrew.orchestrator.api.sockets import SocketOptions, run_until_first_ends, send_event, serve_socket
 from toolcrew.orchestrator.http.authentication import CLOSE
 from toolcrew.orchestrator.http.body_limits import refuse
+from toolcrew.orchestrator.http.piece_responses import CONTENT, PieceResponse
 from toolcrew.orchestrator.http.problems import ApiProblem, build_response, response_to
 from toolcrew.orchestrator.streams import Stream
 

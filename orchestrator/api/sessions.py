@@ -26,8 +26,8 @@ from toolcrew.contract.session_views import (
 from toolcrew.orchestrator.api.access import AnyCaller
 from toolcrew.orchestrator.api.idempotency import IdempotencyKey, find_call_id
 from toolcrew.orchestrator.api.paging import Cursor, Limit, decode_cursor, page_from
-from toolcrew.orchestrator.api.piece_responses import FileAnswer, split_pieces, while_connected
 from toolcrew.orchestrator.api.problem_handlers import responses
+from toolcrew.orchestrator.http.piece_responses import FileAnswer, split_pieces, while_connected
 from toolcrew.orchestrator.sessions.session import Session, SessionInfo
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())

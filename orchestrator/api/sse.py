@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from toolcrew.orchestrator.api.piece_responses import PieceResponse
+from toolcrew.orchestrator.http.piece_responses import PieceResponse
 
 MEDIA_TYPE = "text/event-stream"
 COMMENT_INTERVAL_S = 15.0

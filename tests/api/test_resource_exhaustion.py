@@ -16,10 +16,10 @@ from tests.support.stack.waiting import SOON_S, wait_until_async
 from toolcrew.concurrency.read_memory import ReadMemory
 from toolcrew.orchestrator.api import shares
 from toolcrew.orchestrator.api.calls import NewCall, _stream
-from toolcrew.orchestrator.api.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.api.shares import ConcurrencyLimit, FairQueue
 from toolcrew.orchestrator.api.sse import EventStream, ServerEvent
 from toolcrew.orchestrator.http import body_limits, server
+from toolcrew.orchestrator.http.piece_responses import PIECE_BYTES, FileAnswer, PieceResponse, split_pieces
 from toolcrew.orchestrator.http.server import HeadTimeoutProtocol
 from toolcrew.orchestrator.sessions.session import Session
 
@@ -251,7 +251,7 @@ async def test_a_file_is_sent_in_chunks_and_its_resources_are_released_afterward
 
 
 async def test_a_client_that_reads_nothing_releases_the_memory_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolcrew.orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.2)
+    monkeypatch.setattr("toolcrew.orchestrator.http.piece_responses.WRITE_WITHIN_S", 0.2)
     memory, held = ReadMemory(total=PIECE_BYTES * 4), contextlib.AsyncExitStack()
     reservation = await held.enter_async_context(memory.reserve("acme", PIECE_BYTES * 2))
     answer = FileAnswer(split_pieces(bytes(PIECE_BYTES * 2)), reservation, {}, held)
@@ -269,7 +269,7 @@ async def test_a_client_that_reads_nothing_releases_the_memory_of_its_answer(mon
 async def test_a_client_that_reads_slowly_is_disconnected_although_it_takes_every_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("toolcrew.orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.3)
+    monkeypatch.setattr("toolcrew.orchestrator.http.piece_responses.WRITE_WITHIN_S", 0.3)
     taken = 0
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -319,7 +319,7 @@ async def test_an_event_stream_produces_no_more_events_than_its_reader_accepts(m
         if admitted == 10:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("toolcrew.orchestrator.api.piece_responses.WRITE_WITHIN_S", 0.2)
+    monkeypatch.setattr("toolcrew.orchestrator.http.piece_responses.WRITE_WITHIN_S", 0.2)
     await EventStream(events())({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert made <= admitted + 1
 
