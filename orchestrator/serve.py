@@ -13,10 +13,12 @@ from toolcrew.contract.extras import explain_missing
 from toolcrew.contract.programs import program
 from toolcrew.contract.settings import child_environment, load_settings
 from toolcrew.contract.startup import importing_program
+from toolcrew.contract.tenancy import DEFAULT_TENANT
 from toolcrew.orchestrator.cli.clients import open_tenant_client
 from toolcrew.orchestrator.cli.runner import Tenant, refuse_key, run_work
 from toolcrew.orchestrator.logs import configure_logging
 from toolcrew.orchestrator.runs.batch_service import BatchService
+from toolcrew.store.audit import local_actor
 
 CONCURRENCY = 64
 
@@ -113,6 +115,28 @@ def serve_mcp(
     else:
         _refuse_with("stdio (leave --http out)", {"--tenant": tenant is not None, "--session": session is not None})
         run_work(_over_http(host, http, origin or []), as_json=False)
+
+
+@serve_app.command("e2b")
+def serve_e2b(
+    session: Annotated[str, typer.Option("--session", help="The open session that clients use as their sandbox.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on, on 127.0.0.1.")] = 49983,
+    tenant: Tenant = None,
+) -> None:
+    """Serve an open session to E2B's clients in debug mode (E2B_DEBUG=true) on this machine, until SIGTERM or Ctrl-C.
+
+    Clients need no key: every user of this machine can use the session.
+    """
+    with importing_program():
+        from toolcrew.orchestrator.e2b.debug_service import DebugService
+
+    async def work() -> None:
+        settings = load_settings().with_secret()
+        refuse_key(settings)
+        configure_logging(settings, "e2b")
+        await _run_until_signal(DebugService(settings, tenant or DEFAULT_TENANT, session, local_actor(), port))
+
+    run_work(work(), as_json=False)
 
 
 @serve_app.command("batches")

@@ -52,7 +52,7 @@ ARROWS: dict[str, frozenset[str]] = {
 
 # The entry points of the orchestrator. `orchestrator/serve.py` combines them; shared code of two entry points is
 # elsewhere.
-_SURFACES = tuple(f"toolcrew.orchestrator.{folder}" for folder in ("adapters", "api", "cli", "mcp"))
+_SURFACES = tuple(f"toolcrew.orchestrator.{folder}" for folder in ("adapters", "api", "cli", "e2b", "mcp"))
 
 # Folder of this repository -> modules of this repository that the folder must not import.
 FORBIDDEN: dict[str, tuple[str, ...]] = {
@@ -145,7 +145,12 @@ WALLS: dict[str, tuple[str, ...]] = {
     "fastapi": ("orchestrator/api/*.py",),
     "mcp": _MCP,
     "mcp_types": _MCP,
-    "starlette": ("orchestrator/http/*.py", "orchestrator/api/*.py", "orchestrator/mcp/http_*.py"),
+    "starlette": (
+        "orchestrator/http/*.py",
+        "orchestrator/api/*.py",
+        "orchestrator/e2b/*.py",
+        "orchestrator/mcp/http_*.py",
+    ),
     "uvicorn": ("orchestrator/http/server.py", "orchestrator/http/web_sockets.py"),
     "websockets": ("orchestrator/http/web_sockets.py", "orchestrator/sdk/http/*.py"),
     "pydantic_settings": ("contract/settings.py",),

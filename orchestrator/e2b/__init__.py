@@ -1,0 +1,1 @@
+"""The API of E2B, for its clients."""
