@@ -47,6 +47,6 @@ def _check_policy(policy: TenantPolicy, tenant: str, permission: str) -> None:
 def _deny(reason: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.PERMISSION_DENIED,
-        f"the stream was not opened: {reason}; use calls, or have the operator allow it "
-        "(toolcrew tenants set --streams)",
+        f"the stream was not opened: {reason}; use calls, or have the operator set `streams` of the tenant's policy to "
+        "allow",
     )

@@ -109,7 +109,7 @@ def test_batch_commands_without_redis_start_no_local_stack(command: str, monkeyp
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     result = CliRunner().invoke(app, ["batches", *command.split(), "--json"])
     assert result.exit_code == 1
-    assert "submit its file again with the same --id and --output" in json.loads(result.stdout)["error"]["message"]
+    assert "TOOLCREW_REDIS_URL is not set" in json.loads(result.stdout)["error"]["message"]
 
 
 def test_batches_are_listed_newest_first_and_shown(toolcrew: Toolcrew, lines: Path) -> None:

@@ -52,11 +52,15 @@ REFUSED = {
 PROCESSES = {
     "serve batches": ["serve", "batches"],
     "serve api": ["serve", "api", "--port", "0"],
+    "serve e2b": ["serve", "e2b", "--session", "rival-session", "--tenant", "rival"],
     "up": ["up"],
     "serve worker": ["serve", "worker"],
 }
-# Commands that read and write files here: they connect to nothing.
+# Commands that read and write files here, and those that use the API and not Redis.
 LOCAL = {
+    "sessions forward": ["sessions", "forward", "rival-session", "8000"],
+    "sessions processes": ["sessions", "processes", "rival-session"],
+    "sessions shell": ["sessions", "shell", "rival-session"],
     "config show": ["config", "show"],
     "config users": ["config", "users", "--out", "users.acl", "--passwords", "passwords.env"],
     "traces export": ["traces", "export", "rival-run", "--to", "atif"],
@@ -78,6 +82,7 @@ OWN = {
     "calls list": ["calls", "list"],
     "calls show": ["calls", "show", "rival-call"],
     "calls kill": ["calls", "kill", "rival-call"],
+    "keys show": ["keys", "show"],
     "models list": ["models", "list"],
     "run": ["run", "act", "--model", "scripted"],
     "runs cancel": ["runs", "cancel", "rival-run"],
@@ -94,6 +99,7 @@ OWN = {
     "sessions list": ["sessions", "list"],
     "sessions open": ["sessions", "open"],
     "sessions close": ["sessions", "close", "rival-session"],
+    "sessions ttl": ["sessions", "ttl", "rival-session", "600"],
     "skills install": ["skills", "install", "nothing"],
     "skills list": ["skills", "list"],
     "skills remove": ["skills", "remove", "rival-skill"],
