@@ -1,7 +1,7 @@
 """Addresses of ports of a session's sandbox, and the listener that serves them."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated
 
@@ -30,6 +30,10 @@ from toolcrew.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=responses())
+
+
+RECORD_EVERY_S = 600.0
+_MAX_RECORDED = 10_000
 
 
 class NewPreview(BaseModel):
@@ -71,14 +75,38 @@ async def expose_port(
     return PreviewView(url=url, access=access, expires_at=expires_at)
 
 
+class RecordedPorts:
+    """Decides which connections to ports are in the audit log. Each request of a visitor can be a connection, so an
+    entry for each would displace the other entries of the actor's stream.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._recorded_at: dict[tuple[str, str, int], float] = {}
+
+    def is_due(self, target: StreamTarget, port: int) -> bool:
+        """Return whether a connection is the first one to the port in RECORD_EVERY_S seconds."""
+        key, now = (target.tenant, target.session, port), self._clock()
+        if now - self._recorded_at.get(key, float("-inf")) < RECORD_EVERY_S:
+            return False
+        self._recorded_at.pop(key, None)
+        self._recorded_at[key] = now
+        if len(self._recorded_at) > _MAX_RECORDED:
+            del self._recorded_at[next(iter(self._recorded_at))]
+        return True
+
+
 @asynccontextmanager
 async def serve_previews(
     site: PreviewSite, parts: ConnectedParts, deployment: str, host: str, port: int
 ) -> AsyncIterator[None]:
     """Serve previews on a port of this process. Raises ConfigError."""
 
+    recorded = RecordedPorts()
+
     async def open_port(target: StreamTarget, number: int) -> Stream:
-        return await parts.streams.open(target, {"what": "port", "port": number})
+        is_recorded = recorded.is_due(target, number)
+        return await parts.streams.open(target, {"what": "port", "port": number}, is_recorded=is_recorded)
 
     store = PreviewStore(parts.pool.redis, deployment, parts.pool.keys)
     front = PreviewFront(site, parts.pool.keys, store.find, open_port)

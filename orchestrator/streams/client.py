@@ -72,6 +72,7 @@ class _OpenStream:
     permission: str
     opening: Mapping[str, Any]
     stream: Stream
+    is_recorded: bool
 
 
 class Streams:
@@ -109,9 +110,18 @@ class Streams:
 
         return await self._attempt(target, permission, send, is_repeatable=request["op"] in _REPEATABLE_CALLS)
 
-    async def open(self, target: StreamTarget, opening: Mapping[str, Any], *, window: int = WINDOW_BYTES) -> Stream:
+    async def open(
+        self,
+        target: StreamTarget,
+        opening: Mapping[str, Any],
+        *,
+        window: int = WINDOW_BYTES,
+        is_recorded: bool = True,
+    ) -> Stream:
         """Open a stream of docs/stream-protocol.md. `window`: bytes that are received before `read` takes them; at
-        most BULK_WINDOW_BYTES. Raises ToolFailure with the code of the sandbox, OperatorError.
+        most BULK_WINDOW_BYTES. `is_recorded`: write audit entries for a process or a port.
+
+        Raises ToolFailure with the code of the sandbox, OperatorError.
         """
         permission = find_stream_permission(opening)
 
@@ -124,11 +134,12 @@ class Streams:
                 raise
             return stream
 
-        await self._record("stream.open", target, opening)
+        if is_recorded:
+            await self._record("stream.open", target, opening)
         # A sandbox starts one process for a key.
         is_repeatable = opening["what"] != "process" or opening.get("key") is not None
         stream = await self._attempt(target, permission, send, is_repeatable=is_repeatable)
-        self._watch(_OpenStream(target, permission, opening, stream))
+        self._watch(_OpenStream(target, permission, opening, stream, is_recorded))
         return stream
 
     async def close(self) -> None:
@@ -237,7 +248,7 @@ class Streams:
 
     def _forget(self, number: int) -> None:
         opened = self._open.pop(number, None)
-        if opened is not None:
+        if opened is not None and opened.is_recorded:
             task = begin_shared(self._record_end(opened), "stream-audit")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

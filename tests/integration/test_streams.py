@@ -43,6 +43,8 @@ async def test_a_large_output_arrives_complete(stack: Stack) -> None:
 
 async def test_streams_are_in_the_audit_log_without_their_content(stack: Stack) -> None:
     async with open_stream_session(stack) as opened:
+        unrecorded = await opened.open({"what": "process", "argv": ["true"]}, is_recorded=False)
+        assert await read_all(unrecorded) == b""
         stream = await opened.start("cat", stdin=True)
         await stream.write(b"secret content", is_last=True)
         assert await read_all(stream) == b"secret content"
