@@ -463,6 +463,8 @@ class SandboxdSettings(LogSettings):
     sandboxd_allow_uids: list[int] = Field(default=[])
     """Uids that may connect, in addition to sandboxd's own. The operator sets it when the worker runs as another user.
     """
+    sandboxd_gateway_uids: list[int] = Field(default=[])
+    """Uids that may only use stream channels. The operator sets it when the stream gateway runs as another user."""
     deployment: str = Field(default="default", pattern=DEPLOYMENT)
     """The name of the deployment, as in the workers. The operator sets it when two deployments share one Docker engine.
     """
@@ -546,9 +548,9 @@ class SandboxdSettings(LogSettings):
     above. The operator adds a class when a tenant needs more.
     """
 
-    def allowed_uids(self) -> frozenset[int]:
-        """Return the uids that may connect: the process's own uid and the configured uids."""
-        return frozenset({os.geteuid(), *self.sandboxd_allow_uids})
+    def allowed_uids(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the uids that may make every request, and those of stream gateways."""
+        return frozenset({os.geteuid(), *self.sandboxd_allow_uids}), frozenset(self.sandboxd_gateway_uids)
 
     def proxy_uids(self) -> frozenset[int]:
         """Return the uids that an egress proxy may have: the process's own uid, root and the configured uids."""

@@ -361,7 +361,7 @@ def test_only_the_worker_and_the_stream_gateway_can_access_the_sandboxd_socket(m
         monkeypatch.setenv(key, value)
     settings = SandboxdSettings()
     gateway_uid, gateway_gid = find_user("stream-gateway")
-    assert settings.sandboxd_allow_uids == [worker_uid, gateway_uid]
+    assert (settings.sandboxd_allow_uids, settings.sandboxd_gateway_uids) == ([worker_uid], [gateway_uid])
     assert gateway_gid == worker_gid
     assert find_user("sandboxd")[1] == worker_gid
     assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]

@@ -136,6 +136,7 @@ def test_kubernetes_passes_every_setting_from_one_config_map(service: str) -> No
         "TOOLCREW_WORKER_KIND",
         "TOOLCREW_SANDBOXD_SOCKET",
         "TOOLCREW_SANDBOXD_ALLOW_UIDS",
+        "TOOLCREW_SANDBOXD_GATEWAY_UIDS",
         "TOOLCREW_SANDBOXD_NAME",
         "TOOLCREW_SANDBOXD_STATE",
         "TOOLCREW_SANDBOXD_LEASES",

@@ -309,3 +309,13 @@ async def test_bytes_of_streams_are_counted_for_the_session(daemon: Sandboxd) ->
         await channel.use(bytes_in=70, bytes_out=7, open_streams=1)
         await channel.use(bytes_in=0, bytes_out=23, open_streams=1)
         assert daemon.session().describe_usage()["stream_bytes"] == 100
+
+
+async def test_a_gateway_of_another_user_may_only_use_stream_channels(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path, uids=frozenset(), gateway_uids=frozenset({os.geteuid()})) as daemon:
+        with pytest.raises(ToolFailure) as refused:
+            await daemon.open()
+        assert refused.value.code is ErrorCode.PERMISSION_DENIED
+        with pytest.raises(ToolFailure) as missing:
+            await open_channel(daemon.path, NAME, 1)
+        assert missing.value.code is ErrorCode.SESSION_NOT_FOUND

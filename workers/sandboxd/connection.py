@@ -42,18 +42,27 @@ _MESSAGE_CHARS = 4096
 MAX_BODY_BYTES = 67_108_864
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OPS = (*REQUESTS, "ping")
+_GATEWAY_VERBS = ("open_streams", "status")
+"""Verbs of a stream gateway. It listens on the network, so it must not be able to do more."""
 
 
 class RequestServer:
     """Listens for workers and serves one request at a time on each connection. A closed connection cancels its call."""
 
     def __init__(
-        self, sessions: Sessions, answer_control: AnswerControl, serve_streams: ServeStreams, uids: frozenset[int]
+        self,
+        sessions: Sessions,
+        answer_control: AnswerControl,
+        serve_streams: ServeStreams,
+        uids: frozenset[int],
+        gateway_uids: frozenset[int] = frozenset(),
     ) -> None:
+        """`uids`: may make every request. `gateway_uids`: may only use stream channels."""
         self._sessions = sessions
         self._serve_streams = serve_streams
         self._answer_control = answer_control
         self._uids = uids
+        self._gateway_uids = gateway_uids
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self, path: Path, mode: int) -> asyncio.Server:
@@ -74,17 +83,19 @@ class RequestServer:
     def _accept(self, link: WorkerLink) -> None:
         assert link.transport is not None
         uid = find_peer_uid(link.transport.get_extra_info("socket"))
-        if uid not in self._uids:
+        if uid not in self._uids | self._gateway_uids:
             log.warning("peer_refused", uid=uid)
             link.close()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(link))
+        task = asyncio.get_running_loop().create_task(self._serve(link, is_gateway=uid not in self._uids))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    async def _serve(self, link: WorkerLink) -> None:
+    async def _serve(self, link: WorkerLink, *, is_gateway: bool) -> None:
+        connection = Connection(link, self._sessions, self._answer_control, self._serve_streams)
+        connection.is_gateway = is_gateway
         try:
-            await Connection(link, self._sessions, self._answer_control, self._serve_streams).serve()
+            await connection.serve()
         except (FrameError, ConnectionError) as error:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
@@ -107,6 +118,8 @@ class Connection:
         self._sessions = sessions
         self._answer_control = answer_control
         self._serve_streams = serve_streams
+        self.is_gateway = False
+        """Whether the other side may only use stream channels."""
 
     async def serve(self) -> None:
         """Serve requests until the worker leaves. Raises FrameError when the worker breaks the protocol, and
@@ -126,6 +139,8 @@ class Connection:
             await self._link.drain()
 
     async def _serve(self, verb: object, frame: Frame) -> None:
+        if self.is_gateway and verb not in _GATEWAY_VERBS:
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "a stream gateway may only use stream channels")
         if verb == "call":
             await self._call(frame)
         elif verb == "open_streams":

@@ -521,14 +521,14 @@ async def _run(settings: SandboxdSettings, received: Sequence[int]) -> None:
                 SecretExchange(daemon.secret_values, partial(read_uses, settings.egress_socket, settings.proxy_uids())),
                 daemon.describe,
             )
-            server = RequestServer(daemon.sessions, control.answer, serve_streams, settings.allowed_uids())
+            server = RequestServer(daemon.sessions, control.answer, serve_streams, *settings.allowed_uids())
             await _serve(settings, server, daemon, received)
 
 
 async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daemon, received: Sequence[int]) -> None:
     """Serve until the task is cancelled. `received` then contains the signal that cancelled it."""
     path = settings.sandboxd_socket
-    listening = await server.listen(path, socket_mode(settings.allowed_uids()))
+    listening = await server.listen(path, socket_mode(frozenset().union(*settings.allowed_uids())))
     inode = path.stat().st_ino
     oci = daemon.setup.oci if daemon.setup.starts_by_oci else None
     start = "engine" if oci is None else oci.version

@@ -537,7 +537,7 @@ class AsyncBatches:
 
         `files`: name -> an archive, as bytes or as a local path, or a local folder. Each is uploaded once, and replaces
         its name in the field `workspace` of the lines. Uploads have new ids, so a second submission with the same
-        `idempotency_key` uses the ids of the first one instead.
+        `idempotency_key` has other lines and is refused: upload the files before, and name their ids in the lines.
         """
         from toolcrew.contract.run_views import SubmittedBatch
 

@@ -8,7 +8,14 @@ import os
 import stat
 
 from guest.confinement import pin_file
-from guest.failures import FILE_EXISTS, FILE_NOT_FOUND, INVALID_ARGUMENTS, RequestFailure, describe_os_error
+from guest.failures import (
+    FILE_EXISTS,
+    FILE_NOT_FOUND,
+    INTERNAL,
+    INVALID_ARGUMENTS,
+    RequestFailure,
+    describe_os_error,
+)
 from guest.paths import TOOLKIT
 from guest.streams.entries import EntryReader, located, open_subfolder
 from guest.streams.metadata import replace_metadata
@@ -141,6 +148,9 @@ def _run_tool(command: list[bytes], entries: list[DirectoryEntry], shown: str) -
         actions = [(os.POSIX_SPAWN_DUP2, errors, 2)]
         path = os.path.join(TOOLS, command[0])
         pid = os.posix_spawn(path, [*command, b"--", *places], {"LC_ALL": "C"}, file_actions=actions)
+    except FileNotFoundError:
+        # Not the file of the request is missing.
+        raise RequestFailure(INTERNAL, f"the toolkit of the sandbox has no {os.fsdecode(command[0])}") from None
     finally:
         os.close(errors)
     with open(output, "rb") as file:

@@ -330,9 +330,17 @@ def test_several_readers_get_the_same_output_from_their_positions(server: Runnin
     assert again.data == b"2000\n"
 
 
-@pytest.mark.parametrize("fields", [{"process": 5}, {"tag": "none"}, {}, {"process": True}])
-def test_no_such_process(server: RunningServer, fields: dict[str, Any]) -> None:
-    assert code_of(server.client.open("attach", **fields)) == "INVALID_ARGUMENTS"
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"process": 5}, "FILE_NOT_FOUND"),
+        ({"tag": "none"}, "FILE_NOT_FOUND"),
+        ({}, "INVALID_ARGUMENTS"),
+        ({"process": True}, "INVALID_ARGUMENTS"),
+    ],
+)
+def test_no_such_process(server: RunningServer, fields: dict[str, Any], code: str) -> None:
+    assert code_of(server.client.open("attach", **fields)) == code
 
 
 def test_a_position_after_the_end_is_refused(server: RunningServer) -> None:

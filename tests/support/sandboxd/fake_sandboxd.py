@@ -265,6 +265,7 @@ async def running_sandboxd(
     path: Path,
     *behaviours: Behaviour,
     uids: frozenset[int] | None = None,
+    gateway_uids: frozenset[int] = frozenset(),
     checkpoints: Any = None,
     files: Any = None,
     plans: Plans = PLANS,
@@ -283,7 +284,7 @@ async def running_sandboxd(
         SecretExchange(values, _read_no_uses),
         lambda: {"boot": "b00t"},
     )
-    server = RequestServer(host.sessions, control.answer, serve_streams, allowed)
+    server = RequestServer(host.sessions, control.answer, serve_streams, allowed, gateway_uids)
     listening = await server.listen(path / "sandboxd.sock", 0o600)
     daemon = Sandboxd(path / "sandboxd.sock", host, server, control, values)
     try:
