@@ -184,12 +184,23 @@ async def test_a_failed_download_leaves_the_local_file(opened: AsyncSession, tmp
     assert (tmp_path / "a").read_text() == "old"
 
 
-async def test_changes_of_a_folder_are_watched(opened: AsyncSession) -> None:
+async def test_changes_of_a_folder_are_watched_over_a_lost_connection(
+    opened: AsyncSession, network: tuple[BreakingNetwork, str]
+) -> None:
+    breaking, _ = network
     await opened.files.make_folder("watched/deep")
     async with opened.files.watch("watched", recursive=True) as events:
         await opened.files.write("watched/deep/a", b"x")
         async for event in events:
             if event.name == "deep/a":
+                break
+        breaking.break_all()
+        async for event in events:
+            if event.event == "overflow":
+                break
+        await opened.files.write("watched/b", b"x")
+        async for event in events:
+            if event.name == "b":
                 break
 
 

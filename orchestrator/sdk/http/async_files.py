@@ -129,19 +129,20 @@ class AsyncSessionFiles:
     async def _follow(self, socket: AsyncSocket, params: dict[str, str]) -> "AsyncGenerator[FileEvent]":
         from toolcrew.contract.file_views import FileEvent
 
-        while True:
-            try:
-                while True:
+        try:
+            while True:
+                try:
                     message = await socket.receive()
-                    if read_event(message).get("event") == "end":
-                        return
-                    yield parse(FileEvent, message.encode() if isinstance(message, str) else message)
-            except SocketLost:
-                await socket.close()
-                socket = await open_stream(self._client, f"{self._path}/watch", params)
-                yield FileEvent(event="overflow")
-            finally:
-                await socket.close()
+                except SocketLost:
+                    await socket.close()
+                    socket = await open_stream(self._client, f"{self._path}/watch", params)
+                    yield FileEvent(event="overflow")
+                    continue
+                if read_event(message).get("event") == "end":
+                    return
+                yield parse(FileEvent, message.encode() if isinstance(message, str) else message)
+        finally:
+            await socket.close()
 
     async def _download(self, path: str, out: IO[bytes]) -> None:
         attempts, position, version, size = Attempts(), 0, "", None

@@ -125,19 +125,20 @@ class SessionFiles:
     def _follow(self, socket: Socket, params: dict[str, str]) -> "Generator[FileEvent]":
         from toolcrew.contract.file_views import FileEvent
 
-        while True:
-            try:
-                while True:
+        try:
+            while True:
+                try:
                     message = socket.receive()
-                    if read_event(message).get("event") == "end":
-                        return
-                    yield parse(FileEvent, message.encode() if isinstance(message, str) else message)
-            except SocketLost:
-                socket.close()
-                socket = open_stream(self._client, f"{self._path}/watch", params)
-                yield FileEvent(event="overflow")
-            finally:
-                socket.close()
+                except SocketLost:
+                    socket.close()
+                    socket = open_stream(self._client, f"{self._path}/watch", params)
+                    yield FileEvent(event="overflow")
+                    continue
+                if read_event(message).get("event") == "end":
+                    return
+                yield parse(FileEvent, message.encode() if isinstance(message, str) else message)
+        finally:
+            socket.close()
 
     def _download(self, path: str, out: IO[bytes]) -> None:
         attempts, position, version, size = Attempts(), 0, "", None
