@@ -231,14 +231,15 @@ async def test_a_frozen_sandbox_runs_before_a_use_is_answered(
         assert not entry.is_paused
 
 
-async def test_a_session_is_in_use_only_while_bytes_flow(daemon: Sandboxd, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_is_in_use_only_while_bytes_of_a_stream_flow(daemon: Sandboxd) -> None:
     entry = daemon.session()
     async with opened(daemon) as channel:
-        await use(channel, open_streams=0)
+        await use(channel)
         entry.used_at -= 100
         assert entry.idle_s() == 0
         assert not await daemon.sessions.suspender.give_up(entry)
-        monkeypatch.setattr(streams_module, "BUSY_S", 0.0)
+        await use(channel, open_streams=0)
+        entry.used_at -= 100
         assert entry.idle_s() >= 100
         assert await daemon.sessions.suspender.give_up(entry)
         assert await has_ended(channel)
@@ -319,3 +320,14 @@ async def test_a_gateway_of_another_user_may_only_use_stream_channels(tmp_path: 
         with pytest.raises(ToolFailure) as missing:
             await open_channel(daemon.path, NAME, 1)
         assert missing.value.code is ErrorCode.SESSION_NOT_FOUND
+
+
+async def test_a_fork_waits_for_the_report_that_a_stream_has_ended(daemon: Sandboxd) -> None:
+    async with opened(daemon) as channel:
+        await use(channel)
+        waiting = asyncio.ensure_future(daemon.session().sandbox.streams.wait_quiet())  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await use(channel, open_streams=0)
+        await asyncio.wait_for(waiting, SOON_S)
+        assert not daemon.session().is_streaming

@@ -17,6 +17,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,8 @@ log = structlog.get_logger(__name__)
 MERGED_LAYERS = 16
 """Number of layers at which they are merged into one, because a lookup of a missing name searches every layer."""
 
+_STREAMS_S = 1.0
+"""Seconds that a fork waits for the report that a stream, such as that of a written file, has ended."""
 _MERGES = 2
 """Maximum number of merges of a host at a time, each for another tenant."""
 
@@ -132,6 +135,7 @@ class SessionForker:
     async def _fork_running(
         self, entry: HostSession, sandbox: Sandbox, children: Sequence[str], *, leaves_jobs: bool, can_stack: bool
     ) -> None:
+        await _wait_for_streams(entry)
         if entry.is_busy or entry.is_streaming:
             raise _busy("a call, a checkpoint or a stream of the session is running: fork it between them")
         # Ask the guest now: a job may have ended, or may have begun in a call whose answer was lost.
@@ -252,6 +256,13 @@ class SessionForker:
 def _has_layers(session: HostSession, layers: tuple[str, ...]) -> bool:
     workspace = session.workspace
     return isinstance(workspace, ImageWorkspace) and workspace.layers[-len(layers) :] == layers
+
+
+async def _wait_for_streams(entry: HostSession) -> None:
+    if entry.is_streaming and entry.sandbox is not None and entry.sandbox.streams is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STREAMS_S):
+                await entry.sandbox.streams.wait_quiet()
 
 
 def _busy(message: str) -> ToolFailure:

@@ -7,6 +7,7 @@ Invariant: at most one connection of a gateway holds a channel, and no channel o
 socket ends it for every process that has a descriptor.
 """
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -38,12 +39,13 @@ class SandboxStreams:
         self._holder: object | None = None
         self._open = 0
         self._used_at = time.monotonic()
+        self._quiet = asyncio.Event()
         self._is_closed = False
 
     @property
     def is_active(self) -> bool:
-        """Return whether bytes flow."""
-        return self._holder is not None and time.monotonic() - self._used_at < BUSY_S
+        """Return whether bytes flow, or flowed a moment ago in a stream that is open."""
+        return self._holder is not None and not self._quiet.is_set() and time.monotonic() - self._used_at < BUSY_S
 
     @property
     def is_open(self) -> bool:
@@ -59,6 +61,7 @@ class SandboxStreams:
                 ErrorCode.SESSION_BUSY, "another stream gateway of this host has the streams of the session: try again"
             )
         self._holder, self._open, self._used_at = holder, 0, time.monotonic()
+        self._quiet.clear()
         try:
             if self._channel is None or _has_ended(self._channel):
                 self._replace(await self._open_channel())
@@ -69,8 +72,16 @@ class SandboxStreams:
             raise
 
     def use(self, streams: int) -> None:
-        """Record that the holder sends or receives bytes, and its number of open streams."""
+        """Record that the holder sends or receives bytes, and its number of open streams. Without any, none follow."""
         self._open, self._used_at = streams, time.monotonic()
+        if streams:
+            self._quiet.clear()
+        else:
+            self._quiet.set()
+
+    async def wait_quiet(self) -> None:
+        """Wait until the holder reports that no stream is open."""
+        await self._quiet.wait()
 
     def release(self, holder: object) -> None:
         if self._holder is holder:

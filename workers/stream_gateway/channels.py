@@ -8,6 +8,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import structlog
@@ -80,6 +81,7 @@ class SessionChannel:
         self._borrowed: BorrowedChannel | None = None
         self._is_ready = self._has_ended = False
         self._traffic = asyncio.Event()
+        self._no_streams = asyncio.Event()
         self._bytes_in = self._bytes_out = 0
         self._idle: asyncio.TimerHandle | None = None
         self._pauses: set[asyncio.TimerHandle] = set()
@@ -127,6 +129,9 @@ class SessionChannel:
         """Forget a stream that has ended."""
         if self._relays.pop(relay.number, None) is not None and not self._relays:
             self._start_idle_timer()
+            # Report at once that no stream is open: a fork of the session waits for it.
+            self._no_streams.set()
+            self._traffic.set()
 
     def end(self, error: ToolFailure | OperatorError) -> None:
         """End the channel and all of its streams."""
@@ -269,7 +274,10 @@ class SessionChannel:
             self._traffic.clear()
             await self._use()
             self.connection.release("asleep")
-            await asyncio.sleep(USE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(USE_S):
+                    await self._no_streams.wait()
+            self._no_streams.clear()
             if not self.connection.is_idle:
                 self._traffic.set()
             if not self._traffic.is_set():
