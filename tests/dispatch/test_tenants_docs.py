@@ -54,6 +54,7 @@ def test_option_table_matches_fields_and_defaults() -> None:
             "command-rule": "none",
             "trust-skill": "none",
             "class": "`default`",
+            "streams": "by the rules",
         }.get(option, "no limit" if OPTIONS[option][0] == "budgets" else "as the class says")
         expected = f"{value:,.0f}" if isinstance(value, int | float) else defaults_in_words
         assert meaning.strip() == expected, option
