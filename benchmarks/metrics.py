@@ -65,7 +65,9 @@ async def _run() -> Report:
             report.add("scrape_own_ms", await _own_ms(page), "processor time of it")
             times_ms = await _script_times_ms(client)
             report.add("scripts_ms", sum(times_ms), f"Redis's time for its {len(times_ms)} scripts")
-            report.add("longest_script_ms", max(times_ms), "of which Redis serves nothing else", at_most=MAX_SCRIPT_MS)
+            # Redis lists no script that is faster than LISTED_US.
+            longest_ms = max(times_ms, default=0.0)
+            report.add("longest_script_ms", longest_ms, "of which Redis serves nothing else", at_most=MAX_SCRIPT_MS)
         finally:
             await client.aclose()
     counted_s = _counted_s()
