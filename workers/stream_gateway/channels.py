@@ -31,7 +31,14 @@ IDLE_S = 60.0
 """Seconds without a stream after which the channel is given back to sandboxd."""
 BUSY_S = 5.0
 """Seconds that sandboxd has to notice the end of an earlier gateway."""
+CHECK_S = 10.0
+"""Seconds between two questions to a stream server that owes an answer whether it lives."""
+MAX_UNANSWERED = 3
 _BUSY_POLL_S = 0.1
+_SILENT = (
+    "the stream server of the sandbox does not answer: end the processes that use its processor or have stopped it, or "
+    "open another session"
+)
 _LOST = "the sandbox of this stream was lost: attach again, and the session gets another sandbox"
 
 
@@ -82,6 +89,8 @@ class SessionChannel:
         self._is_ready = self._has_ended = False
         self._traffic = asyncio.Event()
         self._no_streams = asyncio.Event()
+        self._alive: asyncio.TimerHandle | None = None
+        self._unanswered = 0
         self._bytes_in = self._bytes_out = 0
         self._idle: asyncio.TimerHandle | None = None
         self._pauses: set[asyncio.TimerHandle] = set()
@@ -142,6 +151,8 @@ class SessionChannel:
         if self._borrowed is not None:
             self._borrowed.close()
         self._stop_idle_timer()
+        if self._alive is not None:
+            self._alive.cancel()
         for timer in self._pauses:
             timer.cancel()
         if self._task is not asyncio.current_task():
@@ -175,6 +186,7 @@ class SessionChannel:
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._borrowed.sock)
         await self._begin_epoch()
         self._is_ready = True
+        self._alive = asyncio.get_running_loop().call_later(CHECK_S, self._check_alive)
         for relay in list(self._relays.values()):
             if relay.state is RelayState.WAITING:
                 relay.start()
@@ -205,10 +217,7 @@ class SessionChannel:
             async with asyncio.timeout(EPOCH_S):
                 await self._epoch_done
         except TimeoutError:
-            raise SandboxUnavailable(
-                "the stream server of the sandbox does not answer: end the processes that use its processor, or open "
-                "another session"
-            ) from None
+            raise SandboxUnavailable(_SILENT) from None
 
     def _scan_bytes(self, data: bytes) -> None:
         """Find the answer to EPOCH. An earlier gateway may have read half a frame, so no byte before it is a frame."""
@@ -239,6 +248,8 @@ class SessionChannel:
     def _take(self, frame: StreamFrame) -> None:
         if frame.kind is FrameKind.PING:
             self.send(StreamFrame(FrameKind.PONG, payload=frame.payload))
+        elif frame.kind is FrameKind.PONG:
+            self._unanswered = 0
         elif frame.kind is FrameKind.EPOCH:
             self.end(SandboxUnavailable(_LOST))
         elif not 0 < frame.stream <= self._last_number:
@@ -248,6 +259,20 @@ class SessionChannel:
             if relay.state is RelayState.ENDED:
                 self.connection.outbox.forget(relay.number)
         # Otherwise the client has left the stream, and the sandbox did not know so yet.
+
+    def _check_alive(self) -> None:
+        """End the channel of a stream server that owes an answer and does not say that it lives. A program of the
+        sandbox may have stopped it.
+        """
+        if all(relay.state is not RelayState.OPENING for relay in self._relays.values()):
+            self._unanswered = 0
+        elif self._unanswered >= MAX_UNANSWERED:
+            self.end(SandboxUnavailable(_SILENT))
+            return
+        else:
+            self._unanswered += 1
+            self.send(StreamFrame(FrameKind.PING))
+        self._alive = asyncio.get_running_loop().call_later(CHECK_S, self._check_alive)
 
     def _end_by(self, violation: StreamViolation) -> None:
         if not self._has_ended:

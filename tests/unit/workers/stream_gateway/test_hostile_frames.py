@@ -288,3 +288,36 @@ async def test_bytes_per_second_are_limited_without_loss() -> None:
         began = asyncio.get_running_loop().time()
         assert await read_all(stream) == pattern_at(0, 1_500_000)
         assert asyncio.get_running_loop().time() - began > 0.8  # after a burst of a quarter of a second
+
+
+async def test_a_stopped_stream_server_that_owes_an_answer_ends_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "CHECK_S", 0.02)
+    async with open_gateway() as harness:
+        connection = await harness.connect()
+        await harness.open(connection, "echo")
+        server = harness.sandboxd.server("t:s")
+        server.on_frame = lambda _: None
+        with pytest.raises(SandboxUnavailable):
+            await harness.open(connection, "echo", ticket=harness.ticket(nonce="k" * 20))
+        assert len([frame for frame in server.frames if frame.kind is FrameKind.PING]) == channels.MAX_UNANSWERED
+        await check_other_session(harness, connection)
+
+
+async def test_a_slow_answer_of_a_living_stream_server_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "CHECK_S", 0.02)
+    async with open_gateway() as harness:
+        connection = await harness.connect()
+        await harness.open(connection, "echo")
+        server = harness.sandboxd.server("t:s")
+
+        def answer_pings(frame: StreamFrame) -> None:
+            if frame.kind is FrameKind.PING:
+                server.send(FrameKind.PONG, 0, frame.payload)
+
+        server.on_frame = answer_pings
+        opening = asyncio.ensure_future(harness.open(connection, "echo", ticket=harness.ticket(nonce="m" * 20)))
+        await server.wait_for(FrameKind.PING, 3 * channels.MAX_UNANSWERED)
+        (first, second) = [frame.stream for frame in await server.wait_for(FrameKind.OPEN, 2)]
+        server.send(FrameKind.OPENED, second, {"process": 1, "pid": 2, "from": 0, "input_offset": 0})
+        assert (await asyncio.wait_for(opening, 30)).opened["pid"] == 2
+        assert first < second
