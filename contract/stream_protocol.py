@@ -87,13 +87,17 @@ class StreamFrame:
         """Return the bytes of the frame for a channel. DATA with the header of EPOCH becomes several frames."""
         if self.kind is not FrameKind.DATA:
             return self.encode_whole()
-        # Without copies of the rest, so that hostile data takes time in proportion to its length.
         parts: list[bytes] = []
-        at = 0
-        while (size := self._find_cut(at)) < len(self.payload) - at:
-            parts += [self._pack(size, self.flags & ~LAST, at), self.payload[at : at + size]]
+        self._encode_range(0, len(self.payload), self.flags, parts)
+        return b"".join(parts)
+
+    def _encode_range(self, at: int, end: int, flags: int, parts: list[bytes]) -> None:
+        # Without copies of the rest, so that hostile data takes time in proportion to its length.
+        while (size := self._find_cut(at, end, flags)) < end - at:
+            # The shorter frame has another header, which may need another cut.
+            self._encode_range(at, at + size, flags & ~LAST, parts)
             at += size
-        return b"".join([*parts, self._pack(len(self.payload) - at, self.flags, at), self.payload[at:]])
+        parts += [self._pack(end - at, flags, at), self.payload[at:end]]
 
     def encode_whole(self) -> bytes:
         """Return the bytes of the frame for a connection without EPOCH."""
@@ -102,14 +106,13 @@ class StreamFrame:
     def _pack(self, size: int, flags: int, at: int) -> bytes:
         return HEADER.pack(size, self.kind, flags, 0, self.stream, self.offset + at)
 
-    def _find_cut(self, at: int) -> int:
-        """Return how many bytes of the payload, from an index on, the next frame may have."""
-        rest = len(self.payload) - at
-        head = self._pack(rest, self.flags, at) + self.payload[at : at + _CUT_BYTES - 1]
+    def _find_cut(self, at: int, end: int, flags: int) -> int:
+        """Return how many bytes of the payload between two indexes the next frame may have."""
+        head = self._pack(end - at, flags, at) + self.payload[at : min(end, at + _CUT_BYTES - 1)]
         found = head.find(EPOCH_HEADER[:_CUT_BYTES], 1)
-        if found < 0 and (inside := self.payload.find(EPOCH_HEADER[:_CUT_BYTES], at)) >= 0:
+        if found < 0 and (inside := self.payload.find(EPOCH_HEADER[:_CUT_BYTES], at, end)) >= 0:
             found = inside - at + HEADER.size
-        return max(1, found + _CUT_BYTES - 1 - HEADER.size) if found >= 0 else rest
+        return max(1, found + _CUT_BYTES - 1 - HEADER.size) if found >= 0 else end - at
 
 
 class StreamDecoder:

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.guest.guest_harness import GUEST_PARENT
@@ -82,6 +82,7 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(frames(), max_size=5), st.lists(st.integers(0, 10_000), max_size=5))
+@example([(3, 0x140B0000, 0, host.EPOCH_HEADER, 2)], [])
 def test_both_codecs_agree_and_return_what_was_encoded(sent: list[Fields], cuts: list[int]) -> None:
     pieces = cut(b"".join(map(encode_both, sent)), cuts)
     decoded = decode_host(pieces)
