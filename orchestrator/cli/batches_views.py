@@ -24,6 +24,7 @@ from toolcrew.orchestrator.batches.transfers import download_artifacts
 from toolcrew.orchestrator.cli.clients import find_tenants, open_pool_client, open_running
 from toolcrew.orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_json, list_output
 from toolcrew.orchestrator.runs.client_batches import RowPaths
+from toolcrew.orchestrator.sdk.tenant_client import TenantClient
 from toolcrew.store.batches import RowLocation
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
@@ -140,8 +141,7 @@ async def batches_export(
             return Output({"id": batch, "page": str(page)}, [str(page)])
     if output is None and artifacts is None:
         async with open_running("batches", tenant) as reader:
-            async for line in reader.batch_views.lines(batch):
-                typer.echo(line, nl=False)
+            await _print_rows(reader, batch)
         return None
     stored = StoredFiles.of(load_settings()) if artifacts is not None else None
     async with open_pool_client(tenant) as client:
@@ -149,12 +149,20 @@ async def batches_export(
         if artifacts is not None and stored is not None:
             async for outcome in runs.outcomes(batch):
                 await download_artifacts(outcome, stored, runs.tenant, artifacts)
+        if output is None and page is None:
+            await _print_rows(client, batch)
+            return None
         written: dict[str, Any] = {"page": str(page)} if page is not None else {}
         if output is not None:
             with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
                 written["rows"] = await runs.write_rows(batch, rows)
     notes = [count(written["rows"], "row")] if "rows" in written else []
     return Output({"id": batch, **written}, [str(page)] if page is not None else [], notes)
+
+
+async def _print_rows(client: TenantClient, batch: str) -> None:
+    async for line in client.batch_views.lines(batch):
+        typer.echo(line, nl=False)
 
 
 async def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None) -> None:

@@ -62,6 +62,9 @@ def test_every_list_has_a_cursor_and_a_limit() -> None:
         and getattr(route, "methods", None) == {"GET"}
     ]
     assert len(lists) >= 13
+    bounded = {"list_processes"}  # At most 96 processes of one sandbox, which it sends as one message.
     for route in lists:
+        if route.name in bounded:
+            continue
         names = {field.alias for field in route.dependant.query_params}  # type: ignore[attr-defined]
         assert names >= {"cursor", "limit"}, route

@@ -364,6 +364,10 @@ def test_a_post_with_an_idempotency_key_is_executed_once(outage: Outage, api_req
     if api_request.name == "create a key":
         # The API returns a secret only once.
         assert (repeated_posts.status, repeated_posts.code) == (409, "CONFLICT")
+    elif api_request.name == "open a session":
+        # The key names the session, whose present state is returned.
+        opened = outage.after[api_request.name].text
+        assert json.loads(repeated_posts.text)["id"] == json.loads(opened)["id"]
     elif api_request.status_when_up < 300:
         assert (repeated_posts.text, repeated_posts.headers["idempotent-replayed"]) == (
             outage.after[api_request.name].text,

@@ -201,7 +201,8 @@ def test_the_commands_in_docs_api_md_work(api_stack: ApiStack) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hello" in done.stdout
     assert "event: RunEnded" in done.stdout
-    assert "a,b" in done.stdout
+    assert "1,2" in done.stdout
+    assert '"name":"table.csv"' in done.stdout.replace(": ", ":")
 
 
 async def test_a_run_or_batch_that_asks_for_more_than_its_tenant_has_is_refused_at_once(api_stack: ApiStack) -> None:
