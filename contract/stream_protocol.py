@@ -25,6 +25,10 @@ SERVER_RESTART: Final = bytes(EPOCH_BYTES)
 """Payload of an EPOCH that nobody asked for: the stream server has no streams, because it is new or because it has
 refused a frame.
 """
+BY_GATEWAY: Final = 1
+"""Offset of END and REPLY that a gateway made itself. Those of a sandbox have 0, so that it cannot name errors of the
+service.
+"""
 WINDOW_BYTES: Final = 65_536
 """Bytes of one direction that may be on their way before the receiver grants more."""
 BULK_WINDOW_BYTES: Final = 262_144

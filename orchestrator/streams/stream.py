@@ -43,7 +43,7 @@ class StreamReply:
         """Receive REPLY."""
         if not self.answer.done():
             try:
-                self.answer.set_result(parse_answer(frame.payload))
+                self.answer.set_result(parse_answer(frame))
             except (ToolFailure, OperatorError) as error:
                 self.answer.set_exception(error)
 
@@ -171,7 +171,7 @@ class Stream:
 
     def _take_answer(self, frame: StreamFrame) -> None:
         try:
-            fields = parse_answer(frame.payload)
+            fields = parse_answer(frame)
         except (ToolFailure, OperatorError) as error:
             self.fail(error)
             return

@@ -15,7 +15,14 @@ from enum import Enum
 from typing import Protocol
 
 from toolcrew.contract.errors import OperatorError, ToolFailure
-from toolcrew.contract.stream_protocol import BULK_WINDOW_BYTES, LAST, FrameKind, StreamFrame, StreamFrameError
+from toolcrew.contract.stream_protocol import (
+    BULK_WINDOW_BYTES,
+    BY_GATEWAY,
+    LAST,
+    FrameKind,
+    StreamFrame,
+    StreamFrameError,
+)
 
 _MAX_MEMORY = 16 * BULK_WINDOW_BYTES
 """Bytes of memory that the frames of one direction of a stream may need. Only many tiny frames reach this limit."""
@@ -110,7 +117,7 @@ class StreamRelay:
         """Check a frame of the sandbox and send it to the client. Raises StreamViolation."""
         expected = FrameKind.REPLY if self.is_request else FrameKind.END
         if frame.kind is expected and self.state is not RelayState.WAITING:
-            self._send(self.client, self.client_number, frame)
+            self.client.send(StreamFrame(frame.kind, self.client_number, payload=frame.payload))
             self._end()
             return
         if frame.kind is FrameKind.OPENED and self.state is RelayState.OPENING and not self.is_request:
@@ -165,4 +172,4 @@ class StreamRelay:
 def build_failure(kind: FrameKind, stream: int, error: ToolFailure | OperatorError) -> StreamFrame:
     """Return the frame that ends a stream or a request with an error. `kind`: of the frame that opened it."""
     payload = json.dumps({"error": {"code": error.code.value, "message": str(error)[:_MAX_MESSAGE_CHARS]}}).encode()
-    return StreamFrame(FrameKind.REPLY if kind is FrameKind.CALL else FrameKind.END, stream, payload=payload)
+    return StreamFrame(FrameKind.REPLY if kind is FrameKind.CALL else FrameKind.END, stream, BY_GATEWAY, payload)

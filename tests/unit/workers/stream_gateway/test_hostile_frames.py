@@ -321,3 +321,21 @@ async def test_a_slow_answer_of_a_living_stream_server_is_awaited(monkeypatch: p
         server.send(FrameKind.OPENED, second, {"process": 1, "pid": 2, "from": 0, "input_offset": 0})
         assert (await asyncio.wait_for(opening, 30)).opened["pid"] == 2
         assert first < second
+
+
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "BROKER_UNAVAILABLE", "SESSION_NOT_FOUND", "HOST_LOST", "none"])
+async def test_a_sandbox_cannot_name_failures_of_the_service(code: str) -> None:
+    async with open_gateway() as harness:
+        connection = await harness.connect()
+        await harness.open(connection, "echo")
+        server = harness.sandboxd.server("t:s")
+        error = {"error": {"code": code, "message": "from a sandbox"}}
+
+        def refuse(frame: StreamFrame) -> None:
+            if frame.kind is FrameKind.OPEN:
+                server.send(FrameKind.END, frame.stream, error, offset=1)
+
+        server.on_frame = refuse
+        with pytest.raises(OperatorError) as refused:
+            await harness.open(connection, "echo", ticket=harness.ticket(nonce="k" * 20))
+        assert refused.value.code is ErrorCode.INTERNAL
