@@ -61,7 +61,7 @@ CMD ["redis-start"]
 FROM python AS runtime
 COPY --from=services /opt/toolcrew/ /opt/toolcrew/
 # sandboxd's socket lies in a volume of its own, which takes over this owner and mode: sandboxd makes and removes the socket, the
-# worker's group may reach it, and so the stream gateway; nobody else gets past the directory.
+# worker's group may reach it, and so the stream gateway; no other user can enter the directory.
 RUN install -d -o 0 -g 10001 -m 0750 /run/toolcrew
 # The egress proxy's likewise: it makes and removes the socket; sandboxd, which has no capability to get past a mode, enters by its group.
 RUN install -d -o 10006 -g 10001 -m 0750 /run/toolcrew-egress

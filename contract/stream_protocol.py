@@ -22,7 +22,7 @@ EPOCH_BYTES: Final = 20
 EPOCH_HEADER: Final = HEADER.pack(EPOCH_BYTES, 11, 0, 0, 0, 0)
 """Header of EPOCH. These bytes occur nowhere else in a channel, so that a reader finds EPOCH after half a frame."""
 SERVER_RESTART: Final = bytes(EPOCH_BYTES)
-"""Payload of an EPOCH that nobody asked for: the stream server has no streams, because it is new or because it has
+"""Payload of an EPOCH that answers no other: the stream server has no streams, because it is new or because it has
 refused a frame.
 """
 BY_GATEWAY: Final = 1

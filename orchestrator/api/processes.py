@@ -33,7 +33,6 @@ from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sandbox_streams import (
     SessionStreams,
     cut_at_failure,
-    parse_fields,
     read_piece,
     use_streams,
 )
@@ -47,6 +46,7 @@ from toolcrew.orchestrator.api.sockets import (
 )
 from toolcrew.orchestrator.http.piece_responses import CONTENT, PieceResponse, while_connected
 from toolcrew.orchestrator.streams import Stream
+from toolcrew.orchestrator.streams.rows import parse_answer_fields
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/processes", tags=["processes"], responses=responses(404))
 
@@ -91,7 +91,7 @@ async def start_process(
     async with AsyncExitStack() as stack:
         opening = {"what": "process", **body.model_dump(mode="json"), "key": key}
         stream = await stack.enter_async_context(streams.open(opening))
-        started = parse_fields(StartedProcess, {name: stream.opened.get(name) for name in ("process", "pid")})
+        started = parse_answer_fields(StartedProcess, {name: stream.opened.get(name) for name in ("process", "pid")})
         if body.pace:
             caller.app_state.background.begin(_hold(stack.pop_all()))
     response.headers["Location"] = f"/v1/sessions/{session_id}/processes/{started.process}"
@@ -118,7 +118,7 @@ async def get_process(session_id: SessionId, process: ProcessNumber, caller: Any
 
 async def _list(streams: SessionStreams) -> list[ProcessView]:
     found = (await streams.call("processes")).get("processes")
-    return [parse_fields(ProcessView, one) for one in (found if isinstance(found, list) else [])]
+    return [parse_answer_fields(ProcessView, one) for one in (found if isinstance(found, list) else [])]
 
 
 async def _find(streams: SessionStreams, process: int) -> ProcessView:
@@ -145,7 +145,7 @@ async def write_input(session_id: SessionId, process: ProcessNumber, body: NewIn
     """Write to the input of a process. A request that is sent again writes nothing twice, because of its offset."""
     streams = await use_streams(caller, session_id)
     fields = body.model_dump(mode="json")
-    return parse_fields(InputState, await streams.call("input", process=process, **fields))
+    return parse_answer_fields(InputState, await streams.call("input", process=process, **fields))
 
 
 @router.post("/{process}/close_stdin", status_code=204)
@@ -167,7 +167,7 @@ async def wait_for_process(
         return Response(status_code=CLIENT_LEFT)  # type: ignore[return-value]
     if fields.get("running"):
         return ProcessState(running=True)
-    return ProcessState(running=False, end=parse_fields(ProcessEnd, fields))
+    return ProcessState(running=False, end=parse_answer_fields(ProcessEnd, fields))
 
 
 @router.get(
@@ -204,7 +204,7 @@ async def _read_until(stream: Stream, count: int) -> AsyncIterator[bytes]:
 
 def _find_position(stream: Stream) -> int:
     """Return the position of a stream's first byte in the output of its process."""
-    return parse_fields(_AttachedAt, {"from": stream.opened.get("from")}).position
+    return parse_answer_fields(_AttachedAt, {"from": stream.opened.get("from")}).position
 
 
 class _AttachedAt(Record):
@@ -248,7 +248,7 @@ class _ProcessSocket:
         self._stream = stream
         self._process = process
         # The fields come from the sandbox, which may send others.
-        self._attached = parse_fields(_Attached, {name: stream.opened.get(name) for name in _ATTACHED})
+        self._attached = parse_answer_fields(_Attached, {name: stream.opened.get(name) for name in _ATTACHED})
         self._start, self._input_start = self._attached.position, self._attached.input_offset
         self._input_position = self._acknowledged = self._input_start
         self._has_closed_input = False
@@ -262,7 +262,7 @@ class _ProcessSocket:
         while (piece := await self._stream.read()) is not None:
             head = OUTPUT.pack(2 if piece.is_stderr else 1, self._start + piece.offset)
             await self._socket.send_bytes(head + piece.data)
-        await send_event(self._socket, "end", **parse_fields(ProcessEnd, self._stream.end).model_dump())
+        await send_event(self._socket, "end", **parse_answer_fields(ProcessEnd, self._stream.end).model_dump())
 
     async def _take_messages(self) -> None:
         while (message := await self._socket.receive())["type"] == "websocket.receive":

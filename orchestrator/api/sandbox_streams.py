@@ -6,10 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
-from toolcrew.contract.calls import R
-from toolcrew.contract.errors import ErrorCode, OperatorError, SandboxUnavailable, ToolFailure
+from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
 from toolcrew.contract.stream_protocol import WINDOW_BYTES
 from toolcrew.orchestrator.api.access import Caller
 from toolcrew.orchestrator.http.piece_responses import ResponseCut
@@ -20,8 +17,6 @@ log = get_logger(__name__)
 
 STALL_S = 60.0
 """Seconds without a byte after which the transfer of a file is given up."""
-MAX_LINE_BYTES = 64 * 1024
-_INVALID = "the stream server of the sandbox sent an invalid answer: open another session"
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,6 @@ async def use_streams(caller: Caller, session_id: str) -> SessionStreams:
     return SessionStreams(caller, StreamTarget(caller.tenant, session_id, caller.identity.actor()))
 
 
-def parse_fields(kind: type[R], fields: object) -> R:
-    """Return what the sandbox has answered. Its fields are untrusted. Raises SandboxUnavailable."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise SandboxUnavailable(_INVALID) from error
-
-
 async def read_piece(stream: Stream) -> StreamPiece | None:
     """Return the next bytes of a transfer, or None at its end. Raises ToolFailure, OperatorError."""
     try:
@@ -81,17 +68,6 @@ async def write_piece(stream: Stream, data: bytes, *, is_last: bool = False) -> 
             await stream.write(data, is_last=is_last)
     except TimeoutError:
         raise _stalled() from None
-
-
-async def read_lines(stream: Stream) -> AsyncIterator[list[bytes]]:
-    """Yield the lines of each piece of a stream. Raises ToolFailure, OperatorError."""
-    rest = b""
-    while (piece := await stream.read()) is not None:
-        *lines, rest = (rest + piece.data).split(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
-            raise SandboxUnavailable(_INVALID)
-        if lines:
-            yield lines
 
 
 async def cut_at_failure(pieces: AsyncIterator[bytes], session_id: str) -> AsyncIterator[bytes]:

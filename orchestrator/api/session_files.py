@@ -37,8 +37,6 @@ from toolcrew.orchestrator.api.problem_handlers import responses
 from toolcrew.orchestrator.api.sandbox_streams import (
     SessionStreams,
     cut_at_failure,
-    parse_fields,
-    read_lines,
     read_piece,
     use_streams,
     write_piece,
@@ -50,6 +48,7 @@ from toolcrew.orchestrator.http.body_limits import refuse
 from toolcrew.orchestrator.http.piece_responses import CONTENT, PieceResponse
 from toolcrew.orchestrator.http.problems import ApiProblem, build_response, response_to
 from toolcrew.orchestrator.streams import Stream
+from toolcrew.orchestrator.streams.rows import parse_answer_fields, parse_row, read_row_lines
 
 router = APIRouter(prefix="/v1/sessions/{session_id}", tags=["session files"], responses=responses(404))
 
@@ -127,7 +126,7 @@ async def _open_part(
 
 
 def _parse_opened(stream: Stream) -> _OpenedFile:
-    return parse_fields(_OpenedFile, {name: stream.opened.get(name) for name in ("size", "modified_at")})
+    return parse_answer_fields(_OpenedFile, {name: stream.opened.get(name) for name in ("size", "modified_at")})
 
 
 def _etag(opened: _OpenedFile) -> str:
@@ -219,7 +218,9 @@ async def remove_session_file(session_id: SessionId, path: FilePath, caller: Any
 @router.get("/entry")
 async def get_entry(session_id: SessionId, path: QueryPath, caller: AnyCaller) -> FileEntry:
     """Return the size, the owner, the permissions and the metadata of a file, a folder or a link."""
-    return parse_fields(_OpenedEntry, await (await use_streams(caller, session_id)).call("stat", path=path)).entry
+    return parse_answer_fields(
+        _OpenedEntry, await (await use_streams(caller, session_id)).call("stat", path=path)
+    ).entry
 
 
 @router.get(
@@ -240,29 +241,29 @@ async def list_entries(
 
 
 async def _read_entries(stream: Stream) -> AsyncIterator[bytes]:
-    async for lines in read_lines(stream):
-        yield b"".join(_parse_line(FileEntry, line).model_dump_json().encode() + b"\n" for line in lines)
+    async for lines in read_row_lines(stream):
+        yield b"".join(parse_row(FileEntry, line).model_dump_json().encode() + b"\n" for line in lines)
 
 
 @router.post("/folders", status_code=201)
 async def make_folder(session_id: SessionId, body: NewFolder, caller: AnyCaller) -> MadeFolder:
     """Create a folder and its parents. An existing folder is no error."""
     streams = await use_streams(caller, session_id)
-    return parse_fields(MadeFolder, await streams.call("make_folder", **body.model_dump()))
+    return parse_answer_fields(MadeFolder, await streams.call("make_folder", **body.model_dump()))
 
 
 @router.post("/moves", status_code=201)
 async def move_file(session_id: SessionId, body: NewMove, caller: AnyCaller) -> FileEntry:
     """Move or rename a file or a folder. A file at the target is replaced."""
     streams = await use_streams(caller, session_id)
-    return parse_fields(_OpenedEntry, await streams.call("move", **body.model_dump())).entry
+    return parse_answer_fields(_OpenedEntry, await streams.call("move", **body.model_dump())).entry
 
 
 @router.put("/metadata")
 async def set_metadata(session_id: SessionId, body: NewMetadata, caller: AnyCaller) -> FileEntry:
     """Replace the metadata of a file or a folder."""
     streams = await use_streams(caller, session_id)
-    return parse_fields(_OpenedEntry, await streams.call("set_metadata", **body.model_dump())).entry
+    return parse_answer_fields(_OpenedEntry, await streams.call("set_metadata", **body.model_dump())).entry
 
 
 @router.websocket("/watch")
@@ -278,9 +279,9 @@ async def watch_folder(socket: WebSocket, session_id: str) -> None:
 
 
 async def _send_changes(socket: WebSocket, stream: Stream) -> None:
-    async for lines in read_lines(stream):
+    async for lines in read_row_lines(stream):
         for line in lines:
-            await socket.send_text(_parse_line(FileEvent, line).model_dump_json())
+            await socket.send_text(parse_row(FileEvent, line).model_dump_json())
     await send_event(socket, "end")
 
 
@@ -288,10 +289,3 @@ async def _wait_for_end(socket: WebSocket) -> None:
     """Read until the client leaves. Its messages mean nothing."""
     while (await socket.receive())["type"] == "websocket.receive":
         pass
-
-
-def _parse_line(kind: type[FileEntry] | type[FileEvent], line: bytes) -> FileEntry | FileEvent:
-    try:
-        return kind.model_validate_json(line)
-    except ValueError as error:
-        raise SandboxUnavailable("the sandbox sent an invalid line: open another session") from error

@@ -1,21 +1,23 @@
 """The service `filesystem.Filesystem` of E2B's sandboxes."""
 
 import asyncio
-import json
 import posixpath
 import secrets
 import stat
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from starlette.requests import Request
 
+from toolcrew.contract.calls import R
+from toolcrew.contract.clock import format_instant
 from toolcrew.contract.errors import ErrorCode, OperatorError, ToolFailure
+from toolcrew.contract.file_views import FileEntry, FileEvent
 from toolcrew.orchestrator.e2b.connect_rpc import ConnectError, MessageStream, SendMessage, read_one
 from toolcrew.orchestrator.e2b.sandbox import EnvdSandbox
+from toolcrew.orchestrator.streams.rows import parse_answer_fields, parse_row, read_row_lines
 from toolcrew.orchestrator.streams.stream import Stream
 
 METADATA_PREFIX: Final = "e2b."
@@ -27,7 +29,6 @@ MAX_EVENTS: Final = 10_000
 QUIET_S: Final = 0.03
 """Seconds without an event after which the events of a change are complete."""
 LONGEST_QUIET_S: Final = 0.25
-MAX_LINE_BYTES: Final = 65_536
 _TYPES: Final = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY"}
 _EVENTS: Final = {
     "create": "EVENT_TYPE_CREATE",
@@ -48,7 +49,7 @@ class FilesystemService:
     async def stat(self, message: Mapping[str, Any], user: str | None) -> dict[str, Any]:
         """Return the entry of a path."""
         path = await self._path(message, "path", user)
-        return {"entry": await self._describe((await self._sandbox.call("stat", path=path, user=user))["entry"], user)}
+        return {"entry": await self._describe_answer(await self._sandbox.call("stat", path=path, user=user), user)}
 
     async def make_dir(self, message: Mapping[str, Any], user: str | None) -> dict[str, Any]:
         """Create a folder and its parents."""
@@ -56,14 +57,14 @@ class FilesystemService:
         answer = await self._sandbox.call("make_folder", path=path, user=user)
         if not answer["created"]:
             raise ConnectError("already_exists", f"{path} exists")
-        return {"entry": await self._describe(answer["entry"], user)}
+        return {"entry": await self._describe_answer(answer, user)}
 
     async def move(self, message: Mapping[str, Any], user: str | None) -> dict[str, Any]:
         """Rename a file or folder, and create the parents of its new place."""
         source = await self._path(message, "source", user)
         target = await self._path(message, "destination", user)
         answer = await self._sandbox.call("move", source=source, target=target, user=user)
-        return {"entry": await self._describe(answer["entry"], user)}
+        return {"entry": await self._describe_answer(answer, user)}
 
     async def remove(self, message: Mapping[str, Any], user: str | None) -> dict[str, Any]:
         """Remove a file, or a folder with its content. A missing path is no error."""
@@ -78,7 +79,7 @@ class FilesystemService:
             raise ConnectError("invalid_argument", f"'depth' must be from 1 to {MAX_DEPTH}")
         entries = []
         async with await self._sandbox.open("list", path=path, depth=depth, user=user) as stream:
-            async for row in _read_lines(stream):
+            async for row in _read_rows(FileEntry, stream):
                 entries.append(await self._describe(row, user))
                 if len(entries) > MAX_ENTRIES:
                     raise ConnectError("resource_exhausted", f"the folder has more than {MAX_ENTRIES} entries")
@@ -92,8 +93,8 @@ class FilesystemService:
             stream = await self._watch(message, user)
             async with stream:
                 await send({"start": {}})
-                async for event in _read_lines(stream):
-                    described = await self._describe_event(event, message, user)
+                async for event in _read_rows(FileEvent, stream):
+                    described = await self.describe_event(event, message, user)
                     if described is not None:
                         await send({"filesystem": described})
 
@@ -125,12 +126,6 @@ class FilesystemService:
             watcher.close()
         self._watchers.clear()
 
-    async def describe_event(
-        self, event: Mapping[str, Any], message: Mapping[str, Any], user: str | None
-    ) -> dict[str, Any] | None:
-        """Return an event for the client, or None for one that E2B does not know."""
-        return await self._describe_event(event, message, user)
-
     def _find_watcher(self, message: Mapping[str, Any]) -> "_Watcher":
         watcher = self._watchers.get(str(message.get("watcherId")))
         if watcher is None:
@@ -152,44 +147,45 @@ class FilesystemService:
                 raise ConnectError("invalid_argument", failure.message) from None
             raise
 
-    async def _describe_event(
-        self, event: Mapping[str, Any], message: Mapping[str, Any], user: str | None
+    async def describe_event(
+        self, event: FileEvent, message: Mapping[str, Any], user: str | None
     ) -> dict[str, Any] | None:
-        kind = _EVENTS.get(str(event.get("event")))
+        kind = _EVENTS.get(event.event)
         if kind is None:
             return None
-        described: dict[str, Any] = {"name": event["name"], "type": kind}
-        if message.get("includeEntry") and isinstance(event.get("entry"), dict):
-            described["entry"] = await self._describe(event["entry"], user)
+        described: dict[str, Any] = {"name": event.name, "type": kind}
+        if message.get("includeEntry") and event.entry is not None:
+            described["entry"] = await self._describe(event.entry, user)
         return described
 
-    async def _describe(self, row: Mapping[str, Any], user: str | None) -> dict[str, Any]:
+    async def _describe_answer(self, answer: Mapping[str, Any], user: str | None) -> dict[str, Any]:
+        return await self._describe(parse_answer_fields(FileEntry, answer.get("entry")), user)
+
+    async def _describe(self, entry: FileEntry, user: str | None) -> dict[str, Any]:
         """Return an entry for the client. A link has the type of its target."""
-        kind, target = row["type"], row.get("target")
-        if kind == "symlink":
-            kind = await self._find_type(str(target), user)
-        mode = int(row["mode"])
-        entry = {
-            "name": row["name"],
+        kind = await self._find_type(entry.target or "", user) if entry.type == "symlink" else entry.type
+        described = {
+            "name": entry.name,
             "type": _TYPES.get(kind, "FILE_TYPE_UNSPECIFIED"),
-            "path": posixpath.normpath(row["path"]),
-            "size": str(row["size"]),
-            "mode": mode & 0o777,
-            "permissions": stat.filemode(_FORMATS.get(row["type"], 0) | mode),
-            "owner": row["owner"],
-            "group": row["group"],
-            "modifiedTime": _format_time(float(row["modified_at"])),
+            "path": posixpath.normpath(entry.path),
+            "size": str(entry.size),
+            "mode": entry.mode & 0o777,
+            "permissions": stat.filemode(_FORMATS.get(entry.type, 0) | entry.mode),
+            "owner": entry.owner,
+            "group": entry.group,
+            "modifiedTime": format_instant(entry.modified_at, "milliseconds"),
             "metadata": {
                 name.removeprefix(METADATA_PREFIX): text
-                for name, text in (row.get("metadata") or {}).items()
+                for name, text in entry.metadata.items()
                 if name.startswith(METADATA_PREFIX)
             },
         }
-        return entry if target is None else {**entry, "symlinkTarget": target}
+        return described if entry.target is None else {**described, "symlinkTarget": entry.target}
 
     async def _find_type(self, target: str, user: str | None) -> str:
         with suppress(ToolFailure):
-            return str((await self._sandbox.call("stat", path=target, user=user))["entry"]["type"])
+            answer = await self._sandbox.call("stat", path=target, user=user)
+            return parse_answer_fields(FileEntry, answer.get("entry")).type
         return ""
 
 
@@ -226,7 +222,7 @@ class _Watcher:
         # A lost sandbox ends the watch. The client then finds no more events.
         with suppress(ToolFailure, OperatorError):
             async with self._stream:
-                async for event in _read_lines(self._stream):
+                async for event in _read_rows(FileEvent, self._stream):
                     described = await service.describe_event(event, message, user)
                     if described is not None:
                         self._events.append(described)
@@ -236,24 +232,7 @@ class _Watcher:
 _FORMATS: Final = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK}
 
 
-async def _read_lines(stream: Stream) -> AsyncIterator[dict[str, Any]]:
-    """Yield the lines of JSON of a stream, which come from the sandbox. Raises ConnectError for other lines."""
-    buffer = b""
-    while (piece := await stream.read()) is not None:
-        *lines, buffer = (buffer + piece.data).split(b"\n")
-        if len(buffer) > MAX_LINE_BYTES:
-            raise ConnectError("internal", "the sandbox sent a line that is too long")
+async def _read_rows(kind: type[R], stream: Stream) -> AsyncIterator[R]:
+    async for lines in read_row_lines(stream):
         for line in lines:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                raise ConnectError("internal", "the sandbox sent a line that is not JSON") from None
-            if isinstance(row, dict):
-                yield row
-
-
-def _format_time(at: float) -> str:
-    try:
-        return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):
-        return "1970-01-01T00:00:00Z"
+            yield parse_row(kind, line)

@@ -269,7 +269,7 @@ class ClientConnection:
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks whose results nobody needs, and wait for them."""
+    """Cancel tasks whose results are not needed, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

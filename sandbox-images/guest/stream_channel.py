@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHANNEL = 3
 """Descriptor of the channel, if the host gave one to PID 1."""
-# A program of the sandbox may kill the server again and again.
+# A program of the sandbox may kill the server repeatedly.
 _RESTART_S = 1.0
 
 

@@ -108,7 +108,7 @@ async def serve_streams(sessions: Sessions, link: WorkerLink, header: Mapping[st
     sandbox gets one, as for a call. Raises ToolFailure, SandboxUnavailable and ConnectionError.
     """
     name = parse_session(header)
-    # The fence of a location also grows when a new worker of this host takes the session over; sandboxd is not told so.
+    # The fence of a location also grows when a new worker of this host takes the session over.
     if parse_count(header, "fence") < sessions.find_open(name).fence:
         raise ToolFailure(
             ErrorCode.SESSION_NOT_FOUND, "the session was opened again meanwhile: read its present host, and try again"

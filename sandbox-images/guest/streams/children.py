@@ -1,4 +1,4 @@
-"""The children of the stream server: who is told about the exit of each."""
+"""The children of the stream server, each with the function that gets its exit status."""
 
 from __future__ import annotations
 

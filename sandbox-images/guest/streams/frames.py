@@ -31,7 +31,7 @@ EPOCH_HEADER = HEADER.pack(EPOCH_BYTES, EPOCH, 0, 0, 0, 0)
 if the frame before is not whole.
 """
 SERVER_RESTART = bytes(EPOCH_BYTES)
-"""Payload of an EPOCH that nobody asked for: the server has no streams, because it is new or has refused a frame."""
+"""Payload of an EPOCH that answers no other: the server has no streams, because it is new or has refused a frame."""
 
 # DATA that contains so many bytes of EPOCH_HEADER is cut there. The rest cannot follow: the next header begins with
 # at most 4 zeros, and an EPOCH after a part of that header with 3 more.

@@ -321,7 +321,7 @@ def _shorten(argv: list[str]) -> list[str]:
 
 
 def _discard(fd: int) -> bool:
-    """Read output that nobody gets. Return False at its end."""
+    """Read output and drop it. Return False at its end."""
     try:
         return bool(os.read(fd, 65_536))
     except OSError as error:

@@ -37,7 +37,7 @@ class PortStream:
 
 
 class LocalPorts:
-    """Opens such streams. `opened`: all of them. `targets`: for whom."""
+    """Opens such streams. `opened`: all of them. `targets`: the session and the author of each."""
 
     def __init__(self) -> None:
         self.opened: list[PortStream] = []
